@@ -18,6 +18,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.engine import Engine
+from paceline.engine.kv_source import KvSource
 
 VOCAB = 32
 # Token 3 and 4 are halves of one character, 5 spells two letters: texts that lag behind their tokens.
@@ -62,6 +63,7 @@ class EngineBench:
         clock: FakeClock | None = None,
         restores: bool = False,
         wait: Callable[[float], object] | None = None,
+        kv: Callable[[NullRunner], KvSource] | None = None,
     ) -> None:
         self.wait = wait or (lambda seconds: self.clock.advance(1000 * seconds))
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
@@ -77,7 +79,9 @@ class EngineBench:
         )
         seeds = count(1000)
         self.clock = clock or FakeClock()
-        self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting, wait=self.wait)
+        self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting, wait=self.wait,
+            kv=None if kv is None else kv(self.runner),
+        )  # fmt: skip
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 
     def add(self, *requests: GenerationRequest) -> None:

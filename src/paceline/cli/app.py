@@ -20,12 +20,14 @@ from paceline.cli.options import (
     Context,
     Device,
     Draft,
+    KvDisk,
     KvTokens,
     MaxRunning,
     PrefillChunk,
     StepBudgetMs,
     Threads,
     Weights,
+    disk_size,
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
@@ -120,6 +122,7 @@ def up(
         ),
     ] = False,
     kv_tokens: KvTokens = None,
+    kv_disk: KvDisk = None,
     device: Device = None,
     threads: Threads = None,
     max_running: MaxRunning = 32,
@@ -274,6 +277,7 @@ def up(
             prefill_chunk,
             step_budget_ms,
             draft=draft,
+            kv_disk_bytes=disk_size(kv_disk),
         )
     )
     sharing = SharingOptions(

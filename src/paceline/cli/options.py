@@ -53,6 +53,15 @@ Weights = Annotated[
 KvTokens = Annotated[
     int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.", rich_help_panel="Model")
 ]
+KvDisk = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-disk",
+        metavar="SIZE",
+        help="Keep KV on this disk, at most so much: 20GB, say. Prompts are then known after a restart, to whoever reads the disk too.",
+        rich_help_panel="Model",
+    ),
+]
 Context = Annotated[
     int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.", rich_help_panel="Model")
 ]
@@ -98,3 +107,25 @@ AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of ea
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Medians are over these.")]
 Pins = Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")]
 OwnLayers = Annotated[int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")]
+
+
+LEAST_DISK = 1 << 20
+
+
+def disk_size(text: str | None) -> int:
+    """Bytes, of a size as people write it; 0 where there is none.
+
+    Raises:
+        ConfigError: it is none, or next to nothing.
+    """
+    if text is None:
+        return 0
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError(f"--kv-disk {text!r} is no size", "Write it like 20GB, or 500MB.") from None
+    if size < LEAST_DISK:
+        raise ConfigError(f"--kv-disk {text} is too little to keep anything", "Ask for 1 GB or more, or leave it out.")
+    return size

@@ -28,6 +28,12 @@ class EngineStats:
     prefix_queries_tokens: int = 0
     """Prompt tokens looked up in the prefix cache, in all."""
     prefix_hits_tokens: int = 0
+    prefix_fetched_tokens: int = 0
+    """Prompt tokens whose KV was kept elsewhere, and was brought back."""
+    kept_blocks: dict[str, int] = field(default_factory=dict[str, int])
+    """KV blocks that were kept elsewhere, or were to be, by what became of them."""
+    kept_bytes: int = 0
+    """What is kept there now, of all models."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
@@ -68,7 +74,7 @@ class EngineStats:
     @property
     def ended(self) -> EngineStats:
         """What stays of it once the engine is gone: the counters."""
-        gauges = dict.fromkeys(("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight"), 0)
+        gauges = dict.fromkeys(("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight", "kept_bytes"), 0)
         return replace(self, **gauges, max_context=None, steps_expected_s=0.0, drafts_off=False)
 
 

@@ -26,6 +26,7 @@ from paceline.engine.executor import Executor, SequenceStep, StepOutput
 from paceline.engine.gains import carry_on, gain_of, score_rows
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
+from paceline.engine.kv_source import KvSource
 from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
@@ -61,6 +62,7 @@ class Engine:
         sampler: Sampler | None = None,
         grammars: Grammars | None = None,
         wait: Callable[[float], object] = sleep,
+        kv: KvSource | None = None,
     ) -> None:
         """Start idle.
 
@@ -70,10 +72,11 @@ class Engine:
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
             sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
             grammars: of the vocabulary; None: answers of a given form are refused.
+            kv: where blocks are kept beside the pool; closed by its maker.
             wait: lets so many seconds pass, or fewer where something came that sequences wait for.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
-        self._clock, self._entropy = clock, entropy
+        self._clock, self._entropy, self._kv = clock, entropy, kv
         costs = self._costs = StepCosts()
         self._told_at, self._step_seconds, self._prefill_per_s = 0, dict[int, float](), 0.0
         """Of costs, as they were after so many steps."""
@@ -81,7 +84,7 @@ class Engine:
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
-        self._scheduler = Scheduler(executor, config, self._drafting, costs)
+        self._scheduler = Scheduler(executor, config, self._drafting, costs, kv)
         self._sampler = sampler or PlainSampler(vocabulary.size)
         self._grammars = grammars
         self._live: dict[RequestId, list[SequenceState]] = {}
@@ -105,7 +108,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or to say."""
-        return bool(self._live or self._in_flight or self._outbox)
+        return bool(self._live or self._in_flight or self._outbox or self._is_keeping)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request.
@@ -214,6 +217,8 @@ class Engine:
                 self._await_any(chunks)
             else:
                 self._waits_since = None
+                if not chunks and self._is_keeping:
+                    self._wait(WAIT_S)
         except ExecutorLost as lost:
             self._replay(lost, chunks)
         except Exception as error:
@@ -236,6 +241,9 @@ class Engine:
             blocks_cached=len(pool.cache),
             prefix_queries_tokens=scheduler.prefixes.queried_tokens,
             prefix_hits_tokens=scheduler.prefixes.hit_tokens,
+            prefix_fetched_tokens=scheduler.prefixes.fetched_tokens,
+            kept_blocks={} if self._kv is None else dict(self._kv.counts),
+            kept_bytes=0 if self._kv is None else self._kv.kept_bytes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.preemptions,
@@ -259,7 +267,8 @@ class Engine:
         live = [seq for sequences in self._live.values() for seq in sequences]
         assert len(live) == self._n_live, "the number of live sequences is wrong"
         assert {*live} == {*self._scheduler.waiting, *self._scheduler.running}, "scheduler and engine disagree on who is live"
-        flying = Counter(seq for planned in self._in_flight for seq in planned.sequences)
+        fetching = () if self._scheduler.kv is None else self._scheduler.kv.fetching
+        flying = Counter([*(seq for planned in self._in_flight for seq in planned.sequences), *fetching])
         assert all(seq.flights == flying[seq] for seq in {*live, *flying}), (
             "a sequence is in more batches in flight than it knows, or fewer"
         )
@@ -292,6 +301,11 @@ class Engine:
                 for seq in (*self._scheduler.running, *self._scheduler.waiting):
                     (self._drafting.begin if self._drafts else self._drafting.end)(seq)
         return True
+
+    @property
+    def _is_keeping(self) -> bool:
+        """Whether blocks are still to be kept elsewhere."""
+        return self._scheduler.kv is not None and self._scheduler.kv.is_keeping
 
     def _await_any(self, chunks: Sequence[GenerationChunk]) -> None:
         """Give what the live sequences wait for a moment to come: none of them can run without it."""

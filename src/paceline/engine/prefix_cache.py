@@ -84,6 +84,10 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def find(self, key: bytes) -> BlockId | None:
+        """The block of that name."""
+        return self._block_of.get(key)
+
     def insert(self, key: bytes, block: BlockId) -> None:
         """Name a block in use. Where the key is taken, the block stays its sequence's own."""
         if key not in self._block_of and block not in self._key_of:
@@ -118,7 +122,7 @@ class Prefixes:
     """Of all sequences of one engine. The cache is the pool's."""
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
-        self.queried_tokens = self.hit_tokens = 0
+        self.queried_tokens = self.hit_tokens = self.fetched_tokens = 0
         """Of prompts."""
         self._block_size, self._one_path = executor.block_size, executor.one_path
         self._caching = config.prefix_cache
@@ -156,8 +160,20 @@ class Prefixes:
                 self.queried_tokens += seq.n_prompt
                 self.hit_tokens += seq.cached_tokens
 
-    def publish(self, seq: SequenceState, settled: int, cache: PrefixCache) -> None:
-        """Offer full blocks, of the first `settled` tokens."""
+    def missing(self, seq: SequenceState, n_hits: int) -> Sequence[bytes]:
+        """Names of the blocks that would follow those that were found."""
+        return self._wanted(seq)[n_hits:]
+
+    def fetched(self, seq: SequenceState, n_blocks: int, cache: PrefixCache) -> None:
+        """So many blocks more came from elsewhere, and are known."""
+        tokens = n_blocks * self._block_size
+        self.fetched_tokens += tokens
+        seq.cached_tokens = (seq.cached_tokens or 0) + tokens
+        self.publish(seq, seq.computed, cache)
+
+    def publish(self, seq: SequenceState, settled: int, cache: PrefixCache) -> Sequence[bytes]:
+        """Offer full blocks, of the first `settled` tokens. Returns their names."""
+        before = seq.n_published
         for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
             if index == len(seq.keys):
                 start = index * self._block_size
@@ -166,6 +182,7 @@ class Prefixes:
             cache.insert(seq.keys[index], seq.blocks[index])
             self._waive(seq, seq.keys[index])
             seq.n_published += 1
+        return seq.keys[before : seq.n_published]
 
     def stopped(self, seq: SequenceState) -> None:
         """A sequence computes no further, for now or for good: no other waits for it."""

@@ -13,6 +13,7 @@ Laws:
   oldest goes first and alone; where it is lost while it is being restored, half as many are, the oldest first: however often that happens, an answer gets
   ahead.
 - A draft takes no block from anybody: where none is free it is cut short.
+- A sequence whose blocks are being fetched runs nothing; to the pool it is in flight.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import inf
+from operator import attrgetter
 
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.block_pool import BlockPool
@@ -30,6 +32,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
 from paceline.engine.intake import context_of
+from paceline.engine.kv_source import KvSource, KvTraffic
 from paceline.engine.local import blocks_for
 from paceline.engine.prefix_cache import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
@@ -55,10 +58,11 @@ class PlannedBatch:
 class Scheduler:
     """Waiting and running sequences over one pool."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting, costs: StepCosts) -> None:
+    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting, costs: StepCosts, kv: KvSource | None = None) -> None:
         self._executor, self._drafting, self._costs = executor, drafting, costs
         self.pool = BlockPool(executor.n_blocks)
         self.prefixes = Prefixes(executor, config)
+        self.kv = None if kv is None else KvTraffic(kv)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
@@ -89,7 +93,7 @@ class Scheduler:
         """A new sequence waits its turn."""
         self.prefixes.name(seq)
         seq.most_tokens = self._most_tokens(seq)
-        insort(self.waiting, seq, key=_turn)
+        insort(self.waiting, seq, key=attrgetter("turn"))
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState) -> None:
@@ -108,7 +112,13 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------------ batches
 
     def next_batch(self) -> PlannedBatch | None:
-        """What to run next, or None if every sequence is in flight, or waits for one that is."""
+        """What to run next, or None if every sequence is in flight, or waits for one that is, or for its blocks."""
+        if self.kv is not None:
+            self.kv.lend(self.pool)
+            for seq, n_blocks in self.kv.fetched():
+                if self._comes_back(seq):
+                    seq.computed += n_blocks * self._block_size
+                    self.prefixes.fetched(seq, n_blocks, self.pool.cache)
         if self.waiting:
             self._admit()
         steps: list[SequenceStep] = []
@@ -140,7 +150,9 @@ class Scheduler:
                 continue
             if seq.n_published < seq.n_publishable:
                 end = step.first_position + len(step.token_ids)
-                self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
+                named = self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
+                if self.kv is not None and not seq.request.caller:
+                    self.kv.offer(named)
             if not seq.flights:
                 if seq.preempt_when_collected:
                     self._draining.remove(seq)
@@ -151,14 +163,7 @@ class Scheduler:
     def recalled(self, planned: PlannedBatch) -> None:
         """A batch of prompts alone was given up: what it was to run is run again, and less of it at a time for a while."""
         for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
-            seq.flights -= 1
-            if seq.phase is Phase.ENDED:
-                self._draining.remove(seq)
-                self._release(seq)
-            elif seq.preempt_when_collected:
-                self._draining.remove(seq)
-                self._preempt(seq)
-            else:
+            if self._comes_back(seq):
                 seq.computed = step.first_position
                 self._most = LEAST_ROWS
         self._may_recall = False
@@ -172,6 +177,8 @@ class Scheduler:
             for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
                 # What ran on a wrong guess stands behind what is known.
                 flown[seq] = min(flown.get(seq, seq.computed), step.first_position)
+        if self.kv is not None:
+            flown |= {seq: seq.computed for seq in self.kv.reset(self.pool)}
         # Some parts of the executor have run what others have not.
         self._released[:0] = released
         for seq, computed in flown.items():
@@ -274,7 +281,9 @@ class Scheduler:
         Args:
             logits: rows whose logits may be wanted beside one of each sequence.
         """
-        prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and not seq.preempt_when_collected]
+        fetching = () if self.kv is None else self.kv.fetching
+        prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and seq not in fetching]
+        prompts = [seq for seq in prompts if not seq.preempt_when_collected]
         most = min(most, -(-self._chunk // self._depth))
         if self._piling and self._is_replaying():
             prompts = _first(prompts, most)
@@ -378,10 +387,21 @@ class Scheduler:
             self.prefixes.begun(seq, len(hits))
             self.waiting.remove(seq)
             seq.phase = Phase.RUNNING
-            insort(self.running, seq, key=_arrival)
+            insort(self.running, seq, key=attrgetter("id"))
+            if self.kv is not None:
+                self.kv.fetch(seq, self.prefixes.missing(seq, len(hits)), seq.blocks[len(hits) :])
             if seq.left > 1:
                 backlog += seq.left
                 least = min(least or seq.left, seq.left)
+
+    def _comes_back(self, seq: SequenceState) -> bool:
+        """A sequence was in flight for nothing else. Returns whether it goes on; one that ended, or makes way for others, lets go of its blocks."""
+        seq.flights -= 1
+        if seq.is_live and not seq.preempt_when_collected:
+            return True
+        self._draining.remove(seq)
+        (self._preempt if seq.is_live else self._release)(seq)
+        return False
 
     def _has_room(self, seq: SequenceState) -> bool:
         """Make sure of a block for the next row, taking it from later sequences if need be."""
@@ -412,7 +432,7 @@ class Scheduler:
         seq.computed = 0
         seq.preempt_when_collected = False
         seq.phase = Phase.WAITING
-        insort(self.waiting, seq, key=_turn)
+        insort(self.waiting, seq, key=attrgetter("turn"))
 
     def _send_anew(self, seq: SequenceState) -> None:
         """After a loss, what not every part of the executor may have of a sequence's table."""
@@ -443,18 +463,19 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
-        self.pool.check_invariants(seq.blocks for seq in {*self.running, *self._draining})
+        lent = () if self.kv is None else self.kv.lent
+        self.pool.check_invariants([*(seq.blocks for seq in {*self.running, *self._draining}), lent])
         assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), (
             "a waiting sequence holds something"
         )
         assert all(seq.phase is Phase.RUNNING for seq in self.running), "a sequence that does not run stands among those that do"
         assert all(seq.in_flight for seq in self._draining), "a sequence drains that is not in flight"
         assert all(seq.flights or not seq.guess for seq in self.running), "guesses outlived the batch they were in"
-        assert all(_turn(a) < _turn(b) for a, b in pairwise(self.waiting)), "those that wait are out of their turn"
+        assert all(a.turn < b.turn for a, b in pairwise(self.waiting)), "those that wait are out of their turn"
         assert all(a.id < b.id for a, b in pairwise(self.running)), "those that run are out of the order of arrival"
         self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
-            assert self.pool.used == 0, "blocks are held with nothing running"
+            assert self.pool.used == len(lent), "blocks are held with nothing running"
 
 
 def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:
@@ -464,12 +485,3 @@ def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceStat
         if most <= 0:
             return prompts[: place + 1]
     return prompts
-
-
-def _arrival(seq: SequenceState) -> SequenceId:
-    return seq.id
-
-
-def _turn(seq: SequenceState) -> tuple[bool, SequenceId]:
-    """Those of other nodes come last, until they have begun."""
-    return bool(seq.request.caller) and seq.cached_tokens is None, seq.id

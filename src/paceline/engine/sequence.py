@@ -84,6 +84,11 @@ class SequenceState:
         return self.request.max_tokens == 0
 
     @property
+    def turn(self) -> tuple[bool, SequenceId]:
+        """Its place among those that wait: other nodes' come last, until they have begun."""
+        return bool(self.request.caller) and self.cached_tokens is None, self.id
+
+    @property
     def is_live(self) -> bool:
         return self.phase is not Phase.ENDED
 

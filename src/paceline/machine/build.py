@@ -5,6 +5,7 @@ Law: what a person asked for is built, or an error says why not; `notes` says wh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine import devices
 from paceline.machine.capability import WarmModel
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
@@ -55,9 +57,13 @@ class BuiltEngine:
     """Made elsewhere; None: this engine drafts by itself or not at all."""
     sampler: CompiledSampler
     grammars: Grammars
+    disk: DiskTier | None
+    """KV beside the pool; None: none is kept."""
 
     def close(self) -> None:
         """End what the engine runs on."""
+        if self.disk is not None:
+            self.disk.close()
         self.executor.close()
         self.sampler.close()
 
@@ -112,10 +118,27 @@ def build_engine(
     sampler = setup.sampler()
     grammars = Grammars(setup.opened.tokenizer)
 
+    came, disk = threading.Event(), None
+    if settings.kv_disk_bytes and config.prefix_cache:
+        disk = DiskTier(runner, setup.digest, Home.from_environment().kv, KvDiskLimits(settings.kv_disk_bytes), clock, came.set)
+
+    def await_blocks(seconds: float) -> None:
+        came.wait(seconds)
+        came.clear()
+
     def make() -> Engine:
-        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
+        return Engine(
+            *(executor, setup.opened.tokenizer, config, clock),
+            drafting=drafting,
+            sampler=sampler,
+            grammars=grammars,
+            wait=await_blocks,
+            kv=disk,
+        )
 
     def rebuild() -> Engine:
+        if disk is not None:
+            disk.reset()
         executor.reset()
         return make()
 
@@ -132,6 +155,7 @@ def build_engine(
         drafts=drafts,
         sampler=sampler,
         grammars=grammars,
+        disk=disk,
     )
 
 

@@ -47,6 +47,8 @@ class NodeSettings:
     """What a step may take while an answer waits for its next token. Raising it makes prompts faster, and an answer's pauses longer."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
+    kv_disk_bytes: int = 0
+    """Of this machine's disk, for KV that outlives the process, of all models together; 0: none. What was asked and answered can be read from it."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
     bound: MemoryBound = MemoryBound()

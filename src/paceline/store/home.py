@@ -7,6 +7,7 @@
     cache/tokenizers/            tokenizers built from GGUF metadata, and those of other nodes' models, by SHA-256
     cache/kernels/               compiled kernels, by version and processor
     cache/speeds/                tokens a second that models were measured at here
+    cache/kv/                    KV of prompts and answers, where `--kv-disk` is given: see `store.kv_folder`
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     api/                         the API's own certificate and its key
     running/                     a note of each endpoint that runs now: see `cli.running`
@@ -86,6 +87,10 @@ class Home:
     @property
     def memory_rate(self) -> Path:
         return self.root / "cache" / "memory_rate.json"
+
+    @property
+    def kv(self) -> Path:
+        return self.root / "cache" / "kv"
 
     @property
     def api(self) -> Path:

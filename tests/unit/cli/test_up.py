@@ -235,3 +235,54 @@ def test_a_fleet_s_node_says_that_its_disk_is_full_before_a_model_is_loaded(star
         "hint:  Free some space on its disk, and try again",
     ]
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_kv_on_the_disk_outlives_a_kill_with_the_same_bytes(start_paceline: Start, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "cache").mkdir(parents=True)
+    (home / "cache" / "kernels").symlink_to((Path(os.environ["PACELINE_HOME"]) / "cache" / "kernels").resolve())
+    told: list[tuple[str, int]] = []
+    rivers = [{"role": "user", "content": "A list of rivers: " + "the Rhine, the Rhone, " * 30}]
+    for kept in (False, True):
+        process = start_paceline("up", *SMALL, "--kv-disk", "100MB", PACELINE_HOME=str(home))
+        url = wait_ready(process)
+        (line,) = ask(url, messages=rivers, max_tokens=16)
+        answer = json.loads(line)
+        told.append((answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
+        assert (told[-1][1] > 200) == kept
+        blocks = answer["usage"]["prompt_tokens"] // 16
+        while not kept and metric(url, 'paceline_kv_disk_blocks_total{what="written"}') < blocks:
+            pass
+        process.kill()
+        process.communicate()
+    assert told[0][0] == told[1][0]
+
+
+def metric(url: str, name: str) -> float:
+    with urlopen(f"{url}/metrics", timeout=LOAD_S) as page:
+        return next(float(line.rpartition(b" ")[2]) for line in page if line.startswith(name.encode() + b" "))
+
+
+def test_a_size_that_is_none_is_refused(start_paceline: Start) -> None:
+    for size in ("much", "-1GB", "3"):
+        process = start_paceline("up", *SMALL, "--kv-disk", size)
+        _, said = process.communicate(timeout=ENDS_S)
+        assert process.returncode == 2
+        assert said.startswith("error: --kv-disk")
+
+
+def test_a_full_disk_keeps_no_kv_and_answers(start_paceline: Start, small_disk: Path) -> None:
+    home = small_disk / "home"
+    (home / "cache" / "kv").mkdir(parents=True)
+    (home / "cache" / "kernels").symlink_to((Path(os.environ["PACELINE_HOME"]) / "cache" / "kernels").resolve())
+    before = fill(small_disk)
+    process = start_paceline("up", *SMALL, "--kv-disk", "1GB", PACELINE_HOME=str(home))
+    url = wait_ready(process)
+    assert b"".join(ask(url, max_tokens=40))
+    while metric(url, 'paceline_kv_disk_blocks_total{what="failed"}') < 1:
+        pass
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=ENDS_S)
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert [path for path in small_disk.rglob("*") if path not in before and path.is_file()] == []

@@ -35,7 +35,13 @@ class Busy(ScriptedInference):
     """Has something to tell of everything that is counted by a label."""
 
     def stats(self) -> EngineStats:
-        return EngineStats(drafted_tokens={"ngram": 2}, accepted_tokens={"ngram": 1}, draft_blocks={"ngram": 1}, finished={"stop": 1})
+        return EngineStats(
+            drafted_tokens={"ngram": 2},
+            accepted_tokens={"ngram": 1},
+            draft_blocks={"ngram": 1},
+            kept_blocks={"read": 1},
+            finished={"stop": 1},
+        )
 
 
 def outline(collectors: Sequence[Collector]) -> str:

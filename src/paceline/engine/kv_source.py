@@ -1,0 +1,134 @@
+"""KV blocks that lie elsewhere than in the pool, by name: fetched into blocks that sequences will begin with, and kept from blocks that are known.
+
+Law: the engine's thread is never held up, and a block that a source may still write, or read, is no other sequence's. A fetch that brings less than it
+promised costs what it did not bring: those rows are computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from paceline.core.ids import BlockId
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.sequence import SequenceState
+
+MOST_UNKEPT = 1 << 14
+"""Names of blocks that wait to be kept. Raising it: memory; blocks of a burst are kept that would else be forgotten."""
+
+
+class KvFetch(Protocol):
+    """Blocks on their way."""
+
+    @property
+    def filled(self) -> int:
+        """Blocks that stand, from the first on. Final once `is_over`."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no block is written any more. A source bounds how long it takes."""
+        ...
+
+    def cancel(self) -> None:
+        """Have it end soon: it is wanted no more. Idempotent."""
+        ...
+
+
+class KvSource(Protocol):
+    """Where blocks are kept. For the engine's thread; what it does takes place in others."""
+
+    def run_of(self, keys: Sequence[bytes]) -> int:
+        """How many blocks of a chain it expects to have, from the first on, if to fetch them pays."""
+        ...
+
+    def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
+        """Begin to fill blocks."""
+        ...
+
+    def keep(self, key: bytes, block: BlockId) -> bool:
+        """Begin to copy a block, which stays as it is until `kept` names it. False: there is no room for it now."""
+        ...
+
+    def kept(self) -> Sequence[BlockId]:
+        """Blocks that were let go of since this was asked last."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Blocks, by what became of them."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept now, of all models."""
+        ...
+
+    def reset(self) -> None:
+        """End all that is under way. Returns once no block is read or written any more."""
+        ...
+
+
+class KvTraffic:
+    """Between one pool and a source: blocks that sequences wait for come in, and blocks that are known go out as the source has room for them, if they
+    are still in the prefix cache by then.
+    """
+
+    def __init__(self, source: KvSource) -> None:
+        self._source = source
+        self.fetching: dict[SequenceState, KvFetch] = {}
+        """Sequences whose next blocks are on their way. To the pool they are in flight."""
+        self._waiting: deque[bytes] = deque(maxlen=MOST_UNKEPT)
+        self.lent: dict[BlockId, None] = {}
+        """Blocks that are being copied: each has a user more."""
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether blocks are still to be copied."""
+        return bool(self.lent or self._waiting)
+
+    def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
+        """Have what there is of a sequence's next blocks brought into them."""
+        if n := self._source.run_of(keys):
+            self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
+            seq.flights += 1
+
+    def fetched(self) -> Iterator[tuple[SequenceState, int]]:
+        """Sequences that wait no more, and how many blocks came for each. What is wanted no more is cancelled."""
+        for seq, fetch in tuple(self.fetching.items()):
+            if not seq.is_live or seq.preempt_when_collected:
+                fetch.cancel()
+            if fetch.is_over:
+                del self.fetching[seq]
+                yield seq, fetch.filled
+
+    def offer(self, keys: Iterable[bytes]) -> None:
+        """Blocks of these names may be kept."""
+        self._waiting += keys
+
+    def lend(self, pool: BlockPool) -> None:
+        """Take back what was copied, and lend what comes next."""
+        self._take_back(pool, self._source.kept())
+        while self._waiting:
+            block = pool.cache.find(self._waiting[0])
+            if block is not None and block not in self.lent:
+                if not self._source.keep(self._waiting[0], block):
+                    return
+                pool.share(block)
+                self.lent[block] = None
+            self._waiting.popleft()
+
+    def _take_back(self, pool: BlockPool, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            del self.lent[block]
+            pool.give_back((block,))
+
+    def reset(self, pool: BlockPool) -> Sequence[SequenceState]:
+        """End all: blocks are void. Returns the sequences that waited."""
+        self._source.reset()
+        self._waiting.clear()
+        self._take_back(pool, tuple(self.lent))
+        waited = tuple(self.fetching)
+        self.fetching.clear()
+        return waited

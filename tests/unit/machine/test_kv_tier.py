@@ -1,0 +1,133 @@
+"""KV on disk beside an engine: the same tokens, less of them computed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+from tests.fakes.engines import VOCAB, EngineBench
+from tests.fakes.null_backend import NullRunner
+
+from paceline.core.clock import SystemClock
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+
+
+class Started:
+    """A process that serves, for as long as the block runs. Several may share a folder."""
+
+    def __init__(self, folder: Path, budget: int = 1 << 30, **bench: object) -> None:
+        self._folder, self._budget, self._bench = folder, budget, bench
+        self._came = threading.Event()
+        self.tier: DiskTier
+
+    def __enter__(self) -> EngineBench:
+        def kv(runner: NullRunner) -> DiskTier:
+            self.tier = DiskTier(runner, "model", self._folder, KvDiskLimits(self._budget), SystemClock(), self._came.set)
+            return self.tier
+
+        return EngineBench(kv=kv, wait=self._wait, **self._bench)  # type: ignore[arg-type]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.tier.close()
+
+    def _wait(self, seconds: float) -> None:
+        del seconds
+        assert self._came.wait(60)
+        self._came.clear()
+
+
+def request(name: str, prompt: list[int], answer: int = 6, caller: str = "", salt: str = "") -> GenerationRequest:
+    return GenerationRequest(RequestId(name), tuple(prompt), answer, SamplingParams(seed=1), caller=caller, cache_salt=salt)
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    beginning = [draw.randrange(1, VOCAB) for _ in range(20)]
+    return [[*beginning, *(draw.randrange(1, VOCAB) for _ in range(draw.randrange(1, 20)))] for _ in range(30)]
+
+
+def test_a_prompt_that_was_computed_before_the_restart_is_read(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        before = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+        assert before.cached_tokens == 0
+    started = Started(tmp_path)
+    with started as bench:
+        after = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+        assert (after.token_ids, after.cached_tokens) == (before.token_ids, (len(prompts[0]) - 1) // 4 * 4)
+        assert bench.runner.rows_run == len(prompts[0]) - after.cached_tokens + len(after.token_ids) - 1
+        assert started.tier.counts["read"] == after.cached_tokens // 4
+        again = bench.run(request("b", prompts[0]))[RequestId("b"), 0]
+        assert (again.token_ids, again.cached_tokens) == (before.token_ids, after.cached_tokens)
+        assert started.tier.counts["read"] == after.cached_tokens // 4, "memory comes first"
+
+
+def test_a_block_that_is_gone_or_damaged_ends_what_is_read(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        before = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+    for damage in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?")):
+        with Started(tmp_path) as bench:
+            victim = sorted(path for path in tmp_path.rglob("*") if path.is_file())[2]
+            damage(victim)
+            after = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+            assert after.token_ids == before.token_ids
+            assert after.cached_tokens < (len(prompts[0]) - 1) // 4 * 4
+            # What was computed anew is kept anew.
+        with Started(tmp_path) as bench:
+            assert bench.run(request("a", prompts[0]))[RequestId("a"), 0].cached_tokens == (len(prompts[0]) - 1) // 4 * 4
+
+
+def test_what_other_nodes_asked_is_not_kept(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        bench.run(request("a", prompts[0], caller="guest"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_one_salt_kept_no_other_finds(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        bench.run(request("a", prompts[0], salt="mine"))
+    with Started(tmp_path) as bench:
+        assert bench.run(request("a", prompts[0], salt="yours"))[RequestId("a"), 0].cached_tokens == 0
+        assert bench.run(request("b", prompts[0], salt="mine"))[RequestId("b"), 0].cached_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_traffic_over_restarts_gives_the_tokens_it_gives_without(tmp_path: Path, prompts: list[list[int]], seed: int) -> None:
+    """Aborts, a pool that is too small for all, a budget that is too small too, one path and two."""
+    draw = random.Random(seed)
+    shape = {"n_blocks": draw.choice((16, 24, 60)), "one_path": draw.random() < 0.5, "max_running": draw.choice((1, 4, 8))}
+    budget = draw.choice((3000, 1 << 30))
+    alone = {
+        index: EngineBench(one_path=shape["one_path"] is True).run(request("x", prompt))[RequestId("x"), 0]
+        for index, prompt in enumerate(prompts)
+    }
+    for _ in range(3):
+        started = Started(tmp_path, budget, **shape)
+        with started as bench:
+            asked: dict[RequestId, int] = {}
+            aborted: set[RequestId] = set()
+            for number in range(40):
+                index = draw.randrange(len(prompts))
+                name = RequestId(f"{number}")
+                asked[name] = index
+                bench.add(request(name, prompts[index]))
+                for _ in range(draw.randrange(6)):
+                    if bench.engine.has_work:
+                        bench.step()
+                if draw.random() < 0.3:
+                    gone = draw.choice(list(asked))
+                    bench.engine.abort(gone)
+                    aborted.add(gone)
+            bench.run()
+            for name, index in asked.items():
+                answer, right = bench.answers[name, 0], alone[index]
+                if name in aborted:
+                    assert answer.token_ids == right.token_ids[: len(answer.token_ids)]
+                else:
+                    assert (answer.token_ids, answer.error) == (right.token_ids, None)
+            assert not started.tier.counts["damaged"]
