@@ -14,6 +14,7 @@ from tests.unit.ways.draft.fleet import DraftFleet, on_fleet
 from tests.unit.ways.draft.proposers import TooLong
 from tests.unit.ways.draft.test_finding import SMALL, VERIFIER, card
 
+from paceline import DistributedSpeculativeDecoder
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError, RemoteProposerError
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -23,7 +24,6 @@ from paceline.engine.local import LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer
 from paceline.fleet.plan import ALONE, Choice, PlanRequest
 from paceline.node.ways import plan
-from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
 from paceline.ways.draft.price import DRAFT
 
 CONFIG = EngineConfig(max_context=200, prefill_chunk=64)

@@ -10,13 +10,14 @@ from tests.unit.net.member.nodes import until, until_seen
 from tests.unit.ways.draft.fleet import LOOKUP, VOCAB, DraftFleet, on_fleet
 from tests.unit.ways.draft.proposers import Breaks, Floods, Hangs, Scripted, TooLong
 
+from paceline import RemoteProposer
 from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.net.channels import MAX_BLOCK_BYTES
 from paceline.net.wire import propose_pb2
 from paceline.ways.draft.desk import MAX_BLOCK
 from paceline.ways.draft.finding import FleetLines
-from paceline.ways.draft.line import RemoteProposer, read_block
+from paceline.ways.draft.line import read_block
 
 
 def remote(fleet: DraftFleet, model_id: str, deadline_s: float = 20.0) -> RemoteProposer:
