@@ -211,6 +211,15 @@ def up(
             rich_help_panel="Pipeline",
         ),
     ] = None,
+    ways: Annotated[
+        str,
+        typer.Option(
+            "--ways",
+            metavar="WAY,...",
+            help="Of alone, draft, pipeline: those that the plan may choose of. Default: all that fit the other options.",
+            rich_help_panel="Fleet",
+        ),
+    ] = "",
     pin: Annotated[
         list[str] | None,
         typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.", rich_help_panel="Pipeline"),
@@ -284,7 +293,7 @@ def up(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age, embeddings, () if no_model else tuple(more)),
-        *(on_demand, None if models_memory is None else int(models_memory * GIB)),
+        *(on_demand, None if models_memory is None else int(models_memory * GIB), ways),
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers

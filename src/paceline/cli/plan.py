@@ -10,13 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli.terminal import table_of
-from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
 from paceline.fleet.placement import basis, headline, parts
-from paceline.fleet.plan import Choice, PlanRequest, Way
-from paceline.node.planning import Explained, View, explained, parse_pin
-from paceline.node.ways import WAYS
+from paceline.fleet.plan import Choice, PlanRequest
+from paceline.node.planning import Explained, View, explained, parse_pin, parse_ways
 
 
 def run_plan(
@@ -42,7 +40,7 @@ def run_plan(
         weights=weights,
         prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens,
-        ways=_ways(ways),
+        ways=parse_ways(ways),
         pins=tuple(parse_pin(pin) for pin in pins),
         proposer=None if draft_on is None else NodeId(draft_on),
     )
@@ -77,12 +75,3 @@ def show(console: Console, made: Explained) -> None:
 def _row(choice: Choice) -> tuple[str, str, str, str, str]:
     estimate = choice.estimate
     return headline(choice), f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
-
-
-def _ways(text: str) -> frozenset[Way] | None:
-    if not text:
-        return None
-    known, named = {each.way for each in WAYS}, {Way(part.strip()) for part in text.split(",")}
-    if not named <= known:
-        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(each.way for each in WAYS)}.")
-    return frozenset(named)

@@ -58,6 +58,8 @@ class SharingOptions:
     """Whether requests have models loaded; None: where no other machine could be asked for them."""
     memory_bytes: int | None = None
     """That models may take together; None: what is free."""
+    ways: str = ""
+    """Those that the plan may choose of, as a person wrote them; empty: all."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -112,7 +114,9 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     if settings is None and (sharing.pipeline or sharing.pins):
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
     asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
-    needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards)
+    settings = _without_drafts(settings, sharing.ways)
+    elsewhere = bool(sharing.ways) and "alone" not in sharing.ways.split(",")
+    needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards) or elsewhere
     if asked and sharing.more:
         raise ConfigError("--pipeline, --pin and --own-layers spread one model, and --model names several", "Leave the others out.")
     configured = read_pipeline_settings(Home.from_environment())
@@ -150,13 +154,35 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, *, spread: bool) -> frozenset[Way]:
     """What a person allows."""
     from paceline.fleet.plan import ALONE
+    from paceline.node.planning import parse_ways
     from paceline.ways.draft.price import DRAFT
     from paceline.ways.pipeline.splits import PIPELINE
 
-    if spread:
-        return frozenset({PIPELINE})
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
-    return frozenset({ALONE, *drafted, *((PIPELINE,) if pipelines.enabled and not sharing.more else ())})
+    fitting = frozenset({ALONE, *drafted, *((PIPELINE,) if pipelines.enabled and not sharing.more else ())})
+    if spread:
+        fitting = frozenset({PIPELINE})
+    allowed = parse_ways(sharing.ways)
+    if allowed is not None and not allowed & fitting:
+        raise ConfigError(
+            f"--ways {sharing.ways} leaves no way to serve the model: the other options allow {', '.join(sorted(fitting))}",
+            "Leave one out.",
+        )
+    return fitting if allowed is None else fitting & allowed
+
+
+def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
+    """No node drafts for this one where that is none of the ways; prompt lookup is no way, but the engine's own."""
+    from paceline.engine.drafts import AUTO, NGRAM, OFF
+    from paceline.node.planning import parse_ways
+    from paceline.ways.draft.price import DRAFT
+
+    allowed = parse_ways(ways)
+    if settings is None or allowed is None or DRAFT in allowed or settings.draft in {NGRAM, OFF}:
+        return settings
+    if settings.draft != AUTO:
+        raise ConfigError(f"--draft {settings.draft} is of another node, and --ways {ways} allows none", f"Ask for --ways {ways},{DRAFT}.")
+    return replace(settings, draft=NGRAM)
 
 
 def _draft_model(draft: str) -> str:

@@ -11,8 +11,8 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
-from paceline.fleet.plan import Pin, Plan, PlanRequest
-from paceline.node.ways import plan
+from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
+from paceline.node.ways import WAYS, plan
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 
@@ -62,6 +62,20 @@ def this_machine(beside: ModelLocation | None = None) -> Sequence[NodeCard]:
     portrait = CapabilityReport(NodeId(own_name()), Home.from_environment())
     portrait.look(beside=() if beside is None else (beside,))
     return (portrait.card(),)
+
+
+def parse_ways(text: str) -> frozenset[Way] | None:
+    """Ways by their names, with commas between; None where the text is empty: all.
+
+    Raises:
+        ConfigError: there is none of such a name.
+    """
+    if not text:
+        return None
+    known, named = {each.way for each in WAYS}, {Way(part.strip()) for part in text.split(",")}
+    if not named <= known:
+        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(each.way for each in WAYS)}.")
+    return frozenset(named)
 
 
 def parse_pin(text: str) -> Pin:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from paceline.cli.api_options import ApiOptions
 from paceline.cli.sharing import SharingOptions, run_shared
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.fleet.plan import Way
 from paceline.machine.settings import NodeSettings
+from paceline.net.member.settings import FleetSettings
+from paceline.node.pipelines import Constraints
 
 PLAIN = SharingOptions(
     fleet_port=0,
@@ -77,3 +81,51 @@ def test_in_no_fleet_nobody_drafts_but_this_machine(draft: str, hint: str) -> No
     with pytest.raises(ConfigError, match="in no fleet") as refused:
         run_shared(NodeSettings("nothing-is-loaded", draft=draft), PLAIN, ApiOptions(), greet=False)
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("ways", "changes", "said"),
+    [
+        ("tensors", {}, "names no way of running a model"),
+        ("alone,", {}, "names no way of running a model"),
+        ("alone", {"pipeline": True}, "--ways alone leaves no way to serve the model: the other options allow pipeline"),
+        ("pipeline", {"pipeline": False}, "--ways pipeline leaves no way"),
+        ("pipeline", {}, "in no fleet"),
+    ],
+)
+def test_ways_that_fit_nothing_are_refused(ways: str, changes: dict[str, bool], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "no fleet" not in said:
+        monkeypatch.setattr("paceline.cli.sharing.fleet_settings", lambda *_args, **_more: FleetSettings(0, "127.0.0.1"))
+    with pytest.raises(PacelineError, match=said):
+        up(replace(PLAIN, ways=ways, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ways", "draft", "left", "drafts"),
+    [
+        ("", "auto", {"alone", "draft", "pipeline"}, "auto"),
+        ("alone", "auto", {"alone"}, "ngram"),
+        ("pipeline,alone", "off", {"alone", "pipeline"}, "off"),
+        ("draft", "small", {"draft"}, "small"),
+    ],
+)
+def test_the_plan_chooses_of_the_ways_that_are_left(
+    ways: str, draft: str, left: set[str], drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[NodeSettings, frozenset[Way]]] = []
+    monkeypatch.setattr("paceline.cli.sharing.fleet_settings", lambda *_args, **_more: FleetSettings(0, "127.0.0.1"))
+
+    def run_up(settings: NodeSettings, _api: ApiOptions, *, asked: Constraints, **_more: object) -> NoReturn:
+        ran.append((settings, asked.ways))
+        raise SystemExit
+
+    monkeypatch.setattr("paceline.cli.up.run_up", run_up)
+    with pytest.raises(SystemExit):
+        run_shared(NodeSettings("m", draft=draft), replace(PLAIN, ways=ways), ApiOptions(), greet=False)
+    ((settings, allowed),) = ran
+    assert (set(allowed), settings.draft) == (left, drafts)
+
+
+def test_drafts_of_a_node_where_no_node_may_draft() -> None:
+    with pytest.raises(ConfigError, match="--draft small is of another node"):
+        run_shared(NodeSettings("m", draft="small"), replace(PLAIN, ways="alone"), ApiOptions(), greet=False)
