@@ -29,10 +29,10 @@ from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.ways.draft.desk import ProposerDesk, proposer_service
-from paceline.ways.draft.finding import Drafter, Key, Line, OnEnd
-from paceline.ways.draft.line import OnBlock, RemoteLine
+from paceline.ways.draft.connection import OnBlock, RemoteConnection
+from paceline.ways.draft.finding import Connection, Drafter, Key, OnEnd
 from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.pool import ProposerPool, proposer_service
 from paceline.ways.draft.remote import RemoteDrafts
 from paceline.ways.draft.service import load_proposer
 
@@ -85,8 +85,8 @@ def peer_process(home: Path, address: str, vocabulary: int, model: str, core: in
 
     async def live() -> None:
         node = make_node(home, [address])
-        desk = ProposerDesk(proposers)
-        await node.start(lambda guard: proposer_service(desk, guard.peer))
+        pool = ProposerPool(proposers)
+        await node.start(lambda guard: proposer_service(pool, guard.peer))
         await asyncio.Event().wait()
 
     asyncio.run(live())
@@ -126,14 +126,14 @@ class DraftPeers:
                 raise PlacementError(f"{model_id} is left out")
             return [found]
 
-        def open_line(drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+        def open_connection(drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Connection:
             member = self._node.gossip.opener.member(drafter.node_id)
             if member is None:
                 raise PlacementError("the other machine is gone")
-            return RemoteLine(self._node.pool.get(Purpose.DRAFTS, address, member), drafter.node_id, on_block, on_end)
+            return RemoteConnection(self._node.pool.get(Purpose.DRAFTS, address, member), drafter.node_id, on_block, on_end)
 
         async def attach() -> None:
-            made.attach(find, open_line, self._vocabulary)
+            made.attach(find, open_connection, self._vocabulary)
 
         self._loop.run(attach())
         return made

@@ -19,8 +19,8 @@ from gguf.quants import dequantize
 from tests.fakes.seeded_models import shape, write_gguf
 
 from paceline.backends.cpu import step
-from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import LAYOUT, Form
+from paceline.backends.cpu.rows import embed_rows
 from paceline.backends.cpu.weights import MATRICES
 from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.ways.draft.connection import RemoteProposer
     from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
-    from paceline.ways.draft.line import RemoteProposer
 
 __version__ = "0.1.0"
 __all__ = ["DistributedSpeculativeDecoder", "RemoteProposer", "__version__"]
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
             return DistributedSpeculativeDecoder
         case "RemoteProposer":
-            from paceline.ways.draft.line import RemoteProposer
+            from paceline.ways.draft.connection import RemoteProposer
 
             return RemoteProposer
         case _:

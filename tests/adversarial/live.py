@@ -32,7 +32,7 @@ from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.wire import generate_pb2
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
-from paceline.ways.draft.desk import ProposerDesk, proposer_service
+from paceline.ways.draft.pool import ProposerPool, proposer_service
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ async def _live(root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoo
     model = ServedModel("null", 0, config.max_context, cast("Tokenizer", None), "fp")
     host = EngineHost(engine, sampler.close, model, config, SystemClock())
     models = LocalModels(host, (LoadedModel("null", "d", "", "", 0, config.max_context),), node.meter)
-    desk = ProposerDesk({"lookup": Lookup()})
+    desk = ProposerPool({"lookup": Lookup()})
     await node.start(
         lambda _: generate_service(models),
         lambda guard: proposer_service(desk, guard.peer),

@@ -36,11 +36,12 @@ from paceline.net.join_client import renewal_service
 from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS
 from paceline.net.trust.handlers import _reader
 from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer, weights_service
-from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
-from paceline.ways.draft.desk import proposer_service
+from paceline.ways.draft.pool import proposer_service
 from paceline.ways.forward.service import generate_service
+from paceline.ways.kv.giving import kv_service
 from paceline.ways.pipeline.host.host import shard_service
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -89,7 +90,7 @@ def test_row_29_every_sampling_field_at_every_finite_extreme_is_answered_or_refu
     assert live.host.is_up
 
 
-FILES = (control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2)
+FILES = (control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2)
 METHODS: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
     for file in FILES
@@ -110,6 +111,7 @@ REQUESTS = {
         proposer_service(NONE, NONE),
         shard_service(NONE, NONE),
         weights_service(NONE, NONE),
+        kv_service(NONE),
     )
     for method, limit in service.limits.items()
 }

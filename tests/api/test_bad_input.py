@@ -66,6 +66,10 @@ PLAIN_FIELDS = [
     ("draft", "", "draft"),
     ("draft", 1, "draft"),
     ("draft", "no-such-model", "draft"),
+    ("ways", [], "ways"),
+    ("ways", "alone", "ways"),
+    ("ways", ["Alone"], "ways[0]"),
+    ("ways", ["sideways"], "ways"),
 ]
 CHAT_FIELDS = [
     ("messages", [], "messages"),

@@ -18,7 +18,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.engine import Engine
-from paceline.engine.kv_source import KvSource
+from paceline.engine.kv_source import KvLoans, KvSource
 
 VOCAB = 32
 # Token 3 and 4 are halves of one character, 5 spells two letters: texts that lag behind their tokens.
@@ -64,6 +64,8 @@ class EngineBench:
         restores: bool = False,
         wait: Callable[[float], object] | None = None,
         kv: Callable[[NullRunner], KvSource] | None = None,
+        loans: KvLoans | None = None,
+        model_digest: str = "",
     ) -> None:
         self.wait = wait or (lambda seconds: self.clock.advance(1000 * seconds))
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
@@ -76,11 +78,12 @@ class EngineBench:
             max_guesses=max_guesses,
             prefix_cache=prefix_cache,
             max_losses=max_losses,
+            model_digest=model_digest,
         )
         seeds = count(1000)
         self.clock = clock or FakeClock()
         self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting, wait=self.wait,
-            kv=None if kv is None else kv(self.runner),
+            kv=None if kv is None else kv(self.runner), loans=loans,
         )  # fmt: skip
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 

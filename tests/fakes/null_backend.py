@@ -87,10 +87,10 @@ class NullRunner:
     def block_bytes(self) -> int:
         return self.block_size * self._kv.itemsize
 
-    def export_block(self, block: BlockId, into: memoryview) -> None:
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
         into[:] = self._kv[block].tobytes()
 
-    def import_block(self, block: BlockId, data: memoryview) -> None:
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
         self._kv[block] = np.frombuffer(data, self._kv.dtype)
 
     def close(self) -> None:

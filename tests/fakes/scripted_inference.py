@@ -21,7 +21,7 @@ from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.engine.intake import check_draft
-from paceline.engine.stops import TextStream
+from paceline.engine.sequence import TextStream
 
 EOS = 256
 SIZE = 257
@@ -149,7 +149,7 @@ class ScriptedInference:
         """Echo the prompt, one step of all `n` sequences an item."""
         if model != self._model.name:
             raise ValueError(model)  # the server has checked
-        check_draft(request.draft, ())
+        check_draft(request, ())
         if len(self._live) >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are running", "Come back later.", retry_after_s=3)
         most = self._model.max_context - len(request.prompt_ids) if request.max_tokens is None else request.max_tokens

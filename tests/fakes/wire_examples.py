@@ -55,12 +55,21 @@ from paceline.net.exchange_codec import read_reply, read_request, write_reply, w
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_codec import WeightsDescription, parts
-from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
-from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
-from paceline.ways.draft.line import read_block
+from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.ways.draft.connection import read_block
+from paceline.ways.draft.pool import BlockAsk, read_ask, write_ask, write_block
 from paceline.ways.forward import codec as generate
 from paceline.ways.pipeline import codec as shards
-from paceline.ways.pipeline.executor.route import NextStage, PipelineFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.ways.pipeline.executor.route import (
+    BlocksAsked,
+    BlocksUse,
+    NextStage,
+    PipelineFault,
+    StageLoading,
+    StageOpened,
+    StageReport,
+    StageRequest,
+)
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import read_batch, write_batch
 
@@ -264,7 +273,7 @@ def generate_examples() -> Iterator[Example]:
     sampling = SamplingParams(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, (1 << 64) - 1, {7: -100.0, 9: 1.5}, 5)
     rich = GenerationRequest(
         own, (1, 200, 49151), 64, sampling, 3, ("END", "ü"), frozenset({2, 5}), True, "auto", {0: (4, 5), 2: ()},
-        grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True,
+        grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True, ways=frozenset({"alone"}),
     )  # fmt: skip
     scored = GenerationRequest(own, (1,), 0, scores_prompt=True)
 
@@ -327,6 +336,7 @@ def shard_examples() -> Iterator[Example]:
     for name, event in (
         ("loading", StageLoading(1 << 30, 3 << 30)),
         ("opened", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True)),
+        ("opened with a disk", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 1)),
         ("opened afresh", StageOpened(7501, ticket, 100, 32, "cpu/1", False, False, False)),
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
@@ -338,9 +348,14 @@ def shard_examples() -> Iterator[Example]:
     to = NextStage(NodeId("node-2"), ("10.0.0.2:7501", "10.1.0.2:7501"), ticket, 64)
     for name, way in (("rich", to), ("minimal", NextStage(NodeId("b"), ("h:1",), ticket))):
         yield coded(name, shard_pb2.ConnectStageRequest, way, partial(shards.write_connect, rich.session_id), shards.read_connect)
+    found = BlocksAsked(rich.session_id, BlocksUse.FIND, (b"key-of-16-bytes!",))
+    kept = BlocksAsked(rich.session_id, BlocksUse.KEEP, (b"key-of-16-bytes!", b"another-16-bytes"), (7, 0), 2.5)
+    for name, asked in (("rich", kept), ("minimal", found), ("restore", replace(kept, use=BlocksUse.RESTORE))):
+        yield coded(name, shard_pb2.KvBlocksRequest, asked, shards.write_blocks, shards.read_blocks)
     loading = shard_pb2.StageLoading(bytes_done=3, bytes_total=9)
     for message in (
         shard_pb2.WarmLayersResponse(loaded=True, loading=loading),
+        shard_pb2.KvBlocksResponse(n_blocks=2),
         shard_pb2.EchoRowsRequest(session_id=b"s" * 16, batch_id=12, first_row=3, n_rows=4),
         shard_pb2.EchoRowsResponse(rows=b"\1\2"),
     ):
@@ -373,6 +388,17 @@ def weights_examples() -> Iterator[Example]:
         weights_pb2.FetchPiecesResponse(file=1, piece=2, data=b"data"),
     ):
         yield plain("progress" if isinstance(message, weights_pb2.DescribeWeightsResponse) else "rich", message)
+        yield plain("minimal", type(message)())
+
+
+def kv_examples() -> Iterator[Example]:
+    for message in (
+        kv_pb2.WatchPrefixesRequest(digest=SHA, numerics_id="n"),
+        kv_pb2.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), marks=bytes(range(16))),
+        kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), keys=bytes(range(32)), tensor_port=8155, ticket=bytes(32)),
+        kv_pb2.FetchBlocksResponse(n_blocks=2),
+    ):
+        yield plain("rich", message)
         yield plain("minimal", type(message)())
 
 
@@ -434,9 +460,9 @@ def events(incoming: IncomingBytes, data: bytes, after_first: Callable[[], None]
 def examples() -> tuple[Example, ...]:
     """All of them."""
     return (
-        *fleet_examples(), *control_examples(), *generate_examples(), *propose_examples(), *shard_examples(), *weights_examples(),
+        *fleet_examples(), *control_examples(), *generate_examples(), *propose_examples(), *shard_examples(), *weights_examples(), *kv_examples(),
         *tensor_examples(),
     )  # fmt: skip
 
 
-MODULES = (control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2)
+MODULES = (control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2)

@@ -107,6 +107,11 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
             assert text == right
             assert told == ["shard_status", "local_fallback"]
             page = http.get("/metrics").text.splitlines()
+            short = {"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 2}
+            refused = http.post("/v1/completions", json=short | {"ways": ["pipeline"]})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ways")
+            assert "is served alone now" in refused.json()["error"]["message"]
+            assert http.post("/v1/completions", json=short | {"ways": ["alone", "pipeline"]}).status_code == 200
         assert "paceline_fallback_to_local_total 1.0" in page
         assert "paceline_failovers_total 0.0" in page
         assert "paceline_pipeline_construct_ms_count 1.0" in page

@@ -15,8 +15,8 @@ from tests.fleet.test_pipeline import SMALL, found_fleet
 from paceline.store.home import Home
 
 ASKS: tuple[dict[str, Any], ...] = (
-    {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 64},
-    {"model": MODEL, "prompt": "A list of the longest rivers:", "temperature": 1, "seed": 7, "max_tokens": 64},
+    {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 256},
+    {"model": MODEL, "prompt": "A list of the longest rivers:", "temperature": 1, "seed": 7, "max_tokens": 256},
 )
 
 
@@ -71,7 +71,7 @@ def test_a_host_of_two_pipelines_is_killed_and_both_answers_are_the_same(
     for one in orchestrators:
         until(lambda one=one: {"g", "h"} <= one.sees())
     answers = [pieces(one, ask) for one, ask in zip(orchestrators, ASKS, strict=True)]
-    # In turns: each host has rows of both under way.
+    # In turns: each host has rows of both under way, and neither is near its end.
     texts = ["".join(turn) for turn in zip(*([next(answer) for answer in answers] for _ in range(5)), strict=True)]
     h.node.kill()
     with ThreadPoolExecutor() as together:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-MOST_LINES, MOST_FILES = 63_950, 348
+MOST_LINES, MOST_FILES = 66_300, 342
 """Raised only by an ADR that says what for."""
 LONGEST = 500
 """Lines of a file."""
@@ -59,8 +59,13 @@ def test_no_two_files_of_a_room_have_one_name() -> None:
 
 RETIRED = {
     "CoverPart": "LayerSpan",
+    "DeskLine": "LocalConnection",
     "FleetEyes": "FleetAccess",
+    "FleetLines": "FleetConnections",
     "LostSpan": "LayerSpan",
+    "Mailbox": "AskQueue",
+    "ProposerDesk": "ProposerPool",
+    "RemoteLine": "RemoteConnection",
     "RouteNews": "events",
     "SpanLease": "LayerSpan",
     "StageLoss": "PipelineFault",

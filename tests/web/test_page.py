@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
+from paceline.core.stats import EngineStats
 from paceline.server.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -99,3 +101,14 @@ def test_a_model_is_chosen_only_where_there_are_several(opened: Open) -> None:
     expect(several.get_by_label("Model")).to_be_visible()
     several.get_by_label("Model").select_option("other")
     expect(several.locator("#curl")).to_contain_text('"model":"other"')
+
+
+def test_kv_on_the_disk_is_shown_where_there_is_some(opened: Open) -> None:
+    class Keeping(ScriptedInference):
+        def stats(self) -> EngineStats:
+            kept = {"read": 512, "missed": 7, "damaged": 1, "written": 900, "evicted": 0, "failed": 2}
+            return replace(super().stats(), kept_blocks=kept, kept_bytes=3 << 20)
+
+    page = opened(Keeping())
+    expect(page.locator("#disk")).to_have_text("KV on the disk: 3 MiB; blocks: 512 read, 7 missed, 900 written, 3 failed.")
+    expect(opened().locator("#disk")).to_be_hidden()

@@ -14,6 +14,7 @@ from paceline import __version__
 from paceline.backends.memory import GIB
 from paceline.cli import benches, joining
 from paceline.cli.options import (
+    AllowUnlike,
     ApiKeyFile,
     AsJson,
     Commands,
@@ -23,6 +24,7 @@ from paceline.cli.options import (
     KvDisk,
     KvTokens,
     MaxRunning,
+    PinDraft,
     PrefillChunk,
     StepBudgetMs,
     Threads,
@@ -31,6 +33,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
+from paceline.core.ids import NodeId
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
 from paceline.net.member.settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 
@@ -211,6 +214,7 @@ def up(
             rich_help_panel="Pipeline",
         ),
     ] = None,
+    allow_unlike: AllowUnlike = None,
     ways: Annotated[
         str,
         typer.Option(
@@ -240,6 +244,7 @@ def up(
             rich_help_panel="Drafts",
         ),
     ] = None,
+    pin_draft: PinDraft = None,
     local_nodes: Annotated[
         int,
         typer.Option(
@@ -266,7 +271,7 @@ def up(
     first, *more = model or [DEFAULT_MODEL]
     if first in more or len(set(more)) < len(more):
         raise ConfigError("--model names a model twice", "Once is enough.")
-    if no_model and draft != "auto":
+    if no_model and (draft != "auto" or pin_draft is not None):
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     if no_model and served_name:
         raise ConfigError(
@@ -286,6 +291,7 @@ def up(
             prefill_chunk,
             step_budget_ms,
             draft=draft,
+            draft_on=None if pin_draft is None else NodeId(pin_draft),
             kv_disk_bytes=disk_size(kv_disk),
         )
     )
@@ -293,7 +299,7 @@ def up(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age, embeddings, () if no_model else tuple(more)),
-        *(on_demand, None if models_memory is None else int(models_memory * GIB), ways),
+        *(on_demand, None if models_memory is None else int(models_memory * GIB), disk_size(kv_disk), ways, allow_unlike),
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers
@@ -414,7 +420,8 @@ def plan(
     weights: Annotated[str, typer.Option("--weights", "-w", help="Format in memory. Default: any that is offered.")] = "",
     ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline: those allowed. Default: all.")] = "",
     pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
-    draft_on: Annotated[str | None, typer.Option("--draft-on", help="The machine that drafts.")] = None,
+    pin_draft: PinDraft = None,
+    allow_unlike: AllowUnlike = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
@@ -428,7 +435,8 @@ def plan(
         answer_tokens=answer_tokens,
         ways=ways,
         pins=pin or [],
-        draft_on=draft_on,
+        draft_on=pin_draft,
+        allows_unlike=bool(allow_unlike),
         as_json=as_json,
         view=fleet_view(),
     )

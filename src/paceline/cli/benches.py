@@ -75,7 +75,7 @@ def speculate(
     as_json: AsJson = False,
 ) -> None:
     """Measure what drafts gain, on texts that ship with Paceline, and compare every byte."""
-    from paceline.cli.bench_speculate import bench_speculate
+    from paceline.cli.bench import bench_speculate
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
     bench_speculate(settings, draft=draft, kinds=kinds, batches=streams, answer_tokens=answer_tokens, rounds=rounds, as_json=as_json)

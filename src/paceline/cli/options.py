@@ -98,6 +98,17 @@ Draft = Annotated[
         rich_help_panel="Drafts",
     ),
 ]
+AllowUnlike = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-unlike/--no-allow-unlike",
+        help="Machines that compute other bytes than one another may share a model.",
+        rich_help_panel="Pipeline",
+    ),
+]
+PinDraft = Annotated[
+    str | None, typer.Option("--pin-draft", metavar="NODE", help="The machine that drafts, and no other.", rich_help_panel="Drafts")
+]
 ApiKeyFile = Annotated[
     Path | None, typer.Option("--api-key-file", help="A file with the key, in place of --api-key.", rich_help_panel="Server")
 ]

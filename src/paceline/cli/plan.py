@@ -26,6 +26,7 @@ def run_plan(
     ways: str,
     pins: Sequence[str],
     draft_on: str | None,
+    allows_unlike: bool = False,
     as_json: bool,
     view: View | None = None,
 ) -> None:
@@ -43,6 +44,7 @@ def run_plan(
         ways=parse_ways(ways),
         pins=tuple(parse_pin(pin) for pin in pins),
         proposer=None if draft_on is None else NodeId(draft_on),
+        allows_unlike=allows_unlike,
     )
     made = explained(request, view)
     if as_json:

@@ -32,6 +32,7 @@ from paceline.core.text import printable
 from paceline.server.settings import OWNER_HEADER
 from paceline.store.catalog import locations, resolve
 from paceline.store.home import Home, read_json_object
+from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.store.pull import remove_model
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,47 @@ _FIGURES = {
     "paceline_http_in_flight": "requests",
     "paceline_ttft_seconds_count": "first_tokens",
     "paceline_inter_token_seconds_count": "later_tokens",
+    "paceline_kv_disk_bytes": "disk_bytes",
+    **{f"paceline_kv_disk_blocks_total {what}": what for what in BLOCK_COUNTS},
+    **{f"paceline_kv_peer_blocks_total {what}": f"peer_{what}" for what in ("fetched", "missed", "given")},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class KvDiskLoad:
+    """KV that an endpoint keeps on the disk. Blocks are counted since it started."""
+
+    n_bytes: int
+    """Of all models and processes, when it looked last."""
+    read: int
+    missed: int
+    """Asked for, and not there or not whole."""
+    written: int
+    failed: int
+    """Not written, or damaged when they were read."""
+    evicted: int
+    read_per_s: float | None
+    written_per_s: float | None
+
+    def __str__(self) -> str:
+        rates = [f" ({rate:.0f}/s)" if rate else "" for rate in (self.read_per_s, self.written_per_s)]
+        done = f"{self.read} read{rates[0]}, {self.missed} missed, {self.written} written{rates[1]}, {self.failed} failed, {self.evicted} evicted"
+        return f"{human(self.n_bytes)}; blocks: {done}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeerLoad:
+    """Blocks of KV between an endpoint's node and others, since it started."""
+
+    fetched: int
+    missed: int
+    """Asked for, and not come: they were computed."""
+    given: int
+    fetched_per_s: float | None = None
+
+    def __str__(self) -> str:
+        rate = f" ({self.fetched_per_s:.0f}/s)" if self.fetched_per_s else ""
+        return f"{self.fetched} fetched{rate}, {self.missed} missed, {self.given} given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +211,10 @@ class EndpointLoad:
     """Share of the KV blocks that live answers hold."""
     memory_bytes: int | None = None
     """Of the process."""
+    kv_disk: KvDiskLoad | None = None
+    """None: it keeps none there."""
+    kv_peers: KvPeerLoad | None = None
+    """None: nothing came or went."""
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
@@ -182,7 +227,7 @@ def endpoints_here(home: Home) -> list[EndpointLoad]:
 
 
 def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
-    """Three lines for each."""
+    """Three lines for each, and one for KV on the disk and of other machines each, where there is some."""
     for one in endpoints:
         serves = (
             "asks for a key, which PACELINE_API_KEY can give" if one.models is None else f"serves {', '.join(one.models) or 'no model now'}"
@@ -197,6 +242,10 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
             parts += [] if one.kv_used is None else [f"{one.kv_used:.0%} of KV in use"]
             parts += [] if one.memory_bytes is None else [human(one.memory_bytes)]
             lines.append(f"  this process: {', '.join(parts)}")
+        if one.kv_disk is not None:
+            lines.append(f"  KV on the disk: {one.kv_disk}")
+        if one.kv_peers is not None:
+            lines.append(f"  KV of other machines: blocks: {one.kv_peers}")
         console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
@@ -210,6 +259,8 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         pass
     if not last:
         return EndpointLoad(one.url, one.process, state, models)
+
+    peers = ("peer_fetched", "peer_missed", "peer_given")
 
     def rate(*names: str) -> float | None:
         passed_s = last["at"] - first.get("at", last["at"])
@@ -227,6 +278,19 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         tokens_per_s=rate("tokens"),
         kv_used=last["used"] / last["blocks"] if last["blocks"] else None,
         memory_bytes=int(last["memory"]) or None,
+        kv_disk=KvDiskLoad(
+            int(last["disk_bytes"]),
+            *(int(last[what]) for what in ("read", "missed", "written")),
+            failed=int(last["failed"] + last["damaged"]),
+            evicted=int(last["evicted"]),
+            read_per_s=rate("read"),
+            written_per_s=rate("written"),
+        )
+        if last["keeps"]
+        else None,
+        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), fetched_per_s=rate("peer_fetched"))
+        if any(last[what] for what in peers)
+        else None,
     )
 
 
@@ -237,8 +301,9 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
             answer = client.get("/metrics")
         if answer.is_error:
             return {}
-        found = {"at": time.monotonic(), **dict.fromkeys(_FIGURES.values(), 0.0)}
-        return found | {_FIGURES[name]: value for name, value in _samples(answer.text) if name in _FIGURES}
+        samples = dict(_samples(answer.text))
+        found = {"at": time.monotonic(), **{figure: samples.get(name, 0.0) for name, figure in _FIGURES.items()}}
+        return {**found, "keeps": float("paceline_kv_disk_blocks_total read" in samples)}
     except (httpx.HTTPError, OSError, ValueError):
         return {}
 
@@ -246,7 +311,7 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
 def _samples(page: str) -> Iterator[tuple[str, float]]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            yield sample.name, sample.value
+            yield f"{sample.name} {sample.labels.get('what', '')}".rstrip(), sample.value
 
 
 def _key() -> str | None:

@@ -58,8 +58,11 @@ class SharingOptions:
     """Whether requests have models loaded; None: where no other machine could be asked for them."""
     memory_bytes: int | None = None
     """That models may take together; None: what is free."""
+    kv_disk_bytes: int = 0
+    """Of the disk, for KV; 0: none is kept there."""
     ways: str = ""
     """Those that the plan may choose of, as a person wrote them; empty: all."""
+    allow_unlike: bool | None = None
 
 
 def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -138,20 +141,25 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.ways.pipeline.routes.build import PipelineOrder
 
     pipelines = configured.overridden(
-        enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local
+        enabled=sharing.pipeline,
+        serve_shards=sharing.serve_shards,
+        fallback_to_local=sharing.fallback_to_local,
+        allow_unlike=sharing.allow_unlike,
     )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
     order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
     draft = "off" if settings is None else settings.draft
-    wanted = None if settings is None else Constraints(_ways(sharing, pipelines, draft, spread=bool(asked)), order, _draft_model(draft))
-    hosting = hosting_of(pipelines, None if settings is None else settings.threads)
+    wanted = None
+    if settings is not None:
+        wanted = Constraints(_ways(sharing, pipelines, draft, settings.draft_on, spread=bool(asked)), order, _draft_model(draft))
+    hosting = hosting_of(pipelines, None if settings is None else settings.threads, sharing.kv_disk_bytes)
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
     shared = partial(several, fleet=fleet, asked=wanted, hosting=hosting, propose=sharing.propose, beside=beside)
     shared(settings, api, greet=greet, drain_s=sharing.drain_s, embeddings=sharing.embeddings)
 
 
-def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, *, spread: bool) -> frozenset[Way]:
+def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
     """What a person allows."""
     from paceline.fleet.plan import ALONE
     from paceline.node.planning import parse_ways
@@ -168,7 +176,14 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, *, s
             f"--ways {sharing.ways} leaves no way to serve the model: the other options allow {', '.join(sorted(fitting))}",
             "Leave one out.",
         )
-    return fitting if allowed is None else fitting & allowed
+    ways = fitting if allowed is None else fitting & allowed
+    if draft_on is None:
+        return ways
+    if DRAFT not in ways:
+        raise ConfigError(
+            f"--pin-draft {draft_on} says who drafts, and the other options allow {', '.join(sorted(ways))} alone", "Leave one out."
+        )
+    return frozenset({DRAFT})
 
 
 def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
@@ -216,6 +231,11 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
     from paceline.ways.draft.sources import FLEET
 
     draft = None if settings is None else settings.draft
+    if settings is not None and settings.draft_on is not None:
+        raise ConfigError(
+            f"--pin-draft {settings.draft_on} is another machine, and this one is in no fleet",
+            "Make it part of one: paceline init, paceline join.",
+        )
     if draft is not None and draft not in (*DRAFTS, *propose):
         here = "Name a model to draft here" if draft == FLEET else f"Draft here, with --propose {draft} too"
         raise ConfigError(

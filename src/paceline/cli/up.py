@@ -95,6 +95,7 @@ def run_up(
     from paceline.machine.devices import allow_open_files
     from paceline.machine.models import Models
     from paceline.node.build import build_node
+    from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
@@ -115,7 +116,7 @@ def run_up(
     for name in named if asked is None else ():
         models.add(load(replace(base, model=name, bound=models.bound), console))
         _check_apart(encoder, models)
-    served = replace(api.settings, owner_key=secrets.token_urlsafe(32))
+    served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
     try:
 

@@ -21,6 +21,7 @@ PacelineError
 |       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
 |   |-- InvalidRequest        a field is wrong; `field` names it
+|   |   `-- WayNotAllowed     the model is served in none of the ways that the request allows
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
 |   |-- UnknownModel          the model named is not served here
 |   |-- ModelAway             it is about to be, or was until a moment ago
@@ -166,6 +167,10 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, hint: str = "", *, field: str | None = None) -> None:
         super().__init__(message, hint)
         self.field = field
+
+
+class WayNotAllowed(InvalidRequest):
+    """A request allows none of the ways in which this machine serves the model now."""
 
 
 class ContextOverflow(InvalidRequest):

@@ -96,13 +96,27 @@ class GenerationRequest:
     it begins here."""
     caller: str = ""
     """The node that asks; empty: a client of this one."""
+    shares_kv: bool = False
+    """That node may have KV of this one: its prompts and those of this one's own clients are computed once for all."""
     grammar: Grammar | None = None
     """The form of each answer. Tokens that would leave it are never drawn; logprobs are then among those that remain."""
     cache_salt: str = ""
-    """Prompts are computed once for requests of one caller and one salt: how soon an answer begins tells no other what was asked."""
+    """Prompts are computed once for requests of one caller (of all that share KV) and one salt: how soon an answer begins tells no other what was
+    asked."""
     scores_prompt: bool = False
     """The log probabilities of the prompt's own tokens are wanted, too, with as many alternatives as `sampling.logprobs`. Only then `max_tokens` may be 0:
     nothing else is."""
+    ways: frozenset[str] | None = None
+    """Ways of spreading work that may serve it, as plans call them; None: whichever the plan chose."""
+
+    def allows(self, way: str) -> bool:
+        """Whether a way of spreading work may serve it."""
+        return self.ways is None or way in self.ways
+
+    @property
+    def keeps_apart(self) -> bool:
+        """What is computed for it is for its caller alone."""
+        return bool(self.caller) and not self.shares_kv
 
     @property
     def indices(self) -> Sequence[int]:
@@ -117,6 +131,10 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+LOCAL_FALLBACK = "local_fallback"
+"""The notice that one machine goes on with what others ran with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,10 @@ class LayerRange:
         """The same for a sentence."""
         return f"{self.start} to {self.stop - 1}" if self.stop - self.start != 1 else str(self.start)
 
+    def within(self, whole: LayerRange) -> slice:
+        """Their places in what lies by layer, of a range that has them all."""
+        return slice(self.start - whole.start, self.stop - whole.start)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:

@@ -1,6 +1,6 @@
 """What an engine does with drafts: who may guess for a sequence, and how much of it to verify in each step.
 
-Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`Asking`). What they guess lies on tapes (`Tape`), and as
+Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`Asking`). What they guess lies on buffers (`DraftBuffer`), and as
 those are compared with whatever is drawn, drafts come back by themselves when the text has changed.
 
 Law: nothing here changes a token.
@@ -26,15 +26,16 @@ from paceline.engine.drafts import (
     AUTO,
     DRAFTS,
     FORCED,
+    MODELS_DRAFT,
     NGRAM,
     OFF,
     DraftAnswer,
     DraftAsk,
+    DraftBuffer,
     DraftSource,
     MoreSources,
     SequenceDrafts,
-    Tape,
-    Told,
+    SyncState,
 )
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import Phase, SequenceState
@@ -70,17 +71,17 @@ class Asking:
 
     def begin(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
         """A sequence will be generated: its sources may read its prompt at once."""
-        if drafts.told:
+        if drafts.states:
             self._live[seq.id] = seq, drafts
-            self._sources |= {told.source: maker for maker, told in drafts.told.items()}
+            self._sources |= {state.source: maker for maker, state in drafts.states.items()}
             self.ask(seq, drafts)
 
     def end(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
         """A sequence is over."""
         self._live.pop(seq.id, None)
-        for told in drafts.told.values():
-            told.source.forget(seq.id)
-        asked = {told.source for _, others in self._live.values() for told in others.told.values()}
+        for state in drafts.states.values():
+            state.source.forget(seq.id)
+        asked = {state.source for _, others in self._live.values() for state in others.states.values()}
         self._sources = {source: maker for source, maker in self._sources.items() if source in asked}
 
     def ask(self, seq: SequenceState, drafts: SequenceDrafts, verified: int = 0) -> None:
@@ -90,7 +91,7 @@ class Asking:
             drafts: of that sequence.
             verified: how many guesses, by whichever maker they have now, are being verified.
         """
-        for maker in drafts.told:
+        for maker in drafts.states:
             self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
 
     def hear(self, waiting: DraftSource | None = None, wait_s: float = 0.0) -> None:
@@ -98,71 +99,71 @@ class Asking:
         for source, maker in self._sources.items():
             for answer in source.answers(wait_s if source is waiting else 0.0):
                 found = self._live.get(answer.sequence)
-                if found is not None and (told := found[1].told.get(maker)) is not None and told.source is source:
+                if found is not None and (state := found[1].states.get(maker)) is not None and state.source is source:
                     self._answered(*found, maker, answer)
 
     def wait_for(self, drafts: SequenceDrafts) -> bool:
         """Wait for a draft that is due soon: a later one is as good behind a step without it. Whether it did."""
         if not self._costs.known:
             return False
-        for maker, told in drafts.told.items():
-            usual_s = told.source.expected_s
-            if told.since is None or usual_s is None:
+        for maker, state in drafts.states.items():
+            usual_s = state.source.expected_s
+            if state.since is None or usual_s is None:
                 continue
-            late_s = told.since + PATIENCE * usual_s - self._clock.monotonic()
+            late_s = state.since + PATIENCE * usual_s - self._clock.monotonic()
             if late_s > 0 and usual_s < WORTH_A_WAIT * min(1.0, drafts.rates[maker].fresh) * self._costs.seconds(1):
-                self.hear(told.source, late_s)
+                self.hear(state.source, late_s)
                 return True
         return False
 
     def _ask(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, verified: int) -> None:
-        told, tape = drafts.told[maker], drafts.tapes.get(maker)
-        source = told.source
-        if told.since is not None or source.expected_s is None:
+        state, buffer = drafts.states[maker], drafts.buffers.get(maker)
+        source = state.source
+        if state.since is not None or source.expected_s is None:
             return
         known = len(seq.tokens)
-        if known < told.pause_until:
+        if known < state.pause_until:
             return
-        if tape is not None and tape.resumes:
-            tape, verified = None, 0
-        guessed = () if tape is None else tape.ids[known - tape.start :]
-        wanted = self._wanted(drafts.rates[maker], tape, len(guessed), verified, source.expected_s)
+        if buffer is not None and buffer.resumes:
+            buffer, verified = None, 0
+        guessed = () if buffer is None else buffer.ids[known - buffer.start :]
+        wanted = self._wanted(drafts.rates[maker], buffer, len(guessed), verified, source.expected_s)
         if len(guessed) - verified >= wanted:
             return
-        right = min(told.right, known)
-        told.end = told.right = known + len(guessed)
-        told.since = self._clock.monotonic()
-        told.unused += 1
-        if told.unused > UNUSED:
+        right = min(state.right, known)
+        state.end = state.right = known + len(guessed)
+        state.since = self._clock.monotonic()
+        state.unused += 1
+        if state.unused > UNUSED:
             # Nothing of it is worth verifying, or it always comes too late: it may be the one that slows this machine down.
-            told.pause_until = known + min(2 ** (told.unused - UNUSED), LONGEST_PAUSE)
+            state.pause_until = known + min(2 ** (state.unused - UNUSED), LONGEST_PAUSE)
         source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
 
-    def _wanted(self, rates: Acceptance, tape: Tape | None, guessed: int, verified: int, usual_s: float) -> int:
+    def _wanted(self, rates: Acceptance, buffer: DraftBuffer | None, guessed: int, verified: int, usual_s: float) -> int:
         """Tokens that should lie ready: those likely to be used in a step, and those used up until more come."""
-        if tape is None:
+        if buffer is None:
             return min(2 + round(2 * rates.fresh), self._longest + 1)
-        likely = likely_length(rates.chances(tape.run + guessed, self._longest + 1))
+        likely = likely_length(rates.chances(buffer.run + guessed, self._longest + 1))
         steps = usual_s / self._costs.seconds(1 + verified) if self._costs.known else 1.0
         return min(likely + ceil(steps) * (1 + verified), MOST_READY)
 
     def _answered(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, answer: DraftAnswer) -> None:
-        told, ids = drafts.told[maker], answer.token_ids
-        if told.since is None or answer.position != told.end:
+        state, ids = drafts.states[maker], answer.token_ids
+        if state.since is None or answer.position != state.end:
             return  # it goes on behind a guess that was wrong
-        told.since = None
+        state.since = None
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
             drafts.rates[maker].learn_fresh(0)  # so that no step waits for nothing
             return
-        old, known = drafts.tapes.get(maker), len(seq.tokens)
+        old, known = drafts.buffers.get(maker), len(seq.tokens)
         if old is not None and not old.resumes:
-            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true)
+            drafts.buffers[maker] = DraftBuffer([*old.ids[known - old.start :], *ids], known, old.run, old.came_true)
         else:
-            drafts.tapes[maker] = Tape(ids, answer.position, 1)
+            drafts.buffers[maker] = DraftBuffer(ids, answer.position, 1)
             drafts.compare_with(maker, seq.tokens, answer.position)
 
 
-TAPE = 64
+LOOKUP_TOKENS = 64
 """Tokens looked up at once."""
 CERTAIN = 14
 """The run of what a form forces: as of a draft that came true for long."""
@@ -232,11 +233,13 @@ class Drafting:
         if self._never or chosen == OFF or seq.guesses_left < 1:
             return
         makers = self._makers if chosen == AUTO else (chosen,)
+        if not seq.request.allows(MODELS_DRAFT):
+            makers = tuple(maker for maker in makers if maker == NGRAM)
         index = NGramIndex() if NGRAM in makers else None
         forced = () if seq.draws.matcher is None else (FORCED,)
         rates = {maker: Acceptance(self._common[maker]) for maker in (*makers, *forced)}
-        told = {maker: Told(source) for maker in makers if maker != NGRAM and (source := self._source(maker, seq)) is not None}
-        drafts = self._of[seq] = SequenceDrafts(rates, index, told)
+        states = {maker: SyncState(source) for maker in makers if maker != NGRAM and (source := self._source(maker, seq)) is not None}
+        drafts = self._of[seq] = SequenceDrafts(rates, index, states)
         if index is not None:
             self._lagging[seq] = index
         self._asking.begin(seq, drafts)
@@ -281,7 +284,7 @@ class Drafting:
         self._asking.hear()
         # A guess on a guess is by the same maker.
         maker, done = drafts.maker if seq.guess else self._best(seq), len(seq.guess)
-        if maker is None or maker not in drafts.tapes:
+        if maker is None or maker not in drafts.buffers:
             return ()
         chances = drafts.chances(maker, len(seq.tokens), done + min(self._config.longest, room))
         certain = prod(chances[:done])
@@ -314,35 +317,35 @@ class Drafting:
         if drafts is None:
             return None
         index, matcher = drafts.index, seq.draws.matcher
-        if matcher is not None and FORCED not in drafts.tapes and (forced := matcher.forced()):
-            drafts.tapes[FORCED] = Tape(forced, len(seq.tokens), CERTAIN)
-        if index is not None and NGRAM not in drafts.tapes and seq not in self._lagging:
+        if matcher is not None and FORCED not in drafts.buffers and (forced := matcher.forced()):
+            drafts.buffers[FORCED] = DraftBuffer(forced, len(seq.tokens), CERTAIN)
+        if index is not None and NGRAM not in drafts.buffers and seq not in self._lagging:
             index.extend(seq.tokens[len(index.ids) :])
             if index.matched:
-                drafts.tapes[NGRAM] = Tape(index.propose(TAPE), len(seq.tokens), index.matched)
+                drafts.buffers[NGRAM] = DraftBuffer(index.propose(LOOKUP_TOKENS), len(seq.tokens), index.matched)
         return drafts.best()
 
     def _waited(self, seq: SequenceState, maker: str | None) -> bool:
-        """Whether something came that was worth a wait, as no tape had a good guess."""
+        """Whether something came that was worth a wait, as no buffer had a good guess."""
         drafts = self._of.get(seq)
-        if drafts is None or not (maker is None or drafts.tapes[maker].resumes):
+        if drafts is None or not (maker is None or drafts.buffers[maker].resumes):
             return False
         self._asking.ask(seq, drafts)
         return self._asking.wait_for(drafts)
 
     def _taken(self, seq: SequenceState, maker: str | None, n: int) -> Sequence[int]:
-        """The next n tokens of a maker's tape, behind what is guessed already; and sources are asked to go on."""
+        """The next n tokens of a maker's buffer, behind what is guessed already; and sources are asked to go on."""
         drafts = self._of.get(seq)
         if drafts is None:
             return ()
         draft: Sequence[int] = ()
         if maker is not None and n:
-            tape = drafts.tapes[maker]
-            start = len(seq.tokens) + len(seq.guess) - tape.start
-            draft = tape.ids[start : start + n]
+            buffer = drafts.buffers[maker]
+            start = len(seq.tokens) + len(seq.guess) - buffer.start
+            draft = buffer.ids[start : start + n]
             drafts.maker = maker
-            if maker in drafts.told:
-                drafts.told[maker].unused = 0
+            if maker in drafts.states:
+                drafts.states[maker].unused = 0
         self._asking.ask(seq, drafts, len(seq.guess) + len(draft))
         return draft
 

@@ -5,9 +5,9 @@ byte. What is asked of a proposer is that it answers soon, not that it is right.
 
 A proposer's contract (docs/design.md): `propose_block(committed, length, steps)`.
 
-What is guessed of one sequence: a tape of tokens a maker, held against whatever is drawn.
+What is guessed of one sequence: a buffer of tokens a maker, held against whatever is drawn.
 
-Law: every tape is compared with every token, verified or not, so it is known at any time how well each maker would do.
+Law: every buffer is compared with every token, verified or not, so it is known at any time how well each maker would do.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ FORCED = "grammar"
 """The maker of what an answer's form leaves no choice about. At work whatever is chosen but `OFF`."""
 DRAFTS = (AUTO, OFF, NGRAM)
 """What a request's `draft` may always be; beyond it, the ids of draft models."""
+MODELS_DRAFT = "draft"
+"""The way of spreading work in which draft models take part. Prompt lookup is no way, but the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class ProposerStats:
 
 
 @dataclass(slots=True)
-class Tape:
+class DraftBuffer:
     """What one maker guesses."""
 
     ids: Sequence[int]
@@ -163,8 +165,8 @@ class Tape:
 
 
 @dataclass(slots=True)
-class Told:
-    """What a source was told of a sequence."""
+class SyncState:
+    """What a source knows of a sequence."""
 
     source: DraftSource
     right: int = 0
@@ -181,61 +183,61 @@ class Told:
 
 @dataclass(slots=True)
 class SequenceDrafts:
-    """All tapes of one sequence."""
+    """All buffers of one sequence."""
 
     rates: Mapping[str, Acceptance]
     """Of those who may guess for it."""
     index: NGramIndex | None
     """Where it is looked up."""
-    told: Mapping[str, Told]
+    states: Mapping[str, SyncState]
     """To those who are asked."""
-    tapes: dict[str, Tape] = field(default_factory=dict[str, Tape])
+    buffers: dict[str, DraftBuffer] = field(default_factory=dict[str, DraftBuffer])
     maker: str = NGRAM
     """Of what is in flight."""
 
     def best(self) -> str | None:
         """The maker likeliest to know the next token."""
-        tapes, rates = self.tapes, self.rates
-        if len(tapes) < 2:
-            return next(iter(tapes), None)
-        return max(tapes, key=lambda maker: rates[maker].chance(tapes[maker].run))
+        buffers, rates = self.buffers, self.rates
+        if len(buffers) < 2:
+            return next(iter(buffers), None)
+        return max(buffers, key=lambda maker: rates[maker].chance(buffers[maker].run))
 
     def chances(self, maker: str, known: int, most: int) -> Sequence[float]:
         """Of what a maker guesses behind the first `known` tokens: that each comes true, if those before it do."""
-        tape = self.tapes[maker]
-        return self.rates[maker].chances(tape.run, min(tape.end - known, most))
+        buffer = self.buffers[maker]
+        return self.rates[maker].chances(buffer.run, min(buffer.end - known, most))
 
     def compare(self, tokens: Sequence[int], start: int) -> None:
-        """Hold all tapes against the tokens from position `start` on."""
-        for maker in tuple(self.tapes):
+        """Hold all buffers against the tokens from position `start` on."""
+        for maker in tuple(self.buffers):
             self.compare_with(maker, tokens, start)
 
     def compare_with(self, maker: str, tokens: Sequence[int], start: int) -> None:
-        """Hold one maker's tape against the tokens from position `start` on: learn from it, and drop it if it was wrong, or is used up."""
-        tape, rates = self.tapes[maker], self.rates[maker]
-        for position in range(max(start, tape.start), min(len(tokens), tape.end)):
-            right = tape.ids[position - tape.start] == tokens[position]
-            rates.learn(tape.run, right)
+        """Hold one maker's buffer against the tokens from position `start` on: learn from it, and drop it if it was wrong, or is used up."""
+        buffer, rates = self.buffers[maker], self.rates[maker]
+        for position in range(max(start, buffer.start), min(len(tokens), buffer.end)):
+            right = buffer.ids[position - buffer.start] == tokens[position]
+            rates.learn(buffer.run, right)
             if not right:
-                self._was_wrong(maker, tape, tokens, position)
+                self._was_wrong(maker, buffer, tokens, position)
                 return
-            tape.run += 1
-            tape.came_true += 1
-        if tape.end <= len(tokens):
-            del self.tapes[maker]
-            rates.learn_fresh(tape.came_true)
+            buffer.run += 1
+            buffer.came_true += 1
+        if buffer.end <= len(tokens):
+            del self.buffers[maker]
+            rates.learn_fresh(buffer.came_true)
 
-    def _was_wrong(self, maker: str, tape: Tape, tokens: Sequence[int], position: int) -> None:
-        del self.tapes[maker]
-        if not tape.resumes:
-            self.rates[maker].learn_fresh(tape.came_true)
-        told = self.told.get(maker)
-        if told is None:
+    def _was_wrong(self, maker: str, buffer: DraftBuffer, tokens: Sequence[int], position: int) -> None:
+        del self.buffers[maker]
+        if not buffer.resumes:
+            self.rates[maker].learn_fresh(buffer.came_true)
+        state = self.states.get(maker)
+        if state is None:
             return
-        if position < told.end:
+        if position < state.end:
             # What it was asked to go on behind is wrong.
-            told.right, told.since = min(told.right, position), None
+            state.right, state.since = min(state.right, position), None
         # Until the source has said more, the best guess is that one token is replaced by another.
-        if tape.came_true and position + 1 < tape.end:
-            self.tapes[maker] = Tape(tape.ids[position + 1 - tape.start :], position + 1, 0, resumes=True)
+        if buffer.came_true and position + 1 < buffer.end:
+            self.buffers[maker] = DraftBuffer(buffer.ids[position + 1 - buffer.start :], position + 1, 0, resumes=True)
             self.compare_with(maker, tokens, position + 1)

@@ -26,12 +26,11 @@ from paceline.engine.executor import Executor, SequenceStep, StepOutput
 from paceline.engine.gains import carry_on, gain_of, score_rows
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
-from paceline.engine.kv_source import KvSource
+from paceline.engine.kv_source import KvLoans, KvSource
 from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
-from paceline.engine.sequence import SequenceState
+from paceline.engine.sequence import SequenceState, TextStream
 from paceline.engine.step_costs import StepCosts, StepTimes
-from paceline.engine.stops import TextStream
 
 SHORTER = 4
 """How many times more rows a step of prompts must have than a prompt that comes, to be given up for it. Raising it: less is run twice, and a
@@ -63,6 +62,7 @@ class Engine:
         grammars: Grammars | None = None,
         wait: Callable[[float], object] = sleep,
         kv: KvSource | None = None,
+        loans: KvLoans | None = None,
     ) -> None:
         """Start idle.
 
@@ -73,10 +73,11 @@ class Engine:
             sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
             grammars: of the vocabulary; None: answers of a given form are refused.
             kv: where blocks are kept beside the pool; closed by its maker.
+            loans: by which other threads read blocks of the pool.
             wait: lets so many seconds pass, or fewer where something came that sequences wait for.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
-        self._clock, self._entropy, self._kv = clock, entropy, kv
+        self._clock, self._entropy, self._kv, self._loans = clock, entropy, kv, loans
         costs = self._costs = StepCosts()
         self._told_at, self._step_seconds, self._prefill_per_s = 0, dict[int, float](), 0.0
         """Of costs, as they were after so many steps."""
@@ -84,7 +85,7 @@ class Engine:
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
-        self._scheduler = Scheduler(executor, config, self._drafting, costs, kv)
+        self._scheduler = Scheduler(executor, config, self._drafting, costs, kv, loans)
         self._sampler = sampler or PlainSampler(vocabulary.size)
         self._grammars = grammars
         self._live: dict[RequestId, list[SequenceState]] = {}
@@ -108,7 +109,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or to say."""
-        return bool(self._live or self._in_flight or self._outbox or self._is_keeping)
+        lends = self._loans is not None and self._loans.is_waiting
+        return bool(self._live or self._in_flight or self._outbox or self._is_keeping or lends)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request.
@@ -125,7 +127,7 @@ class Engine:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
         check_room(self._n_live, len(request.indices), self._config)
-        check_draft(request.draft, self._drafting.names)
+        check_draft(request, self._drafting.names)
         check_grammar(request, served=self._grammars is not None)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids

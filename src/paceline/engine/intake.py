@@ -9,7 +9,7 @@ from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest, check_sampling
 from paceline.core.text import printable
 from paceline.engine.config import EngineConfig
-from paceline.engine.drafts import DRAFTS
+from paceline.engine.drafts import DRAFTS, MODELS_DRAFT
 from paceline.engine.executor import Executor
 
 SHARES = 3
@@ -63,16 +63,25 @@ def context_of(config: EngineConfig, executor: Executor) -> int:
     return min(config.max_context, executor.n_blocks * executor.block_size + 1)
 
 
-def check_draft(draft: str | None, models: Collection[str]) -> None:
+def check_draft(request: GenerationRequest, models: Collection[str]) -> None:
     """Check that there is what a request wants its tokens guessed with.
 
     Args:
         models: ids of those that draft.
 
     Raises:
-        InvalidRequest: there is no such draft model.
+        InvalidRequest: there is no such draft model, or the request's ways rule it out.
     """
-    if draft is not None and draft not in DRAFTS and draft not in models:
+    draft = request.draft
+    if draft is None or draft in DRAFTS:
+        return
+    if not request.allows(MODELS_DRAFT):
+        raise InvalidRequest(
+            f"draft: {printable(draft, 200)!r} is a model's, and the request's ways are without {MODELS_DRAFT}",
+            "Add it to them.",
+            field="draft",
+        )
+    if draft not in models:
         there = ", ".join((*DRAFTS, *sorted(models)))
         raise InvalidRequest(f"draft: nobody drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 

@@ -6,8 +6,10 @@ promised costs what it did not bring: those rows are computed.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.ids import BlockId
@@ -16,6 +18,12 @@ from paceline.engine.sequence import SequenceState
 
 MOST_UNKEPT = 1 << 14
 """Names of blocks that wait to be kept. Raising it: memory; blocks of a burst are kept that would else be forgotten."""
+MOST_CHAINS = 32
+"""Prefixes that are remembered as used last. Raising it: memory, and more of them are forgotten by others who are told `MOST_MARKS` of their names."""
+MOST_MARKS = 64
+"""Names told of them. Raising it: more prefixes are found elsewhere, with more to be told whenever one is used."""
+LEAST_MARK = 4
+"""Blocks of the shortest prefix that is told."""
 
 
 class KvFetch(Protocol):
@@ -132,3 +140,103 @@ class KvTraffic:
         waited = tuple(self.fetching)
         self.fetching.clear()
         return waited
+
+
+@dataclass(slots=True, eq=False)
+class KvLoan:
+    """Blocks of a pool that another thread reads. Each has a user more until it is given back."""
+
+    blocks: Mapping[bytes, BlockId]
+    """Those that were known, of the names asked for."""
+    is_void: bool = False
+    """KV was lost: what was read of them may be anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedPrefixes:
+    """Names of blocks that end prefixes which were used last, the latest first."""
+
+    version: int = 0
+    marks: tuple[bytes, ...] = ()
+
+
+class KvLoans:
+    """Blocks of one pool that other threads read, by name. Any thread asks and gives back; the engine's thread answers between two steps."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        """Has the engine's thread look here."""
+        self.on_used: Callable[[], object] = lambda: None
+        """Told, in the engine's thread, that `prefixes` changed."""
+        self.prefixes = UsedPrefixes()
+        self.out: dict[KvLoan, None] = {}
+        """For the engine's thread alone."""
+        self._asked: deque[tuple[Sequence[bytes], Future[KvLoan]]] = deque()
+        self._returned: deque[KvLoan] = deque()
+        self._chains: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
+        """Marks of each prefix, by the last of them."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the engine's thread has something to do here."""
+        return bool(self._asked or self._returned)
+
+    def ask(self, keys: Sequence[bytes]) -> Future[KvLoan]:
+        """Borrow the blocks of these names that are known. What comes is to be given back."""
+        future = Future[KvLoan]()
+        self._asked.append((keys, future))
+        self.wake()
+        return future
+
+    def give_back(self, loan: KvLoan) -> None:
+        self._returned.append(loan)
+        self.wake()
+
+    def settle(self, pool: BlockPool) -> None:
+        """Take back what was read, and lend what was asked for."""
+        while self._returned:
+            loan = self._returned.popleft()
+            if self.out.pop(loan, loan) is None:
+                pool.give_back(loan.blocks.values())
+        while self._asked:
+            keys, future = self._asked.popleft()
+            if future.set_running_or_notify_cancel():
+                found = {key: block for key in keys if (block := pool.cache.find(key)) is not None}
+                for block in found.values():
+                    pool.share(block)
+                loan = KvLoan(found)
+                self.out[loan] = None
+                future.set_result(loan)
+
+    def void(self, pool: BlockPool | None) -> None:
+        """KV was lost: what is lent is read for nothing.
+
+        Args:
+            pool: that goes on; None: another takes its place.
+        """
+        for loan in self.out:
+            loan.is_void = True
+            if pool is not None:
+                pool.give_back(loan.blocks.values())
+        self.out.clear()
+        self._chains.clear()
+        self._tell()
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A sequence used blocks of these names. Prefixes that begin alike have their first marks in common."""
+        if len(keys) < LEAST_MARK:
+            return
+        places = [1 << power for power in range(LEAST_MARK.bit_length() - 1, len(keys).bit_length())]
+        marks = tuple(dict.fromkeys(keys[place - 1] for place in (len(keys), *reversed(places))))
+        known = set(keys)
+        for last in [last for last in self._chains if last in known]:
+            del self._chains[last]  # it goes on
+        self._chains[marks[0]] = marks
+        if len(self._chains) > MOST_CHAINS:
+            self._chains.popitem(last=False)
+        self._tell()
+
+    def _tell(self) -> None:
+        marks = dict.fromkeys(mark for chain in reversed(self._chains.values()) for mark in chain)
+        self.prefixes = UsedPrefixes(self.prefixes.version + 1, tuple(marks)[:MOST_MARKS])
+        self.on_used()

@@ -228,12 +228,16 @@ class LayerRunner(Protocol[Activations]):
         """Of one block's keys and values in all layers."""
         ...
 
-    def export_block(self, block: BlockId, into: memoryview) -> None:
-        """Copy a block out. Any thread may, beside batches that do not write the block."""
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        """Copy a block out. Any thread may, beside batches that do not write the block.
+
+        Args:
+            part: some of the layers, each of which is as many bytes; None: all.
+        """
         ...
 
-    def import_block(self, block: BlockId, data: memoryview) -> None:
-        """Fill a block with what was exported. Any thread may, beside batches that do not name the block."""
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        """Fill a block with what was exported of the same layers. Any thread may, beside batches that do not name the block."""
         ...
 
     def close(self) -> None: ...

@@ -194,7 +194,8 @@ class Prefixes:
         assert all(seq in holders for seq in self._computing.values()), "a key waits for a sequence that is gone"
 
     def _root_of(self, seq: SequenceState) -> bytes:
-        return salted_key(self._root, seq.request.caller, seq.request.cache_salt)
+        request = seq.request
+        return salted_key(self._root, request.caller if request.keeps_apart else "", request.cache_salt)
 
     def _wanted(self, seq: SequenceState) -> Sequence[bytes]:
         """Keys of blocks that may be found. The last token's row must run: its logits are what is wanted."""

@@ -32,7 +32,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
 from paceline.engine.intake import context_of
-from paceline.engine.kv_source import KvSource, KvTraffic
+from paceline.engine.kv_source import KvLoans, KvSource, KvTraffic
 from paceline.engine.local import blocks_for
 from paceline.engine.prefix_cache import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
@@ -58,11 +58,20 @@ class PlannedBatch:
 class Scheduler:
     """Waiting and running sequences over one pool."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting, costs: StepCosts, kv: KvSource | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        drafting: Drafting,
+        costs: StepCosts,
+        kv: KvSource | None = None,
+        loans: KvLoans | None = None,
+    ) -> None:
         self._executor, self._drafting, self._costs = executor, drafting, costs
         self.pool = BlockPool(executor.n_blocks)
         self.prefixes = Prefixes(executor, config)
         self.kv = None if kv is None else KvTraffic(kv)
+        self._loans = loans or KvLoans()
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
@@ -113,6 +122,7 @@ class Scheduler:
 
     def next_batch(self) -> PlannedBatch | None:
         """What to run next, or None if every sequence is in flight, or waits for one that is, or for its blocks."""
+        self._loans.settle(self.pool)
         if self.kv is not None:
             self.kv.lend(self.pool)
             for seq, n_blocks in self.kv.fetched():
@@ -179,6 +189,7 @@ class Scheduler:
                 flown[seq] = min(flown.get(seq, seq.computed), step.first_position)
         if self.kv is not None:
             flown |= {seq: seq.computed for seq in self.kv.reset(self.pool)}
+        self._loans.void(self.pool)
         # Some parts of the executor have run what others have not.
         self._released[:0] = released
         for seq, computed in flown.items():
@@ -453,6 +464,8 @@ class Scheduler:
 
     def _release(self, seq: SequenceState) -> None:
         self.prefixes.stopped(seq)
+        if not seq.request.keeps_apart:
+            self._loans.used(seq.keys[: seq.n_published])
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
         # Also where no batch named it: what it begins with may have been restored.
@@ -463,8 +476,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
-        lent = () if self.kv is None else self.kv.lent
-        self.pool.check_invariants([*(seq.blocks for seq in {*self.running, *self._draining}), lent])
+        lent = [() if self.kv is None else tuple(self.kv.lent), *(tuple(loan.blocks.values()) for loan in self._loans.out)]
+        self.pool.check_invariants([*(seq.blocks for seq in {*self.running, *self._draining}), *lent])
         assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), (
             "a waiting sequence holds something"
         )
@@ -475,7 +488,7 @@ class Scheduler:
         assert all(a.id < b.id for a, b in pairwise(self.running)), "those that run are out of the order of arrival"
         self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
-            assert self.pool.used == len(lent), "blocks are held with nothing running"
+            assert self.pool.used == len({block for blocks in lent for block in blocks}), "blocks are held with nothing running"
 
 
 def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:

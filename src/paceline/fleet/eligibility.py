@@ -36,6 +36,8 @@ class Use(Enum):
     """It gets the files of any model here, private ones among them."""
     HAVE_LAYERS_RUN = "having layers run"
     """It gets this machine's time and memory, and shows it activations."""
+    SHARE_KV = "sharing KV"
+    """It learns whether a prompt that it knows was asked here lately, and what it gives decides answers."""
 
 
 class Peer(Protocol):
@@ -65,6 +67,7 @@ class Eligible(Generic[U_co]):
 MayAnswer = Eligible[Literal[Use.ANSWER]]
 MayDraft = Eligible[Literal[Use.DRAFT]]
 MayGiveWeights = Eligible[Literal[Use.GIVE_WEIGHTS]]
+MayShareKv = Eligible[Literal[Use.SHARE_KV]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class TrustPolicy:
     source: Trust = Trust.MEMBER
     taker: Trust = Trust.MEMBER
     caller: Trust = Trust.MEMBER
+    kv: Trust = Trust.MEMBER
 
     def least(self, use: Use) -> Trust:
         """What a use takes."""
@@ -90,6 +94,8 @@ class TrustPolicy:
                 return self.taker
             case Use.HAVE_LAYERS_RUN:
                 return self.caller
+            case Use.SHARE_KV:
+                return self.kv
 
     def allows(self, trust: Trust, use: Use) -> bool:
         """Whether a node that is trusted so far, and not revoked, may be put to a use."""

@@ -234,11 +234,17 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
         request: may name the orchestrator.
         barred: may hold no layers for others.
     """
-    able = [machine for machine in machines if request.numerics_id in {"", machine.offer.numerics_id} or not machine.offer.numerics_id]
+    able = [machine for machine in machines if not request.numerics_id or machine.offer.numerics_id in {"", request.numerics_id}]
     if request.orchestrator is None:
         return [machine for machine in able if machine.node_id not in barred]
     first = [machine for machine in able if machine.node_id == request.orchestrator and machine.runs_whole]
     return first and [*first, *(host for machine in able if machine is not first[0] and (host := _host(machine, barred)) is not None)]
+
+
+def alike(machines: Sequence[Machine]) -> list[list[Machine]]:
+    """The machines that may share layers with the same bytes as one of them: those of each numerics id, and with each those of which none is known yet."""
+    known = sorted({machine.offer.numerics_id for machine in machines} - {""})
+    return [[machine for machine in machines if machine.offer.numerics_id in {"", one}] for one in known or [""]]
 
 
 def barred_hosts(cards: Iterable[NodeId], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:

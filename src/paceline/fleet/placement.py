@@ -98,7 +98,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
     if len(ids) > 1 and (request.proposer is not None or not any(each.spreads for each in ways)):
         raise ImpossiblePin(
             f"{len(ids)} machines are pinned, and only a pipeline has so many",
-            "Allow a pipeline and leave out --draft-on, or pin one machine.",
+            "Allow a pipeline and leave out --pin-draft, or pin one machine.",
         )
     if request.proposer is not None and not any(each.drafts for each in ways):
         raise ImpossiblePin(f"{request.proposer} is to draft, and drafting is not allowed", "Allow it.")
@@ -179,6 +179,8 @@ def _nothing(
     elif first is not None and all(machine.node_id in fleet.barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
         hint = f"No other machines{trusted} serve shards of it now: start them, with `paceline up --serve-shards`."
+    elif _unlike_could(fleet, having, ways):
+        hint = "Machines that compute other bytes than one another could share it: --allow-unlike allows that."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
         hint = "No links between them have been measured yet; together they may hold it."
     elif constraint is Constraint.MEMORY:
@@ -188,6 +190,17 @@ def _nothing(
     return PlacementError(
         f"No machine can run {model}, nor can several together" + (f": {reasons}{more}" if reasons else ""), hint, constraint=constraint
     )
+
+
+def _unlike_could(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> bool:
+    """Whether machines could run a request together that compute other bytes than one another, and may not."""
+    if fleet.request.allows_unlike:
+        return False
+    allowing = replace(fleet, request=replace(fleet.request, allows_unlike=True))
+    try:
+        return any(each.price(allowing, group) for each in ways if each.spreads for group in having)
+    except PlacementError:
+        return False
 
 
 def _binding(
@@ -235,9 +248,10 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
         )
     if not best.estimate.measured:
         notes.append("not all speeds behind this estimate were measured yet")
-    known = {stage.numerics_id for stage in best.stages if stage.numerics_id}  # a machine that never loaded it has none yet
-    if len(known) > 1:
-        notes.append("the stages compute with different kernels: another machine in the place of one may give other bytes")
+    if best.is_unlike:
+        notes.append(
+            "unlike machines: the bytes are not those of one machine, and another one in the place of a lost one may change an answer under way"
+        )
     return notes
 
 
@@ -276,7 +290,9 @@ def headline(choice: Choice) -> str:
     """Who does what, in one line."""
     first = choice.stages[0]
     if len(choice.stages) > 1:
-        return " -> ".join(f"{stage.node_id} {_layers(stage)}" for stage in choice.stages)
+        return " -> ".join(f"{stage.node_id} {_layers(stage)}" for stage in choice.stages) + (
+            ", unlike machines" if choice.is_unlike else ""
+        )
     if choice.draft is None:
         return f"{first.node_id} alone"
     if choice.draft.node_id == first.node_id:

@@ -89,6 +89,8 @@ class PlanRequest:
     """What it takes to hold layers of a pipeline that another machine orchestrates."""
     numerics_id: str = ""
     """Machines that are known to compute other bytes hold no layers of a pipeline; empty: any may."""
+    allows_unlike: bool = False
+    """Machines that are known to compute other bytes than one another may share the layers."""
     max_shards: int = 16
     """Machines that may run layers of a pipeline for its orchestrator."""
     requests: int = 10
@@ -191,6 +193,11 @@ class Choice:
         """Everyone who takes part."""
         drafts = () if self.draft is None or self.draft.node_id == self.stages[0].node_id else (self.draft.node_id,)
         return (*(stage.node_id for stage in self.stages), *drafts)
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether its stages are known to compute other bytes than one another. A machine that never loaded the model is not known yet."""
+        return len({stage.numerics_id for stage in self.stages} - {""}) > 1
 
     @property
     def fetches(self) -> bool:

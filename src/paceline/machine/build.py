@@ -5,10 +5,9 @@ Law: what a person asked for is built, or an error says why not; `notes` says wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,11 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
+from paceline.engine.kv_source import KvLoans, KvSource
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine import devices
 from paceline.machine.capability import WarmModel
-from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits, Wakeup
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
@@ -37,6 +37,16 @@ from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
+
+
+class ClosableKv(KvSource, Protocol):
+    """Closed before the runner whose blocks it reads and writes."""
+
+    def close(self) -> None: ...
+
+
+KvBeside = Callable[[LayerRunner[Any], str, DiskTier | None, KvLoans, Callable[[], None]], ClosableKv]
+"""Puts other places of KV beside the disk: from the runner, the model's digest, the disk, what the pool lends, and what to call when a fetch is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +67,15 @@ class BuiltEngine:
     """Made elsewhere; None: this engine drafts by itself or not at all."""
     sampler: CompiledSampler
     grammars: Grammars
-    disk: DiskTier | None
-    """KV beside the pool; None: none is kept."""
+    beside: ClosableKv | None
+    """KV beside the pool; None: there is none."""
+    loans: KvLoans
+    """Of the pool."""
 
     def close(self) -> None:
         """End what the engine runs on."""
-        if self.disk is not None:
-            self.disk.close()
+        if self.beside is not None:
+            self.beside.close()
         self.executor.close()
         self.sampler.close()
 
@@ -80,7 +92,11 @@ class BuiltEngine:
 
 
 def build_engine(
-    settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None, drafts: MoreSources | None = None
+    settings: NodeSettings,
+    progress: LoadProgress | None = None,
+    clock: Clock | None = None,
+    drafts: MoreSources | None = None,
+    kv_beside: KvBeside | None = None,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -88,6 +104,7 @@ def build_engine(
         progress: called with (bytes read, bytes to read).
         clock: default: the machine's.
         drafts: made elsewhere; None: none are.
+        kv_beside: KV of other nodes; None: there is none.
 
     Raises:
         UserError: something asked for can't be had.
@@ -118,13 +135,13 @@ def build_engine(
     sampler = setup.sampler()
     grammars = Grammars(setup.opened.tokenizer)
 
-    came, disk = threading.Event(), None
+    wakeup, loans, disk = Wakeup(), KvLoans(), None
     if settings.kv_disk_bytes and config.prefix_cache:
-        disk = DiskTier(runner, setup.digest, Home.from_environment().kv, KvDiskLimits(settings.kv_disk_bytes), clock, came.set)
+        disk = DiskTier(runner, setup.digest, Home.from_environment().kv, KvDiskLimits(settings.kv_disk_bytes), clock, wakeup.came)
 
-    def await_blocks(seconds: float) -> None:
-        came.wait(seconds)
-        came.clear()
+    beside: ClosableKv | None = disk
+    if kv_beside is not None and config.prefix_cache and runner.holds_identity:
+        beside = kv_beside(runner, setup.digest, disk, loans, wakeup.came)
 
     def make() -> Engine:
         return Engine(
@@ -132,13 +149,15 @@ def build_engine(
             drafting=drafting,
             sampler=sampler,
             grammars=grammars,
-            wait=await_blocks,
-            kv=disk,
+            wait=wakeup.wait,
+            kv=beside,
+            loans=loans,
         )
 
     def rebuild() -> Engine:
-        if disk is not None:
-            disk.reset()
+        if beside is not None:
+            beside.reset()
+        loans.void(None)
         executor.reset()
         return make()
 
@@ -155,7 +174,8 @@ def build_engine(
         drafts=drafts,
         sampler=sampler,
         grammars=grammars,
-        disk=disk,
+        beside=beside,
+        loans=loans,
     )
 
 

@@ -37,6 +37,8 @@ class TrustSettings(_Table):
     """Machines below it give no models to this one."""
     min_taker_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it get no models from this one."""
+    min_kv_trust: Annotated[Trust, _WORD] = Trust.MEMBER
+    """Machines below it get no KV from this one and give it none: they would learn whether a prompt that they know was asked here, and decide answers."""
 
 
 class HostSettings(_Table):
@@ -74,6 +76,8 @@ class PipelineSettings(_Table):
     max_concurrent_pipelines: Annotated[int, Field(ge=1, le=1024)] = 4
     min_host_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it hold no layers for this one: they would see its activations."""
+    allow_unlike: bool = False
+    """Machines whose kernels give other bytes than one another may share a model: outside the promise that bytes are the same everywhere."""
     spot_check_every: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """One batch in so many is computed by a second holder of its layers too, and compared; 0: none. Lowering it: tampering is found sooner,
     and the second holder works more."""
@@ -93,11 +97,16 @@ class PipelineSettings(_Table):
         return 4 * self.shard_health_timeout_seconds
 
     def overridden(
-        self, *, enabled: bool | None = None, serve_shards: bool | None = None, fallback_to_local: bool | None = None
+        self,
+        *,
+        enabled: bool | None = None,
+        serve_shards: bool | None = None,
+        fallback_to_local: bool | None = None,
+        allow_unlike: bool | None = None,
     ) -> PipelineSettings:
         """With what the command line says in place of the file; None: nothing."""
         host = self.host if serve_shards is None else self.host.model_copy(update={"serve_shards": serve_shards})
-        said = {"enabled": enabled, "fallback_to_local": fallback_to_local}
+        said = {"enabled": enabled, "fallback_to_local": fallback_to_local, "allow_unlike": allow_unlike}
         return self.model_copy(update={"host": host, **{key: value for key, value in said.items() if value is not None}})
 
 
@@ -116,6 +125,7 @@ class Settings(_Table):
             source=self.trust.min_source_trust,
             taker=self.trust.min_taker_trust,
             caller=self.pipeline.host.min_caller_trust,
+            kv=self.trust.min_kv_trust,
         )
 
 

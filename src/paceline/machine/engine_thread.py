@@ -139,6 +139,11 @@ class EngineThread:
             self._arrived.notify()
             self._recall()
 
+    def wake(self) -> None:
+        """Have it look whether the engine has work that no command brought. Any thread may."""
+        with self._arrived:
+            self._arrived.notify()
+
     def close(self, timeout_s: float) -> bool:
         """Stop after the step in progress. False if that took longer than `timeout_s`."""
         self.send(StopEngine())
@@ -203,11 +208,11 @@ class EngineThread:
         self._engine.recall(gone, min(came, default=None), stops=StopEngine() in self._commands)
 
     def _take(self, *, wait: bool) -> list[Command]:
-        """All commands that are there; with `wait`, sleep until there is one."""
+        """All commands that are there; with `wait`, sleep until there is one, or other work."""
         if not wait and not self._commands:
             return []
         with self._arrived:
-            while wait and not self._commands:
+            while wait and not self._commands and not self._engine.has_work:
                 self._arrived.wait()
             taken, self._commands = self._commands, []
         return taken

@@ -16,14 +16,24 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ENGINE_GONE, SERVER_STOPPING, EngineGone, InvalidRequest, NodeStopping, PacelineError, UnknownModel
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.errors import (
+    ENGINE_GONE,
+    SERVER_STOPPING,
+    EngineGone,
+    InvalidRequest,
+    NodeStopping,
+    PacelineError,
+    UnknownModel,
+    WayNotAllowed,
+)
+from paceline.core.generation import LOCAL_FALLBACK, FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.engine.config import EngineConfig
 from paceline.engine.grammar import Grammars
 from paceline.engine.intake import check_room
+from paceline.fleet.plan import ALONE
 from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, StepEngine, StepReport
 
 logger = logging.getLogger(__name__)
@@ -50,6 +60,7 @@ class EngineHost:
         clock: Clock,
         rebuild: Callable[[], StepEngine] | None = None,
         grammars: Grammars | None = None,
+        ways: Callable[[], frozenset[str]] = lambda: frozenset({ALONE}),
     ) -> None:
         """Start the engine.
 
@@ -59,6 +70,7 @@ class EngineHost:
             config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
             rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
             grammars: the engine's; compiled in a thread of their own before a request reaches it.
+            ways: of spreading work, in which the engine serves now.
         """
         self._model = model
         self._config = config
@@ -78,7 +90,7 @@ class EngineHost:
         self._died: str | None = None
         self._closed = self._draining = False
         self._rebuild = rebuild
-        self._grammars = grammars
+        self._grammars, self._ways = grammars, ways
         self._compiler = ThreadPoolExecutor(OF_CLIENTS + 1, "grammars")
         """Of its own: a flood of grammars, seconds each, would hold all threads that others' work waits for."""
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -130,6 +142,10 @@ class EngineHost:
         """Since the last request ended, or the start; 0 while there is one."""
         return 0.0 if self._live else self._clock.monotonic() - self._left_s
 
+    def wake(self) -> None:
+        """See `EngineThread.wake`."""
+        self._thread.wake()
+
     def drain(self) -> None:
         """Take no more requests; those that are live go on. On the event loop."""
         self._draining = True
@@ -161,6 +177,7 @@ class EngineHost:
 
         Raises:
             UnknownModel, Overloaded: it can't be served.
+            WayNotAllowed: it can't be served in a way that it allows.
             InvalidRequest: its id is in use.
             EngineGone: it failed, and there is no other yet, or for good.
             NodeStopping: it drains.
@@ -176,6 +193,7 @@ class EngineHost:
             raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
+        self._check_ways(request)
         check_room(self._live_sequences, len(request.indices), self._config, self._held_by(request.caller) if request.caller else None)
         self._bind_loop()
         self._live[request.request_id] = stream
@@ -206,6 +224,14 @@ class EngineHost:
             self._send(Abort(request.request_id))
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _check_ways(self, request: GenerationRequest) -> None:
+        ways = self._ways()
+        if request.ways is not None and not request.ways & ways:
+            allowed, served = " or ".join(sorted(request.ways)), " or ".join(sorted(ways))
+            raise WayNotAllowed(
+                f"ways: {self._model.name} is served {served} now, and the request allows {allowed}", "Allow more.", field="ways"
+            )
 
     def _held_by(self, caller: str) -> int:
         """Sequences of another node."""
@@ -275,7 +301,11 @@ class EngineHost:
         woken: list[_Stream] = []
         for chunk in news.chunks:
             stream = live.get(chunk.request_id)
-            if stream is not None and stream.push(chunk):
+            if stream is None:
+                continue
+            if chunk.notices and not stream.request.allows(ALONE) and any(notice.kind == LOCAL_FALLBACK for notice in chunk.notices):
+                self._give_up(stream)
+            elif stream.push(chunk):
                 woken.append(stream)
         for stream in woken:
             stream.wake()
@@ -283,6 +313,11 @@ class EngineHost:
             stream = live.get(request_id)
             if stream is not None:
                 stream.refuse(error)
+
+    def _give_up(self, stream: _Stream) -> None:
+        """End a request that this machine is not to run alone, where the others of its pipeline are gone."""
+        stream.fail("This machine goes on alone, and the request's ways don't allow that", "shard_unavailable")
+        self._send(Abort(stream.request.request_id))
 
     def _follow_context(self) -> None:
         """KV memory changes where other machines lease it."""

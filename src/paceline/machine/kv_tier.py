@@ -1,7 +1,7 @@
 """The KV of one runner, kept on this machine's disk: blocks are written behind the engine's steps, and read into the pool before a sequence begins.
 
 Law: threads of their own copy, write and read; the engine's thread hands over block ids and hears what is done. A block is in one thread's hands, or
-the engine's. Reading pays where it is expected to take less time than computing the tokens, by rates that were both measured.
+the engine's: once a fetch is over, and once `reset` returned, no block is read or written, however long a disk takes. Only copies are ever waited for.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.ids import BlockId
-from paceline.engine.local import LayerRunner
+from paceline.core.model import LayerRange
 from paceline.store.kv_folder import BLOCK_COUNTS, KvFolder
 
 READERS: Final = 2
 """Threads that read: while one copies into the pool, another waits for the disk."""
+STALL_S: Final = 2.0
+"""After which a disk that gives nothing is not waited for. Raising it: a prompt is computed later where its blocks can't be had."""
+REST_S: Final = 30.0
+"""For which such a disk is not asked again."""
 MOST_BYTES: Final = 64 << 20
 """Of blocks that are being kept at a time. Raising it: more of the pool can't be handed out while a burst is written."""
 
@@ -36,14 +41,49 @@ class KvDiskLimits:
     """After which a block that was not used is removed."""
 
 
-class DiskFetch:
-    """Implements `engine.kv_source.KvFetch`."""
+class Wakeup:
+    """Wakes the engine's thread when something came of what a source began."""
 
-    def __init__(self, n_blocks: int) -> None:
-        self._left = n_blocks
+    def __init__(self) -> None:
+        self._came = threading.Event()
+
+    def came(self) -> None:
+        """For any thread."""
+        self._came.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until something came since this was called last, but no longer."""
+        self._came.wait(seconds)
+        self._came.clear()
+
+
+class KvBlocks(Protocol):
+    """Blocks that can be copied out and in: an `engine.local.LayerRunner`'s, or those of one session of a stage."""
+
+    @property
+    def layers(self) -> LayerRange: ...
+    @property
+    def numerics_id(self) -> str: ...
+    @property
+    def kv_layout(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def export_block(self, block: BlockId, into: memoryview) -> None: ...
+    def import_block(self, block: BlockId, data: memoryview) -> None: ...
+
+
+class DiskFetch:
+    """Implements `engine.kv_source.KvFetch`: `READERS` threads take one block after the other. It is over, with what came, once none came for `STALL_S`."""
+
+    def __init__(self, n_blocks: int, clock: Clock, on_stall: Callable[[], None]) -> None:
+        self._on_stall = on_stall
+        self._next, self._readers = 0, READERS
         self._came = [False] * n_blocks
         self._lock = threading.Lock()
-        self.is_cancelled = False
+        self._clock, self._moved_at = clock, clock.monotonic()
+        self._is_cancelled = False
         """Or a block before was missing: what follows is of no use."""
 
     @property
@@ -52,33 +92,57 @@ class DiskFetch:
 
     @property
     def is_over(self) -> bool:
-        return not self._left
+        if self._readers and self._clock.monotonic() - self._moved_at > STALL_S:
+            self.end()
+            self._on_stall()
+        return not self._readers
 
     def cancel(self) -> None:
-        self.is_cancelled = True
+        self._is_cancelled = True
 
-    def done(self, place: int, *, came: bool) -> bool:
-        """A block stands, or does not. Returns whether it was the last."""
+    def end(self) -> None:
+        """Nothing is written into its blocks once this returns."""
         with self._lock:
-            self._came[place] = came
-            self.is_cancelled |= not came
-            self._left -= 1
-            return not self._left
+            self._is_cancelled, self._readers = True, 0
+
+    def take(self) -> int | None:
+        """The place of a block to read; None: no more are."""
+        with self._lock:
+            if self._is_cancelled or self._next == len(self._came):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def fill(self, place: int, fill: Callable[[], None]) -> None:
+        """A block is read, and is filled now, if it is still wanted."""
+        with self._lock:
+            if self._readers:
+                fill()
+                self._came[place] = True
+                self._moved_at = self._clock.monotonic()
+
+    def leave(self) -> bool:
+        """A thread reads no more of it. Returns whether it was the last."""
+        with self._lock:
+            self._readers = max(0, self._readers - 1)
+            return not self._readers
 
 
 class DiskTier:
     """Implements `engine.kv_source.KvSource`. Made on any thread; close it after the engine, and before the runner.
 
     Args:
+        blocks: a runner, or a part of its blocks.
+        model_digest: and whatever else tells these blocks from others of the same layers.
         wake: called, in other threads, when a fetch is over or a block was let go.
     """
 
     def __init__(
-        self, runner: LayerRunner[Any], model_digest: str, folder: Path, limits: KvDiskLimits, clock: Clock, wake: Callable[[], None]
+        self, blocks: KvBlocks, model_digest: str, folder: Path, limits: KvDiskLimits, clock: Clock, wake: Callable[[], None]
     ) -> None:
-        self._runner, self._wake = runner, wake
-        self._bytes = runner.block_bytes
-        name = _name(runner, model_digest)
+        self._blocks, self._wake, self._clock = blocks, wake, clock
+        self._bytes = blocks.block_bytes
+        name = kv_name(blocks, model_digest)
         self._folder = KvFolder(folder, name, self._bytes, limits.budget_bytes, limits.ttl_s, clock)
         self._writer = ThreadPoolExecutor(1, "paceline-kv-write")
         self._readers = ThreadPoolExecutor(READERS, "paceline-kv-read")
@@ -86,7 +150,13 @@ class DiskTier:
         self._most_writing = max(1, MOST_BYTES // self._bytes)
         self._lent = 0
         self._kept: deque[BlockId] = deque()
+        self._epoch = 0
+        """What was begun before the last reset is void."""
+        self._copying = threading.Lock()
+        """Held while a block is copied out, and while that is made void."""
+        self._fetches: set[DiskFetch] = set()
         self._work: set[Future[None]] = set()
+        self._rests_until = -1.0
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -97,12 +167,14 @@ class DiskTier:
         return self._folder.total_bytes
 
     def run_of(self, keys: Sequence[bytes]) -> int:
-        return self._folder.run_of(keys)
+        return 0 if self._clock.monotonic() < self._rests_until else self._folder.run_of(keys)
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> DiskFetch:
-        fetch = DiskFetch(len(blocks))
-        for place, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            self._start(self._readers, self._read, fetch, place, key, block)
+        self._fetches = {fetch for fetch in self._fetches if not fetch.is_over}
+        fetch = DiskFetch(len(blocks), self._clock, self._rest)
+        self._fetches.add(fetch)
+        for _ in range(READERS):
+            self._start(self._readers, self._read, fetch, keys, blocks)
         return fetch
 
     def keep(self, key: bytes, block: BlockId) -> bool:
@@ -113,7 +185,7 @@ class DiskTier:
         if self._lent >= self._most_writing:
             return False
         self._lent += 1
-        self._start(self._writer, self._write, key, block)
+        self._start(self._writer, self._write, self._epoch, key, block)
         return True
 
     def kept(self) -> Sequence[BlockId]:
@@ -124,38 +196,49 @@ class DiskTier:
         return found
 
     def reset(self) -> None:
-        work = tuple(self._work)
-        for future in work:
+        for future in tuple(self._work):
             future.cancel()
-        wait(work)
+        for fetch in self._fetches:
+            fetch.end()
+        self._fetches.clear()
+        with self._copying:
+            self._epoch += 1
         self._kept.clear()
         self._lent = 0
+
+    def read(self, key: bytes, data: memoryview) -> bool:
+        """Copy a block from the disk, in any thread. Returns whether it was there, whole."""
+        return bool(self._folder.run_of([key])) and self._folder.read(key, data)
 
     def close(self) -> None:
         """End. What was not written yet is not kept. Idempotent."""
         for pool in (self._writer, self._readers):
             pool.shutdown(cancel_futures=True)
 
+    def _rest(self) -> None:
+        self._rests_until = self._clock.monotonic() + REST_S
+
     # ----------------------------------------------------------------------------------------------------------- in other threads
 
-    def _read(self, fetch: DiskFetch, place: int, key: bytes, block: BlockId) -> None:
-        came = False
-        if not fetch.is_cancelled:
-            data = self._buffer()
-            if came := self._folder.read(key, data):
-                self._runner.import_block(block, data)
-        if fetch.done(place, came=came):
+    def _read(self, fetch: DiskFetch, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
+        data = self._buffer()
+        while (place := fetch.take()) is not None:
+            if self._folder.read(keys[place], data):
+                fetch.fill(place, partial(self._blocks.import_block, blocks[place], data))
+            else:
+                fetch.cancel()
+        if fetch.leave():
             self._wake()
 
-    def _write(self, key: bytes, block: BlockId) -> None:
+    def _write(self, epoch: int, key: bytes, block: BlockId) -> None:
         data = self._buffer()
-        self._runner.export_block(block, data)
-        self._let_go(block)
-        self._folder.write(key, data)
-
-    def _let_go(self, block: BlockId) -> None:
-        self._kept.append(block)
+        with self._copying:
+            if epoch != self._epoch:
+                return
+            self._blocks.export_block(block, data)
+            self._kept.append(block)
         self._wake()
+        self._folder.write(key, data)
 
     def _buffer(self) -> memoryview:
         """Of this thread."""
@@ -169,7 +252,7 @@ class DiskTier:
         future.add_done_callback(self._work.discard)
 
 
-def _name(runner: LayerRunner[Any], model_digest: str) -> str:
-    """Of a folder for blocks that any runner of these weights, layers and kernels may read."""
-    said = f"{model_digest} {runner.numerics_id} {runner.layers} {runner.kv_layout} {runner.block_size} {runner.block_bytes}"
+def kv_name(blocks: KvBlocks, model_digest: str) -> str:
+    """Of all blocks that any runner of these weights, layers and kernels may read."""
+    said = f"{model_digest} {blocks.numerics_id} {blocks.layers} {blocks.kv_layout} {blocks.block_size} {blocks.block_bytes}"
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.backends.table import Kernels
+from paceline.core.ids import NodeId
 from paceline.core.model import WeightsFormat
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -51,4 +52,6 @@ class NodeSettings:
     """Of this machine's disk, for KV that outlives the process, of all models together; 0: none. What was asked and answered can be read from it."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
+    draft_on: NodeId | None = None
+    """The node that drafts; None: whichever the plan finds best."""
     bound: MemoryBound = MemoryBound()

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock, SystemClock
+from paceline.fleet.plan import ALONE
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
+from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.sources import NodeDrafts
+from paceline.ways.kv.source import PeerKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class BuiltNode(HostedModel):
 
     drafts: NodeDrafts | None = None
     """For the owner of the node to attach."""
+    peer_kv: PeerKv | None = None
+    """Likewise."""
 
 
 def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:
@@ -31,9 +36,15 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     clock = clock or SystemClock()
     home = Home.from_environment()
     in_fleet = home.is_in_fleet
-    drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet)
-    built = build_engine(settings, progress, clock, drafts)
+    drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
+    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None)
     warm = introduced(built, home, clock) if in_fleet else None
-    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars)
     kept = drafts if built.drafts is drafts else None
-    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.kv, kept)
+
+    def ways() -> frozenset[str]:
+        return frozenset({ALONE, DRAFT} if kept is not None and kept.has_drafter else {ALONE})
+
+    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways)
+    built.loans.wake = host.wake
+    peers = built.beside if isinstance(built.beside, PeerKv) else None
+    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.kv, kept, peers)

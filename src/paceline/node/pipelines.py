@@ -27,7 +27,7 @@ from paceline.core.errors import (
 )
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import figures, headline
-from paceline.fleet.plan import Choice, Plan, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, Plan, PlanRequest, Way
 from paceline.fleet.standing import Standing
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
@@ -91,7 +91,10 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     made: Plan | None = None
     if asked.ways - {PIPELINE}:
         try:
-            made = await asyncio.to_thread(_plan_once_shown, access, location.name, settings, asked, clock)
+            plan_now = partial(_plan_once_shown, access, location.name, settings, asked, clock)
+            if settings.draft_on is not None:  # it may come later than this node
+                plan_now = partial(plan_in_time, plan_now, access, location.name, asked.order.settings.search_seconds, clock, told.say)
+            made = await asyncio.to_thread(plan_now)
         except ImpossiblePin:
             raise
         except PlacementError as error:
@@ -184,12 +187,14 @@ def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked:
         answer,
         ways=asked.ways,
         pins=order.pins,
+        proposer=settings.draft_on,
         draft_model=asked.draft_model,
         objective=order.objective,
         kv_tokens=settings.context or 0,
         orchestrator=access.node_id,
         orchestrator_layers=0 if order.own_layers is None and not order.settings.allow_self_as_shard else order.own_layers,
         min_host_trust=order.settings.min_host_trust,
+        allows_unlike=order.settings.allow_unlike,
         max_shards=order.settings.max_shards_per_request,
     )
     return plan(cards, request, access.trust())
@@ -208,7 +213,7 @@ async def _build_spread(
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
-            drafts = NodeDrafts(settings.draft, clock, in_fleet=True)
+            drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
             build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             built = await asyncio.to_thread(build, settings, order, access, ends, loop, clock)
@@ -345,5 +350,9 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
     def rebuild() -> MeteredEngine:
         return MeteredEngine(built.rebuild(), meter, clock)
 
-    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
+    def ways() -> frozenset[str]:
+        return frozenset({ALONE if built.executor.is_alone else PIPELINE})
+
+    engine = MeteredEngine(built.engine, meter, clock)
+    host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
     return BuiltNode(host, built.model, (), built.summary, built.warm, kv=built.kv, drafts=drafts if built.drafts is drafts else None)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client.registry import Collector
@@ -18,18 +19,20 @@ from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
-from paceline.net.member.metrics import fleet_metrics
+from paceline.net.member.meter import fleet_metrics
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Context
 from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
@@ -37,6 +40,7 @@ from paceline.ways.draft.service import DraftService, LoadedProposer
 from paceline.ways.forward.client import TokenizerStore
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
+from paceline.ways.kv.service import KvSharing
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 from paceline.ways.pipeline.routes.build import PipelineSlots
 from paceline.ways.pipeline.routes.meter import PipelineMeter, pipeline_metrics
@@ -124,9 +128,10 @@ class FleetServing:
         portrait = self._portrait = Portrait(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         self.drafting = DraftService(self.fleet, proposers)
+        self.kv = KvSharing(self.fleet, clock)
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
-        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
+        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares)
         portrait.load, portrait.served = self.inference.own_load, self._as_served
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
@@ -144,7 +149,7 @@ class FleetServing:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         """What it counts, for the metrics' page."""
-        always = (self.metrics, self._pipeline_metrics, *self.drafting.metrics)
+        always = (self.metrics, self._pipeline_metrics, self.kv.metrics, *self.drafting.metrics)
         return always if self.shards is None else (*always, self.shards.metrics)
 
     async def start(self, claim: Claim | None = None) -> None:
@@ -157,8 +162,9 @@ class FleetServing:
             ConfigError: the port can't be used.
         """
         services: list[Callable[[PeerGuard], Service]] = [
-            lambda _: generate_service(self._local),
+            lambda guard: generate_service(self._local, partial(self._may_share_kv, guard)),
             self.drafting.service,
+            self.kv.service,
             lambda guard: give_weights(self.home, guard, self.fleet.trust, self._beside),
         ]
         if self.shards is not None:
@@ -167,7 +173,7 @@ class FleetServing:
         if self.shards is not None:
             self.shards.start()
         for node in self.models.nodes:
-            self._attach_drafts(node)
+            self._attach(node)
         self.models.listen(self._models_changed)
         self._learning = asyncio.create_task(self._learn())
 
@@ -210,8 +216,13 @@ class FleetServing:
         if self._showing is not None:
             await asyncio.wait([self._showing])
 
-    def _attach_drafts(self, node: BuiltNode) -> None:
+    def _attach(self, node: BuiltNode) -> None:
         self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, self.models.stats)
+        if node.peer_kv is not None:
+            self.kv.attach(node.peer_kv)
+
+    def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
+        return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)
 
     def _as_served(self, model: WarmModel) -> WarmModel:
         """With what its engine saw. Steps of a pipeline are not this machine's."""
@@ -235,8 +246,9 @@ class FleetServing:
     def _models_changed(self) -> None:
         self._show_models()
         self.drafting.keep({node.drafts for node in self.models.nodes if node.drafts is not None})
+        self.kv.keep({node.peer_kv for node in self.models.nodes if node.peer_kv is not None})
         for node in self.models.nodes:
-            self._attach_drafts(node)
+            self._attach(node)
         self.inference.look_again()
         self._showing = in_background(self._show_offers(self._showing), "engine-offer")
 
@@ -258,6 +270,7 @@ class FleetServing:
             task.cancel()
         await asyncio.gather(*self._kept, return_exceptions=True)
         await self.drafting.stop()
+        await self.kv.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
         await self.inference.close()
         await asyncio.gather(*(task for task in (self._learning, self._showing) if task is not None), return_exceptions=True)

@@ -23,7 +23,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
 from paceline.machine.models import Models
-from paceline.server import embeddings, owner, replies, tokenizing
+from paceline.server import embeddings, own_paths, replies, tokenizing
 from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
@@ -37,7 +37,6 @@ from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from paceline.server.page import front_page
 from paceline.server.replies import REF, body_of, refusals
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.responses import routes as responses
@@ -121,6 +120,7 @@ class ApiService:
             settings.served_names,
             uses_model_sampling=settings.uses_model_sampling,
             keep_client_headers=settings.keep_client_headers,
+            ways=settings.ways,
             is_encoder=self.embedder.is_meant,
             open_model=None if models is None else models.open,
         )
@@ -332,12 +332,12 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     for api in (responses, ollama, anthropic, embeddings, tokenizing):
         api.add_routes(app, service)
     if service.models is not None:
-        owner.add_routes(app, service, service.models)
+        own_paths.add_routes(app, service, service.models)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return front_page(request.headers.get("accept", ""))
+        return own_paths.front_page(request.headers.get("accept", ""))
 
     def model_entry(model: ServedModel) -> dict[str, object]:
         drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}

@@ -5,7 +5,7 @@ A text is refused by its length before it is tokenized where even the longest to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -59,11 +59,12 @@ class Intake:
         *,
         uses_model_sampling: bool = True,
         keep_client_headers: bool = False,
+        ways: Collection[str] = (),
         is_encoder: Callable[[str], bool] | None = None,
         open_model: Callable[[str], ServedModel | None] | None = None,
     ) -> None:
         self._inference, self._is_encoder, self._open_model = inference, is_encoder, open_model
-        self._clock, self._aliases = clock, aliases
+        self._clock, self._aliases, self._ways = clock, aliases, ways
         self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
@@ -271,6 +272,7 @@ class Intake:
                     stop_ids=stop_ids,
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
+                    ways=None if asked.ways is None else frozenset(_known(asked.ways, self._ways)),
                     cache_salt=asked.cache_salt or "",
                 )
                 for place, ids in enumerate(prompts)
@@ -281,6 +283,12 @@ class Intake:
             logprobs=logprobs is not None,
             include_events=bool(asked.stream_options and asked.stream_options.include_events),
         )
+
+
+def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:
+    if unknown := [way for way in ways if way not in known]:
+        raise InvalidRequest(f"ways: there is no way {unknown[0]!r} of running a model", f"Choose of {', '.join(known)}.", field="ways")
+    return ways
 
 
 def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:

@@ -110,6 +110,9 @@ DraftName = Annotated[
 ]
 
 
+WayName = Annotated[str, Field(pattern="^[a-z_]{1,64}$")]
+
+
 class SamplingFields(Strict):
     """How tokens are drawn, in every API."""
 
@@ -133,6 +136,11 @@ class ExtendedSampling(SamplingFields):
     draft: DraftName | None = Field(
         default=None,
         description="Beyond OpenAI's and Anthropic's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
+    )
+    ways: Annotated[list[WayName], Field(min_length=1, max_length=16)] | None = Field(
+        default=None,
+        description="Beyond OpenAI's and Anthropic's: ways of spreading work that may serve the request, as `paceline plan` calls them: `alone`, `draft`, "
+        "`pipeline`. Where the model is served in none of them, 400. Changes no byte.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,

@@ -33,6 +33,8 @@ class ServerSettings:
     """Web pages that may use the API, as `guard.check_origin` writes them."""
     served_names: tuple[str, ...] = ()
     """Names that mean this machine's model too, for clients that ask for one name only."""
+    ways: tuple[str, ...] = ("alone",)
+    """Names of ways of spreading work that a request may use."""
     uses_model_sampling: bool = True
     """What a request leaves out of how tokens are drawn is as the model's own files say; otherwise OpenAI's defaults."""
     keep_client_headers: bool = False

@@ -106,10 +106,7 @@ class KvFolder:
         path = self._path(key)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self._folder, self._own, path.parent):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            handle = self._create(unfinished)
             try:
                 _write_all(handle, header, block)
                 self._use(handle)
@@ -197,6 +194,16 @@ class KvFolder:
             self._keys = keys
             self.total_bytes, self._unswept_bytes = total, 0
             self.counts.evicted += evicted
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self._folder, self._own, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            return os.open(path, flags, 0o600)
 
     def _use(self, handle: int) -> None:
         now_s = self._clock.wall()

@@ -17,7 +17,7 @@ from paceline.bench.draft.drive import answer_all, loops
 from paceline.bench.draft.exercises import ExerciseKind, load, parse
 from paceline.bench.draft.forced import ForcedExecutor, Script
 from paceline.bench.draft.run import DraftBenchPlan, DraftReport, RowMeter, without_loops
-from paceline.cli.bench_speculate import show
+from paceline.cli.bench import show_speculate
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationChunk
@@ -107,7 +107,7 @@ def test_a_row_compares_the_same_work_with_and_without(monkeypatch: pytest.Monke
     assert row.least_ratio <= row.ratio <= row.most_ratio
     said = io.StringIO()
     rated = replace(row, kind=ExerciseKind.CODE_EDIT, left_out=12, off_per_s=1332.0, on_per_s=1332.0, ratio=2.5, least_ratio=2.25)
-    show(Console(file=said, width=80), DraftReport("m", "int4", 1, PLAN, (rated, replace(rated, same_bytes=False)), 0.0))
+    show_speculate(Console(file=said, width=80), DraftReport("m", "int4", 1, PLAN, (rated, replace(rated, same_bytes=False)), 0.0))
     assert "…" not in said.getvalue()
     assert "12 loop" in said.getvalue()
     assert " same" in said.getvalue()

@@ -11,6 +11,7 @@ import pytest
 from paceline.cli.api_options import ApiOptions
 from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.ids import NodeId
 from paceline.fleet.plan import Way
 from paceline.machine.settings import NodeSettings
 from paceline.net.member.settings import FleetSettings
@@ -124,6 +125,18 @@ def test_the_plan_chooses_of_the_ways_that_are_left(
         run_shared(NodeSettings("m", draft=draft), replace(PLAIN, ways=ways), ApiOptions(), greet=False)
     ((settings, allowed),) = ran
     assert (set(allowed), settings.draft) == (left, drafts)
+
+
+@pytest.mark.parametrize(("changes", "ways"), [({}, "alone"), ({"pipeline": True}, "")])
+def test_who_drafts_where_no_node_may_draft(changes: dict[str, bool], ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.sharing.fleet_settings", lambda *_, **__: FleetSettings(0, "127.0.0.1"))
+    with pytest.raises(ConfigError, match=r"--pin-draft idle says who drafts, and the other options allow (alone|pipeline) alone"):
+        run_shared(NodeSettings("nothing", draft_on=NodeId("idle")), replace(PLAIN, ways=ways, **changes), ApiOptions(), greet=False)
+
+
+def test_who_drafts_in_no_fleet() -> None:
+    with pytest.raises(ConfigError, match="--pin-draft idle is another machine, and this one is in no fleet"):
+        run_shared(NodeSettings("nothing", draft_on=NodeId("idle")), PLAIN, ApiOptions(), greet=False)
 
 
 def test_drafts_of_a_node_where_no_node_may_draft() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from paceline.cli.running import EndpointLoad, show_endpoints
+from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, show_endpoints
 from paceline.cli.status import _show
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
@@ -108,12 +109,33 @@ def shown_of(*endpoints: EndpointLoad) -> list[str]:
 
 def test_an_endpoint_is_shown_whole_on_a_narrow_terminal() -> None:
     names = ("smollm2-135m", "an-alias-that-is-as-long-as-some-models-names-are")
-    figures = {"client_tokens_per_s": 81.6, "running": 4, "waiting": 0, "tokens_per_s": 90.0, "kv_used": 0.12, "memory_bytes": 632 << 20}
+    figures: dict[str, Any] = {
+        "client_tokens_per_s": 81.6,
+        "running": 4,
+        "waiting": 0,
+        "tokens_per_s": 90.0,
+        "kv_used": 0.12,
+        "memory_bytes": 632 << 20,
+    }
     assert shown_of(EndpointLoad("http://127.0.0.1:24910", 1, "ok", names, 1, **figures)) == [
         f"http://127.0.0.1:24910/v1: ok, serves {', '.join(names)}",
         "  its clients: 1 request under way, 82 tokens/s",
         "  this process: 4 running, 0 waiting, 90 tokens/s, 12% of KV in use, 632 MiB",
     ]
+
+
+def test_kv_on_the_disk_is_shown_where_there_is_some() -> None:
+    disk = KvDiskLoad(3 << 30, 512, 7, 900, failed=1, evicted=20, read_per_s=128.4, written_per_s=0.0)
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_disk=disk))[-1] == (
+        "  KV on the disk: 3.0 GiB; blocks: 512 read (128/s), 7 missed, 900 written, 1 failed, 20 evicted"
+    )
+
+
+def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
+    peers = KvPeerLoad(512, 7, 30, fetched_per_s=64.2)
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=peers))[-1] == (
+        "  KV of other machines: blocks: 512 fetched (64/s), 7 missed, 30 given"
+    )
 
 
 def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None:

@@ -223,6 +223,16 @@ def test_a_request_may_say_so() -> None:
     assert bench.engine.stats().drafted_tokens == {}
 
 
+def test_no_model_drafts_for_a_request_whose_ways_are_without() -> None:
+    source = Knowing()
+    bench = bench_with(source)
+    request = replace(ask_for(40, source), ways=frozenset({"alone"}))
+    assert bench.run(request)[request.request_id, 0].token_ids == answer_alone(request).token_ids
+    assert source.told == {}
+    assert bench.run(replace(request, request_id=RequestId("with"), ways=frozenset({"alone", "draft"})))
+    assert source.told
+
+
 class Silent(Knowing):
     """Answers soon, with nothing."""
 
@@ -325,6 +335,8 @@ def test_a_request_may_name_who_came_later() -> None:
     assert answer.token_ids == answer_alone(request).token_ids
     assert bench.engine.stats().accepted_tokens["late"] > 80
     assert came.forgotten == [SequenceId(0)]
+    with pytest.raises(InvalidRequest, match="the request's ways are without draft"):
+        bench.engine.add(replace(request, draft="late", ways=frozenset({"alone"})))
     with pytest.raises(InvalidRequest, match="nobody drafts with 'later'") as refused:
         bench.engine.add(replace(request, draft="later"))
     assert refused.value.hint == "There are: auto, off, ngram, late."

@@ -551,6 +551,15 @@ def test_who_may_not_hold_layers_for_others_holds_none(change: dict[str, object]
     assert [choice.node_ids for choice in (made.chosen, *made.runners_up)] == [("ant", "cat")]
 
 
+@pytest.mark.parametrize("allows", [False, True])
+def test_unlike_machines_share_layers_only_where_that_is_allowed(*, allows: bool) -> None:
+    made = plan(sharing(bee={"models": (offer(numerics_id="o"),)}), replace(ORCHESTRATED, allows_unlike=allows))
+    found = [made.chosen, *made.runners_up]
+    assert any(choice.is_unlike for choice in found) == allows
+    assert any(not choice.is_unlike for choice in found)
+    assert any("unlike machines" in note for note in made.notes) == made.chosen.is_unlike
+
+
 def test_an_orchestrator_alone_says_what_is_missing() -> None:
     view = sharing(bee={"serves_shards": False}, cat={"serves_shards": False})
     with pytest.raises(PlacementError, match=r"No other machines serve shards of it now: start them"):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 
@@ -53,6 +53,8 @@ class EchoEngine:
         self.idles = 0
         """How often it is to find nothing that it could do."""
         self.idled = threading.Event()
+        self.notices: tuple[Notice, ...] = ()
+        """For each live request, with its next token."""
         self._refuse = refuse
         self._crash_at = crash_at
         self._steps = 0
@@ -92,7 +94,8 @@ class EchoEngine:
         self._steps += 1
         if self._steps == self._crash_at:
             raise RuntimeError("the kernels burn")
-        chunks: list[GenerationChunk] = []
+        chunks = [GenerationChunk(name, 0, (), "", notices=self.notices) for name in self._live if self.notices]
+        self.notices = ()
         for request, done in list(self._live.values()):
             finish = FinishReason.LENGTH if done + 1 == request.max_tokens else None
             chunks += [GenerationChunk(request.request_id, index, (done,), f"{done} ", finish_reason=finish) for index in range(request.n)]

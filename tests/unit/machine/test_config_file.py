@@ -38,6 +38,7 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
         "allow_self_as_shard": True,
         "max_concurrent_pipelines": 4,
         "min_host_trust": "member",
+        "allow_unlike": False,
         "spot_check_every": 0,
         "search_seconds": 30,
         "keep_spares": True,

@@ -14,8 +14,8 @@ from tests.fakes.clock import FakeClock
 from tests.unit.machine.echo_engine import EchoEngine
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import EngineGone, InvalidRequest, NodeStopping, Overloaded, PacelineError, UnknownModel
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
+from paceline.core.errors import EngineGone, InvalidRequest, NodeStopping, Overloaded, PacelineError, UnknownModel, WayNotAllowed
+from paceline.core.generation import LOCAL_FALLBACK, FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, Notice
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, ServedModel
 from paceline.core.text import Tokenizer
@@ -27,14 +27,20 @@ BOUND_S = 100
 
 
 def host_of(
-    engine: EchoEngine, capacity: int = 4, *others: EchoEngine, clock: Clock | None = None, grammars: Grammars | None = None
+    engine: EchoEngine,
+    capacity: int = 4,
+    *others: EchoEngine,
+    clock: Clock | None = None,
+    grammars: Grammars | None = None,
+    way: str = "alone",
 ) -> EngineHost:
     """A host; where there are `others`, they take its engine's place one after the other."""
     # The host passes the tokenizer on and never asks it anything.
     model = ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp")
     config = EngineConfig(max_context=100, max_running=2, max_waiting=capacity - 2)
     rest = iter(others)
-    return EngineHost(engine, engine.close, model, config, clock or SystemClock(), (lambda: next(rest)) if others else None, grammars)
+    rebuild = (lambda: next(rest)) if others else None
+    return EngineHost(engine, engine.close, model, config, clock or SystemClock(), rebuild, grammars, lambda: frozenset({way}))
 
 
 def request(name: str = "r", max_tokens: int = 3, n: int = 1) -> GenerationRequest:
@@ -99,6 +105,38 @@ def test_every_sequence_gets_its_tokens_in_order_and_the_stream_ends() -> None:
                     mine = [chunk for chunk in chunks if chunk.index == index]
                     assert [chunk.token_ids for chunk in mine] == [(token,) for token in range(50)]
                     assert [chunk.finish_reason for chunk in mine] == [None] * 49 + [FinishReason.LENGTH]
+
+        run(work())
+
+
+def test_a_request_is_served_in_the_ways_that_it_allows_and_in_no_other() -> None:
+    with closing(host_of(EchoEngine(), way="pipeline")) as host:
+
+        async def work() -> None:
+            for name, ways in (("any", None), ("this", {"pipeline"}), ("both", {"alone", "pipeline"})):
+                asked = replace(request(name), ways=None if ways is None else frozenset(ways))
+                assert (await drain(host.generate("echo", asked)))[-1].finish_reason is FinishReason.LENGTH
+            with pytest.raises(WayNotAllowed, match="served pipeline now, and the request allows alone or draft") as refused:
+                await drain(host.generate("echo", replace(request("none"), ways=frozenset({"alone", "draft"}))))
+            assert refused.value.field == "ways"
+            assert host.live == 0
+
+        run(work())
+
+
+def test_one_that_may_not_be_run_alone_ends_where_the_others_are_gone() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine, way="pipeline")) as host:
+
+        async def ended(ways: set[str]) -> GenerationChunk:
+            engine.notices = (Notice(LOCAL_FALLBACK, {"reason": "lost"}),)
+            return (await drain(host.generate("echo", replace(request(f"of {len(ways)}"), ways=frozenset(ways)))))[-1]
+
+        async def work() -> None:
+            end = await ended({"pipeline"})
+            assert (end.finish_reason, end.code) == (FinishReason.ERROR, "shard_unavailable")
+            assert (await ended({"alone", "pipeline"})).finish_reason is FinishReason.LENGTH
+            await until(lambda: not host.live and not engine.has_work)
 
         run(work())
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from pathlib import Path
 from types import TracebackType
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import VOCAB, EngineBench
 from tests.fakes.null_backend import NullRunner
 
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+from paceline.machine.kv_tier import REST_S, DiskTier, KvDiskLimits
 
 
 class Started:
@@ -80,6 +82,41 @@ def test_a_block_that_is_gone_or_damaged_ends_what_is_read(tmp_path: Path, promp
             # What was computed anew is kept anew.
         with Started(tmp_path) as bench:
             assert bench.run(request("a", prompts[0]))[RequestId("a"), 0].cached_tokens == (len(prompts[0]) - 1) // 4 * 4
+
+
+def test_a_disk_that_hangs_is_not_waited_for_and_fills_nothing_later(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        before = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+    tiers: list[DiskTier] = []
+
+    def kv(runner: NullRunner) -> DiskTier:
+        tiers.append(DiskTier(runner, "model", tmp_path, KvDiskLimits(1 << 30), clock, lambda: None))
+        return tiers[-1]
+
+    clock = FakeClock()
+    bench = EngineBench(kv=kv, clock=clock)  # each wait is seconds to it
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    written = [path.read_bytes() for path in files]
+    for path in files:
+        path.unlink()
+        os.mkfifo(path)  # to open it waits for one that writes
+    filled: list[int] = []
+    bench.runner.import_block = lambda block, data, part=None: filled.append(block)  # type: ignore[method-assign]
+    after = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+    assert (after.token_ids, after.cached_tokens) == (before.token_ids, 0)
+    name = [bytes.fromhex(files[0].name)]
+    assert not tiers[0].run_of(name), "it is not asked again for a while"
+    clock.advance(REST_S + 1)
+    assert tiers[0].run_of(name)
+    for path, data in zip(files, written, strict=True):
+        try:
+            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            continue  # what was to be read after the first that hangs is not
+        os.write(pipe, data)
+        os.close(pipe)
+    tiers[0].close()
+    assert not filled
 
 
 def test_what_other_nodes_asked_is_not_kept(tmp_path: Path, prompts: list[list[int]]) -> None:

@@ -25,8 +25,8 @@ from paceline.net.discovery import Failure
 from paceline.net.mapper import Codec, Length, Mapped, or_none, refuse_with
 from paceline.net.weights_codec import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, propose_pb2, shard_pb2
-from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
-from paceline.ways.draft.line import read_block
+from paceline.ways.draft.connection import read_block
+from paceline.ways.draft.pool import BlockAsk, read_ask, write_ask, write_block
 from paceline.ways.pipeline.codec import (
     read_connect,
     read_event,

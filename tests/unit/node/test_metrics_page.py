@@ -80,7 +80,7 @@ async def test_a_page_of_a_node_in_a_fleet_with_a_pipeline_layers_for_others_and
         speed = Speed(1.0, 1.0, "test", holds_identity=True, vocabulary="")
         warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
         node.drafting.attach(drafts, warm, ByteTokenizer(), EngineStats)
-        node.drafting._desk.add("draft", Scripted())  # pyright: ignore[reportPrivateUsage]
+        node.drafting._pool.add("draft", Scripted())  # pyright: ignore[reportPrivateUsage]
         drafts.meter.of("draft")
         drafts.meter.failures["other", "UNAVAILABLE"] += 1
         assert node.shards is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.engine.stops import TextStream
+from paceline.engine.sequence import TextStream
 from paceline.server.call import ChoiceReader, Reading
 from paceline.server.formats.format import Content, Format, Part, Reasoning, Thinking
 

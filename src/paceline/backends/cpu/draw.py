@@ -1,7 +1,7 @@
 """Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/arithmetic.md, Sampling).
 
-A row is a pass over the vocabulary for the largest of its blocks (`draw_scan`), filters where they are asked for (`draw_filters`), and a race of noise where
-the draw is no greedy one (`draw_filters`).
+A row is a pass over the vocabulary for the largest of its blocks, filters where they are asked for, and a race of noise where
+the draw is no greedy one (parts: `draw_filters`).
 
 Shapes: R rows, V vocabulary, A adjusted tokens of all rows, W words of all rows.
 """
@@ -15,9 +15,8 @@ from numba import njit, types
 
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.draw_filters import last_left, noise_key, race, write_logprobs
+from paceline.backends.cpu.draw_filters import NO_TOKEN, NOWHERE, first_of, last_left, noise_key, race, survey, write_logprobs
 from paceline.backends.cpu.draw_lanes import BLOCK
-from paceline.backends.cpu.draw_scan import NO_TOKEN, NOWHERE, first_of, survey
 from paceline.backends.kernel_cache import in_use
 from paceline.engine.arithmetic import HUGE, TINY
 

@@ -14,15 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import step
-from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.embed import embed_rows, reader
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
-from paceline.backends.cpu.sizes import BLOCK, N_PIECE, NEIGHBOURS, record_bytes
+from paceline.backends.cpu.rows import embed_rows, reader
+from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
-from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes
+from paceline.backends.working import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import GROUP, rope_tables
@@ -255,12 +254,12 @@ class CpuRunner:
     def block_bytes(self) -> int:
         return self._kv.block_bytes
 
-    def export_block(self, block: BlockId, into: memoryview) -> None:
-        source = self._kv.block(block)
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        source = self._kv.block(block)[(part or self.layers).within(self.layers)]
         np.copyto(np.frombuffer(into, np.uint8).reshape(source.shape), source)
 
-    def import_block(self, block: BlockId, data: memoryview) -> None:
-        target = self._kv.block(block)
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        target = self._kv.block(block)[(part or self.layers).within(self.layers)]
         np.copyto(target, np.frombuffer(data, np.uint8).reshape(target.shape))
 
     def close(self) -> None:

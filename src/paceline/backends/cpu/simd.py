@@ -2,6 +2,7 @@
 
 An `@intrinsic` body gets an `Emit` and writes straight-line vector code with it. Nothing here knows about models.
 Every operation is the IEEE one named (no fast-math, no reassociation), so a kernel's order of operations is its bytes.
+At the end, numbers of some bits at any address, for compiled code that packs weights and reads rows back out of records.
 
 Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses are i64.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 binding.initialize_native_asmparser()
 
@@ -215,3 +217,34 @@ def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[...
         return context.get_dummy_value() if value is None else value
 
     return result(*arguments), codegen
+
+
+@intrinsic(prefer_literal=True)
+def read(_, bits, address):
+    """The unsigned number of `bits` bits at an address."""
+    kind = ir.IntType(bits.literal_value)
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.zext(e.load(kind, args[0]), I64)
+
+    return lowered(body, types.int64, bits, types.int64)
+
+
+@intrinsic(prefer_literal=True)
+def write(_, bits, address, value):
+    kind = ir.IntType(bits.literal_value)
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(e.b.trunc(args[1], kind), args[0])
+
+    return lowered(body, types.void, bits, types.int64, types.int64)
+
+
+@intrinsic
+def read_half(_, address):
+    """The IEEE half float at an address, as fp32."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
+
+    return lowered(body, types.float32, types.int64)

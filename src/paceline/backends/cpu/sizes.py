@@ -1,6 +1,9 @@
-"""Sizes that kernels are compiled with and memory is planned by. Numbers alone: importing this imports no kernel."""
+"""Sizes that kernels are compiled with and memory is planned by, and memory on a cache line. Importing this imports no kernel."""
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.backends.cpu import MOST_HEAD_DIM
 
@@ -51,3 +54,13 @@ def record_bytes(head_dim: int) -> int:
 def scratch_bytes(m_rows: int, head_dim: int) -> int:
     """Bytes of a thread that attends with up to `m_rows` M rows at once: their queries, weights of a tile, and a record a row."""
     return m_rows * QUERY_STRIDE + TILE * WEIGHT_STRIDE + (m_rows + TILE) * (4 * head_dim + 64)
+
+
+CACHE_LINE = 64
+
+
+def aligned(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes that start on a cache line."""
+    raw = np.zeros(n_bytes + CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + n_bytes]

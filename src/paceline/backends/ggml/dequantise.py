@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.ggml import i_quants, k_quants, plain
+from paceline.backends.ggml import k_quants, plain
 
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -24,8 +24,8 @@ _PLAIN: Final[Mapping[str, Callable[[Bytes, Float32], None]]] = {
     "TQ1_0": plain.tq1_0, "TQ2_0": plain.tq2_0,
 }  # fmt: skip
 _ON_GRID: Final[Mapping[str, Callable[[Bytes, Float32, Float32, Bytes], None]]] = {
-    "IQ2_XXS": i_quants.iq2_xxs, "IQ2_XS": i_quants.iq2_xs, "IQ2_S": i_quants.iq2_s, "IQ3_XXS": i_quants.iq3_xxs,
-    "IQ3_S": i_quants.iq3_s, "IQ1_S": i_quants.iq1_s, "IQ1_M": i_quants.iq1_m,
+    "IQ2_XXS": k_quants.iq2_xxs, "IQ2_XS": k_quants.iq2_xs, "IQ2_S": k_quants.iq2_s, "IQ3_XXS": k_quants.iq3_xxs,
+    "IQ3_S": k_quants.iq3_s, "IQ1_S": k_quants.iq1_s, "IQ1_M": k_quants.iq1_m,
 }  # fmt: skip
 
 TYPES: Final = frozenset({*_PLAIN, *_ON_GRID})

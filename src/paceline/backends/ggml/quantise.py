@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from paceline.backends.ggml.bits import ROUND, bf16_bits, half_at, half_bits, single
 from paceline.backends.ggml.k_quants import scale_and_min
+from paceline.backends.ggml.plain import ROUND, bf16_bits, half_at, half_bits, single
 from paceline.backends.kernel_cache import in_use
 
 F = np.float32

@@ -50,10 +50,10 @@ class KvPool:
         for pool, rows in zip(self.pieces[layer], (k_TND, v_TND), strict=True):
             pool.view(-1, self.head_dim).index_copy_(0, slots, rows.reshape(-1, self.head_dim))
 
-    def block(self, block: int) -> list[Tensor]:
-        """A block's keys and values in each layer, [N, block_size * D]."""
+    def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
+        """A block's keys and values in each layer, or in some, [N, block_size * D]."""
         own = slice(block * self.n_kv, (block + 1) * self.n_kv)
-        return [piece[own] for layer in self.pieces for piece in layer]
+        return [piece[own] for layer in self.pieces[layers] for piece in layer]
 
     def gather(self, layer: int, pieces: Tensor) -> tuple[Tensor, Tensor]:
         """(keys, values) of a group, [S * N, B, D]; `pieces` [S, N, blocks]."""

@@ -186,12 +186,12 @@ class CudaRunner:
         return bytes_of(self._pool.block(0))
 
     @torch.inference_mode()
-    def export_block(self, block: BlockId, into: memoryview) -> None:
-        copy_out(self._pool.block(block), into)
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        copy_out(self._pool.block(block, (part or self.layers).within(self.layers)), into)
 
     @torch.inference_mode()
-    def import_block(self, block: BlockId, data: memoryview) -> None:
-        copy_in(self._pool.block(block), data)
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        copy_in(self._pool.block(block, (part or self.layers).within(self.layers)), data)
 
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""

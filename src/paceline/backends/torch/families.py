@@ -1,30 +1,115 @@
-"""Llama, SmolLM2 and Mistral: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
+"""Families of models in torch: pieces that all are built of, what reads the tensors of a layer range into them, and how each puts them together.
 
-Source: transformers' `models/llama/modeling_llama.py`. Shapes: T rows, D hidden.
-
-Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
-
-Source: transformers' `models/qwen2/modeling_qwen2.py`.
-
-Qwen3: Llama with a norm on every query and key head, before it turns.
-
-Source: transformers' `models/qwen3/modeling_qwen3.py`. Shapes: T rows, D hidden.
-
-Qwen3-MoE: Qwen3's attention, and a few experts a token in place of one feed-forward.
-
-A row's experts are added in the order of their numbers, in float32: which rows share an expert changes nothing.
-Source: transformers' `models/qwen3_moe/modeling_qwen3_moe.py`. Shapes: T rows, D hidden, E experts, K of them a row, R rows of one expert.
+A tensor is read once, when a family asks for it by name; nothing else is. Progress is told in bytes of the file.
+Source: transformers' `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` and `modeling_qwen3_moe.py`.
+Shapes: T rows, D hidden (or a head's width), F feed-forward.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.backends.torch.blocks import gated, split_heads
-from paceline.backends.torch.reader import TensorReader
+from paceline.backends.options import LoadProgress
+from paceline.backends.quantize import to_float32
+from paceline.backends.torch.linear import Linear, Scratch, Table, dense, make_linear, make_table
 from paceline.backends.torch.step import Step
-from paceline.core.model import MoeSpec
+from paceline.core.model import LayerRange, ModelSpec, MoeSpec, WeightsFormat
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
+
+
+class RmsNorm:
+    """Root mean square norm over the last dimension, computed in float32, rounded to bf16 once."""
+
+    def __init__(self, weight_D: Tensor, eps: float) -> None:
+        self._weight_D, self._eps = weight_D, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        inverse = wide.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        return wide.mul_(inverse).mul_(self._weight_D).bfloat16()
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """SwiGLU of a fused product, bf16 [T, F] of [T, 2 F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def split_heads(qkv: Tensor, n_heads: int, n_kv: int) -> tuple[Tensor, Tensor]:
+    """(queries and keys [T, n_heads + n_kv, D], values [T, n_kv, D]) of a fused product; queries and keys turn together."""
+    qk, v = qkv.unflatten(-1, (n_heads + 2 * n_kv, -1)).split((n_heads + n_kv, n_kv), 1)
+    return qk, v
+
+
+class TensorReader:
+    """Where families get their weights from.
+
+    Args:
+        source: the model's tensors.
+        formats: what each matrix is held in.
+        scratch: for streamed prompt weights; None: resident.
+        device: where everything goes.
+        progress: told after every tensor.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        formats: Mapping[str, WeightsFormat],
+        scratch: Scratch | None,
+        device: torch.device,
+        progress: LoadProgress | None,
+    ) -> None:
+        self._source, self._formats, self._scratch, self._device, self._progress = source, formats, scratch, device, progress
+        self._done, self._total = 0, 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._source.spec
+
+    def expect(self, layers: LayerRange, *, edges: bool) -> None:
+        """Say what will be read, for the progress told."""
+        prefixes = tuple(f"model.layers.{i}." for i in range(layers.start, layers.stop))
+        edge_names = {EMBEDDING, FINAL_NORM} | (set[str]() if self.spec.tied_head else {HEAD})
+        self._total = sum(self._source.nbytes(n) for n in self._source.names() if n.startswith(prefixes) or (edges and n in edge_names))
+
+    def linear(self, prefix: str, *names: str, bias: bool = False) -> Linear:
+        """`names` under `prefix`, fused along their outputs."""
+        tensors = [(self._read(at), self._formats[at]) for at in (f"{prefix}.{name}.weight" for name in names)]
+        bias_N = dense([self._read(f"{prefix}.{name}.bias") for name in names], self._device) if bias else None
+        return make_linear(tensors, bias_N, self._scratch, self._device)
+
+    def dense_linear(self, prefix: str, name: str) -> Linear:
+        """A matrix held in bf16 under every format: a router's choices are not worth the bytes saved."""
+        return make_linear([(self._read(f"{prefix}.{name}.weight"), WeightsFormat.BF16)], None, None, self._device)
+
+    def norm(self, name: str) -> RmsNorm:
+        return RmsNorm(self._vector(name), self.spec.rms_eps)
+
+    def table(self, name: str) -> Table:
+        """The embedding, or the head."""
+        return make_table(self._read(name), self._formats[name], self._device)
+
+    def _vector(self, name: str) -> Tensor:
+        return torch.from_numpy(to_float32(self._read(name))).to(self._device)
+
+    def _read(self, name: str) -> StoredTensor:
+        tensor = self._source.read(name)
+        self._done += self._source.nbytes(name)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return tensor
+
+
+def linear_numbers(spec: ModelSpec, layers: LayerRange) -> int:
+    """Weights of the linear layers of a range: what bf16 copies would double."""
+    one = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if name.startswith("model.layers.0.") and len(shape) == 2)
+    return len(layers) * one
 
 
 class LlamaLayer:
@@ -92,7 +177,10 @@ class Qwen3Layer:
 
 
 class Experts:
-    """Router and experts of one layer."""
+    """Router and experts of one layer. A row's experts are added in the order of their numbers, in float32: which rows share one changes nothing.
+
+    Shapes: E experts, K of them a row, R rows of one expert.
+    """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
         self._moe = moe
@@ -114,7 +202,7 @@ class Experts:
 
 
 class Qwen3MoeLayer:
-    """One layer. `index` counts from the model's first layer, `slot` from the range's."""
+    """One layer: Qwen3's attention, and a few experts a token in place of one feed-forward. `index` and `slot` as of `Qwen3Layer`."""
 
     def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at, moe = f"model.layers.{index}", reader.spec.moe

@@ -21,10 +21,9 @@ from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answ
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch import probe
 from paceline.backends.torch.attention import KEYS, KvPool
-from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer
+from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer, TensorReader, linear_numbers
 from paceline.backends.torch.linear import Scratch
 from paceline.backends.torch.processor import multiplies_bf16, onednn_isa
-from paceline.backends.torch.reader import TensorReader, linear_numbers
 from paceline.backends.torch.runner import Edges, Layer, TorchModel, TorchRunner, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel

@@ -33,9 +33,9 @@ class CudaPool:
         pool = torch.zeros(n_layers, 2, n_blocks, PAGE, n_kv, head_dim, dtype=torch.bfloat16, device=device)
         self.pages = [(layer[0], layer[1]) for layer in pool]
 
-    def block(self, block: int) -> list[Tensor]:
-        """A block's keys and values in each layer, [PAGE, N, D]."""
-        return [pages[block] for layer in self.pages for pages in layer]
+    def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
+        """A block's keys and values in each layer, or in some, [PAGE, N, D]."""
+        return [pages[block] for layer in self.pages[layers] for pages in layer]
 
 
 @dataclass(frozen=True, slots=True)

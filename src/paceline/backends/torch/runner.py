@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.backends.numerics import Numerics
 from paceline.backends.torch.attention import CpuStep, KvPool
-from paceline.backends.torch.blocks import RmsNorm
+from paceline.backends.torch.families import RmsNorm
 from paceline.backends.torch.linear import Table
 from paceline.backends.torch.step import Rope, Step, of_path
 from paceline.core.ids import BlockId
@@ -129,12 +129,12 @@ class TorchRunner:
         return bytes_of(self._pool.block(0))
 
     @torch.inference_mode()
-    def export_block(self, block: BlockId, into: memoryview) -> None:
-        copy_out(self._pool.block(block), into)
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        copy_out(self._pool.block(block, (part or self.layers).within(self.layers)), into)
 
     @torch.inference_mode()
-    def import_block(self, block: BlockId, data: memoryview) -> None:
-        copy_in(self._pool.block(block), data)
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        copy_in(self._pool.block(block, (part or self.layers).within(self.layers)), data)
 
     def close(self) -> None:
         """Free weights and KV. Idempotent."""

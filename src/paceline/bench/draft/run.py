@@ -258,16 +258,16 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
     """
     from paceline.bench.node import LoopThread
     from paceline.machine.speed import vocabulary_id
-    from paceline.ways.draft.desk import ProposerDesk
     from paceline.ways.draft.finding import OwnProposers
     from paceline.ways.draft.meter import DraftMeter
+    from paceline.ways.draft.pool import ProposerPool
     from paceline.ways.draft.remote import RemoteDrafts
     from paceline.ways.draft.service import check_vocabulary, close_proposers, load_proposer
 
     loaded = load_proposer(name, settings.threads, None, clock)
     loop = LoopThread("paceline-drafts")
-    desk, source = ProposerDesk({name: loaded.proposer}), RemoteDrafts(name, DraftMeter(), clock)
-    alone = OwnProposers(desk, {name: loaded.offer})
+    pool, source = ProposerPool({name: loaded.proposer}), RemoteDrafts(name, DraftMeter(), clock)
+    alone = OwnProposers(pool, {name: loaded.offer})
 
     async def begin() -> None:
         check_vocabulary(vocabulary_id(tokenizer), [loaded], {name})
@@ -275,8 +275,8 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
 
     async def end() -> None:
         await source.detach()
-        desk.close()
-        await close_proposers(desk, [loaded])
+        pool.close()
+        await close_proposers(pool, [loaded])
 
     try:
         loop.run(begin())

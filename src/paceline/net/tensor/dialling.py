@@ -9,7 +9,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
 from paceline.core.errors import NodeUnreachable, StreamClosed, StreamCorrupt
@@ -96,6 +96,11 @@ class Newcomer:
 
 ADDRESS_S = 3.0
 """One address may take so long, where there are others to try."""
+
+
+def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
+    """Where a node's tensor streams are: on the hosts of its addresses, in that order."""
+    return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
 
 
 def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Identity, voids: Voids, deadline: float) -> TensorSender:

@@ -37,6 +37,9 @@ NOT_WANTED_S = 1.0
 FIRST_PAUSE_S = 100e-6
 """Between the first two rehearsals; each pause is twice the one before."""
 
+RECORD_BYTES = 16 << 10
+"""Of TLS, at most: where one is full, the next is likely to be there."""
+
 LEAST_BYTES_PER_S = 64 << 10
 """Of what moves all the time. Raising it: links that are slower count as stalled, and a peer that sends a byte now and then is found sooner."""
 
@@ -165,7 +168,7 @@ class Pipe:
                 self._wait(silence.deadline, "takes nothing", writing=True)
 
     def receive(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None = None) -> int:
-        """At least a byte; as many as there are, up to a record.
+        """At least a byte; up to a record, or as many whole ones as are there.
 
         Args:
             deadline: on the monotonic clock.
@@ -179,6 +182,13 @@ class Pipe:
         while not n:
             self._wait(deadline, "sends nothing", writing=False)
             n = self.receive_now(into)
+        more = n
+        while more == RECORD_BYTES and n < len(into):
+            try:
+                more = self.receive_now(into[n:])
+            except StreamClosed:  # said by the next call: what came before it counts
+                break
+            n += more
         return n
 
     def receive_now(self, into: memoryview) -> int:

@@ -156,6 +156,7 @@ class StageOpened(_message.Message):
     ONE_PATH_FIELD_NUMBER: _builtins.int
     HOLDS_IDENTITY_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FIELD_NUMBER: _builtins.int
     tensor_port: _builtins.int
     """Where activations are to be sent: port of the tensor streams, on the node's addresses."""
     ticket: _builtins.bytes
@@ -169,6 +170,8 @@ class StageOpened(_message.Message):
     holds_identity: _builtins.bool
     resumed: _builtins.bool
     """The stage has the KV of that name. Absent: its node keeps none, and takes no batches that only fill KV."""
+    kv_blocks: _builtins.int
+    """The version of KvBlocks that the node answers for this session. 0: none, as it keeps no KV on a disk."""
     def __init__(
         self,
         *,
@@ -180,10 +183,11 @@ class StageOpened(_message.Message):
         one_path: _builtins.bool = ...,
         holds_identity: _builtins.bool = ...,
         resumed: _builtins.bool | None = ...,
+        kv_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "kv_blocks", b"kv_blocks", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
     _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
@@ -425,3 +429,62 @@ class EchoRowsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EchoRowsResponse: _TypeAlias = EchoRowsResponse  # noqa: Y015
+
+@_typing.final
+class KvBlocksRequest(_message.Message):
+    """KV blocks of a session's layers, on a disk of the stage's node: asked only where `StageOpened.kv_blocks` is a version that the caller knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    WITHIN_MS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    use: _builtins.str
+    """find: how many of these are there. restore: read them into blocks of the session. keep: write blocks of the session under these names."""
+    keys: _builtins.bytes
+    """Their names, of 16 bytes each, one behind the other: a chain's, from one of its blocks on."""
+    within_ms: _builtins.int
+    """How long the stage may take. Once it has answered, or the session has ended, it neither reads nor writes the blocks."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As batches name them, one a name; none to find."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        use: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        within_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys", "session_id", b"session_id", "use", b"use", "within_ms", b"within_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlocksRequest: _TypeAlias = KvBlocksRequest  # noqa: Y015
+
+@_typing.final
+class KvBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    N_BLOCKS_FIELD_NUMBER: _builtins.int
+    n_blocks: _builtins.int
+    """Found, restored or copied, from the first on. Those behind it may hold anything, where they were to be restored."""
+    def __init__(
+        self,
+        *,
+        n_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_blocks", b"n_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlocksResponse: _TypeAlias = KvBlocksResponse  # noqa: Y015

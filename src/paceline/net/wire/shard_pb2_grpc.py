@@ -49,6 +49,11 @@ class ShardServiceStub:
                 request_serializer=paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.FromString,
                 _registered_method=True)
+        self.KvBlocks = channel.unary_unary(
+                '/paceline.v1.ShardService/KvBlocks',
+                request_serializer=paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.FromString,
+                _registered_method=True)
         self.EchoRows = channel.unary_unary(
                 '/paceline.v1.ShardService/EchoRows',
                 request_serializer=paceline_dot_v1_dot_shard__pb2.EchoRowsRequest.SerializeToString,
@@ -79,6 +84,13 @@ class ShardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KvBlocks(self, request, context):
+        """Of a session that is connected.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EchoRows(self, request, context):
         """Nodes answer UNIMPLEMENTED: rows are no longer read back.
         """
@@ -103,6 +115,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.WarmLayers,
                     request_deserializer=paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.SerializeToString,
+            ),
+            'KvBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.KvBlocks,
+                    request_deserializer=paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.SerializeToString,
             ),
             'EchoRows': grpc.unary_unary_rpc_method_handler(
                     servicer.EchoRows,
@@ -191,6 +208,33 @@ class ShardService:
             '/paceline.v1.ShardService/WarmLayers',
             paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.SerializeToString,
             paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KvBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.ShardService/KvBlocks',
+            paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.SerializeToString,
+            paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

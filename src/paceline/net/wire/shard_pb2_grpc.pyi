@@ -21,6 +21,8 @@ class ShardServiceStub:
     """Until then a session computes nothing."""
     WarmLayers: _aio.UnaryUnaryMultiCallable[_shard_pb2.WarmLayersRequest, _shard_pb2.WarmLayersResponse]
     """Returns at once."""
+    KvBlocks: _aio.UnaryUnaryMultiCallable[_shard_pb2.KvBlocksRequest, _shard_pb2.KvBlocksResponse]
+    """Of a session that is connected."""
     EchoRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.EchoRowsRequest, _shard_pb2.EchoRowsResponse]
     """Nodes answer UNIMPLEMENTED: rows are no longer read back."""
 
@@ -47,6 +49,14 @@ class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_shard_pb2.WarmLayersRequest, _abc.Awaitable[_shard_pb2.WarmLayersResponse]],
     ) -> _abc.Awaitable[_shard_pb2.WarmLayersResponse]:
         """Returns at once."""
+
+    @_abc_1.abstractmethod
+    def KvBlocks(
+        self,
+        request: _shard_pb2.KvBlocksRequest,
+        context: _aio.ServicerContext[_shard_pb2.KvBlocksRequest, _abc.Awaitable[_shard_pb2.KvBlocksResponse]],
+    ) -> _abc.Awaitable[_shard_pb2.KvBlocksResponse]:
+        """Of a session that is connected."""
 
     @_abc_1.abstractmethod
     def EchoRows(

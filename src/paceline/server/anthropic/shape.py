@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
-from paceline.engine.stops import TextStream
+from paceline.engine.sequence import TextStream
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning

@@ -267,7 +267,12 @@ class LayerRunnerSuite:
             for source, target in zip(prompt.table[:full], table, strict=False):
                 data = memoryview(bytearray(runner.block_bytes))
                 runner.export_block(BlockId(source), data)
-                other.import_block(BlockId(target), data)
+                a_layer = len(data) // len(runner.layers)
+                for place, layer in enumerate(range(runner.layers.start, runner.layers.stop)):
+                    own = memoryview(bytearray(a_layer))
+                    runner.export_block(BlockId(source), own, LayerRange(layer, layer + 1))
+                    assert own == data[place * a_layer : (place + 1) * a_layer]
+                    other.import_block(BlockId(target), own, LayerRange(layer, layer + 1))
                 again = memoryview(bytearray(runner.block_bytes))
                 other.export_block(BlockId(target), again)
                 assert again == data

@@ -22,7 +22,7 @@ from paceline.engine.executor import Executor
 from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.net.member.node import FleetNode
-from paceline.ways.draft.finding import Drafter, FleetLines, Key, placed
+from paceline.ways.draft.finding import Drafter, FleetConnections, Key, placed
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
 
@@ -117,7 +117,7 @@ class DistributedSpeculativeDecoder:
             return [drafter]
 
         find(())
-        self._source.attach(find, FleetLines(fleet).open, self._vocabulary_size)
+        self._source.attach(find, FleetConnections(fleet).open, self._vocabulary_size)
 
     async def close(self) -> None:
         """Stop drafting. Idempotent."""

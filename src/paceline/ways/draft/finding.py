@@ -1,5 +1,5 @@
 """Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone. And ways to them:
-over the fleet's channels, or to this node's own desk.
+over the fleet's channels, or to this node's own pool.
 
 Law: who drafts sees the text, so only those that may do (`fleet.eligibility`); and a draft model whose tokens are others than the model's is an error, never a slow draft.
 
@@ -27,8 +27,8 @@ from paceline.fleet.plan import ALONE, Draft, Pin, PlanRequest
 from paceline.fleet.ways import ASSUMED_RTT_S, Alone
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
-from paceline.ways.draft.desk import BlockAsk, ProposerDesk
-from paceline.ways.draft.line import OnBlock, RemoteLine
+from paceline.ways.draft.connection import OnBlock, RemoteConnection
+from paceline.ways.draft.pool import BlockAsk, ProposerPool
 from paceline.ways.draft.price import DRAFT, Drafted
 
 LEAST_ASK_S = 5e-4
@@ -78,19 +78,19 @@ Find = Callable[[Collection[Key]], Sequence[Drafter]]
 """Proposers but for those named, the best first. Raises PlacementError: there are none."""
 
 
-class Line(Protocol):
-    """A way to a proposer: `ways.draft.line.RemoteLine`, or this machine's own desk."""
+class Connection(Protocol):
+    """A way to a proposer: `ways.draft.connection.RemoteConnection`, or this machine's own pool."""
 
     def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None: ...
     async def close(self) -> None: ...
 
 
 OnEnd = Callable[[RemoteProposerError], None]
-OpenLine = Callable[[Drafter, OnBlock, OnEnd], Line]
+OpenConnection = Callable[[Drafter, OnBlock, OnEnd], Connection]
 """Raises PacelineError: it can't be reached."""
 
 
-class DeskLine:
+class LocalConnection:
     """To proposers of this process. Lives on the event loop.
 
     Args:
@@ -98,16 +98,16 @@ class DeskLine:
         on_end: told why there will be no more.
     """
 
-    def __init__(self, desk: ProposerDesk, caller: str, on_block: OnBlock, on_end: OnEnd) -> None:
-        self._desk, self._caller, self._on_block, self._on_end = desk, caller, on_block, on_end
+    def __init__(self, pool: ProposerPool, caller: str, on_block: OnBlock, on_end: OnEnd) -> None:
+        self._pool, self._caller, self._on_block, self._on_end = pool, caller, on_block, on_end
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions: set[int] = set()
 
     def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
-        """As `RemoteLine.send`."""
+        """As `RemoteConnection.send`."""
         if ended:
             # Soon, so that asks sent before begin before.
-            asyncio.get_running_loop().call_soon(self._desk.end, self._caller, ended)
+            asyncio.get_running_loop().call_soon(self._pool.end, self._caller, ended)
         self._sessions.difference_update(ended)
         if ask is not None:
             self._sessions.add(ask.session)
@@ -116,15 +116,15 @@ class DeskLine:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """As `RemoteLine.close`."""
+        """As `RemoteConnection.close`."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._desk.end(self._caller, tuple(self._sessions))
+        self._pool.end(self._caller, tuple(self._sessions))
 
     async def _propose(self, ask: BlockAsk) -> None:
         try:
-            block = await self._desk.propose(self._caller, ask)
+            block = await self._pool.propose(self._caller, ask)
         except PacelineError as error:
             self._on_end(RemoteProposerError(error.message, error.hint, status="FAILED_PRECONDITION"))
         except Exception as error:  # noqa: BLE001 - whatever a proposer fails of, drafts are not to be had from it
@@ -137,14 +137,14 @@ HERE = NodeId("here")
 
 
 class OwnProposers:
-    """Finds them and opens lines to them.
+    """Finds them and opens connections to them.
 
     Args:
-        offers: what they promise, by the desk's names.
+        offers: what they promise, by the pool's names.
     """
 
-    def __init__(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer]) -> None:
-        self._desk, self._offers = desk, offers
+    def __init__(self, pool: ProposerPool, offers: Mapping[str, ModelOffer]) -> None:
+        self._pool, self._offers = pool, offers
 
     def find(self, model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
         """As `drafter.Find`, of a model; empty: of any."""
@@ -154,9 +154,9 @@ class OwnProposers:
             raise PlacementError(f"Nobody drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
         return left
 
-    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> DeskLine:
-        """As `drafter.OpenLine`."""
-        return DeskLine(self._desk, drafter.node_id, on_block, on_end)
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> LocalConnection:
+        """As `drafter.OpenConnection`."""
+        return LocalConnection(self._pool, drafter.node_id, on_block, on_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,15 @@ class Verifier:
     """Hash of its tokens."""
 
 
-def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Collection[Key] = ()) -> Sequence[Drafter]:
+def drafters(
+    drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Collection[Key] = (), on: NodeId | None = None
+) -> Sequence[Drafter]:
     """Those that could draft, the best first; other machines before this one.
 
     Args:
         model_id: of the proposer; empty: any model whose drafts pay.
         left_out: not these processes.
+        on: the one node that is to draft; None: any.
 
     Raises:
         VocabularyMismatch: those that have it have other tokens.
@@ -187,10 +190,10 @@ def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Co
     able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred}
     offers = _offers(able.values(), verifier, model_id)
     # Without a model to name, any that pays: the plan is then free to say that none does.
-    ways = frozenset({DRAFT} if model_id else {DRAFT, ALONE})
+    ways = frozenset({DRAFT} if model_id or on is not None else {DRAFT, ALONE})
     planned = plan(
         able.values(),
-        PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id),
+        PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), proposer=on, draft_model=model_id),
         (Alone(), Drafted()),
     )
     links = Links(able)
@@ -200,7 +203,7 @@ def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Co
             break
         ranked.append((choice.draft.node_id, choice.draft.model_id))
     # The plan names this machine only where there is no other; here it is what is left when the others fail.
-    ranked += [key for key in offers if key[0] == own and model_id]
+    ranked += [key for key in offers if key[0] == own and model_id and on is None]
     keys = [key for key in dict.fromkeys(ranked) if key in offers and key[0] not in barred]
     if not keys:
         raise PlacementError(f"Nobody is left to draft with {model_id[:200]}" if model_id else "Nobody's drafts would pay")
@@ -265,21 +268,21 @@ def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Dr
     return drafter_of(card.node_id, card.instance, offer.model_id, offer, rtt_s)
 
 
-class FleetLines:
-    """Opens lines.
+class FleetConnections:
+    """Opens connections.
 
     Args:
         own: this node's own proposers, asked without a call.
     """
 
-    def __init__(self, fleet: FleetNode, own: ProposerDesk | None = None) -> None:
+    def __init__(self, fleet: FleetNode, own: ProposerPool | None = None) -> None:
         self._fleet, self._own = fleet, own
 
-    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
-        """As `drafter.OpenLine`."""
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Connection:
+        """As `drafter.OpenConnection`."""
         if self._own is not None and drafter.node_id == self._fleet.node_id:
-            return DeskLine(self._own, drafter.node_id, on_block, on_end)
-        return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
+            return LocalConnection(self._own, drafter.node_id, on_block, on_end)
+        return RemoteConnection(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
 
     def channel(self, node_id: NodeId) -> grpc.aio.Channel:
         """To a member, over the address that serves best.

@@ -17,6 +17,7 @@ from math import isfinite
 from typing import Final
 
 from paceline.core.errors import ImpossiblePin
+from paceline.engine.drafts import MODELS_DRAFT
 from paceline.fleet import choices
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.choices import Seconds, estimate, first_token_s
@@ -24,7 +25,7 @@ from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Machine, memory_ra
 from paceline.fleet.plan import Choice, Draft, Estimate, PlanRequest, Way
 from paceline.fleet.ways import PricedFleet, PricesWay, whole_machines
 
-DRAFT: Final = Way("draft")
+DRAFT: Final = Way(MODELS_DRAFT)
 """One machine runs all of it; another proposes tokens to it."""
 
 MOST_PROPOSERS = 16

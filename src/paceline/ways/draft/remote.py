@@ -1,7 +1,7 @@
-"""Drafts from the node that the plan names: the engine's thread asks and goes on (`Mailbox`); on the event loop one proposer at a time drafts (`talk`).
+"""Drafts from the node that the plan names: the engine's thread asks and goes on (`AskQueue`); on the event loop one proposer at a time drafts (`client`).
 
 Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
-to be had, with an empty one. A drafter that failed is left out for a while (`Ledger`), and the next takes over, told everything anew.
+to be had, with an empty one. A drafter that failed is left out for a while (`Backoff`), and the next takes over, told everything anew.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.ways.draft.finding import Drafter, Find, Key, OpenLine
+from paceline.ways.draft.client import AskQueue, ProposerClient
+from paceline.ways.draft.finding import Drafter, Find, Key, OpenConnection
 from paceline.ways.draft.meter import DraftMeter
-from paceline.ways.draft.talk import Mailbox, Talk
 
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
 """How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
@@ -34,7 +34,7 @@ class _Record:
     """Blocks since it failed last."""
 
 
-class Ledger:
+class Backoff:
     """Of one source."""
 
     def __init__(self, clock: Clock) -> None:
@@ -83,12 +83,12 @@ class RemoteDrafts:
     def __init__(self, name: str, meter: DraftMeter, clock: Clock) -> None:
         self.name = name
         self._meter, self._clock = meter, clock
-        self._mailbox, self._ledger = Mailbox(), Ledger(clock)
+        self._queue, self._backoff = AskQueue(), Backoff(clock)
         self._expected_s: float | None = None
         self._find: Find | None = None
-        self._open: OpenLine | None = None
+        self._open: OpenConnection | None = None
         self._vocabulary_size = 0
-        self._talk: Talk | None = None
+        self._client: ProposerClient | None = None
         self._again: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self.trouble: PacelineError | None = None
@@ -111,41 +111,41 @@ class RemoteDrafts:
 
     def ask(self, ask: DraftAsk) -> None:
         """As `DraftSource`."""
-        self._mailbox.ask(ask, self._clock.monotonic())
+        self._queue.ask(ask, self._clock.monotonic())
 
     def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
         """As `DraftSource`."""
-        return self._mailbox.answers(wait_s)
+        return self._queue.answers(wait_s)
 
     def forget(self, sequence: SequenceId) -> None:
         """As `DraftSource`."""
-        self._mailbox.forget(sequence)
+        self._queue.forget(sequence)
 
     def expect(self, sequence: SequenceId) -> None:
         """A sequence has it for a source, until it is forgotten."""
-        self._mailbox.expect(sequence)
+        self._queue.expect(sequence)
 
     @property
     def idle(self) -> bool:
         """No sequence that goes on has it for a source."""
-        return self._mailbox.idle
+        return self._queue.idle
 
     # ------------------------------------------------------------------------------------------------------------ for its owner
 
     @property
     def drafter(self) -> Drafter | None:
         """Who drafts at present."""
-        talk = self._talk
-        return None if talk is None else talk.drafter
+        client = self._client
+        return None if client is None else client.drafter
 
-    def attach(self, find: Find, open_line: OpenLine, vocabulary_size: int) -> None:
+    def attach(self, find: Find, open_connection: OpenConnection, vocabulary_size: int) -> None:
         """Begin. On the event loop.
 
         Args:
             vocabulary_size: of the model drafted for.
         """
-        self._find, self._open, self._vocabulary_size = find, open_line, vocabulary_size
-        self._mailbox.open(self._read_mail)
+        self._find, self._open, self._vocabulary_size = find, open_connection, vocabulary_size
+        self._queue.open(self._read_queue)
         self.look()
 
     def look(self) -> None:
@@ -153,17 +153,17 @@ class RemoteDrafts:
         if self._find is None:
             return
         try:
-            found = self._find(self._ledger.left_out())
+            found = self._find(self._backoff.left_out())
         except PacelineError as error:
             if str(self.trouble) != str(error):
                 level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
                 logger.log(level, "nobody drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
         # The present drafter goes on: another would have to be told everything.
-        talk = self._talk
-        kept = None if talk is None else next((one for one in found if one.is_same(talk.drafter)), None)
-        if talk is not None and kept is not None:
-            talk.drafter = kept
+        client = self._client
+        kept = None if client is None else next((one for one in found if one.is_same(client.drafter)), None)
+        if client is not None and kept is not None:
+            client.drafter = kept
         else:
             self._change(found[0] if found else None)
 
@@ -174,62 +174,62 @@ class RemoteDrafts:
         if self._again is not None:
             self._again.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
-        self._mailbox.close()
+        self._queue.close()
 
     # ------------------------------------------------------------------------------------------------------------ on the loop
 
-    def _read_mail(self) -> None:
+    def _read_queue(self) -> None:
         over: list[SequenceId] = []
-        for item in self._mailbox.take():
+        for item in self._queue.take():
             if not isinstance(item, tuple):
                 over.append(item)
-            elif self._talk is None:
-                self._mailbox.answer(item[0], ())
+            elif self._client is None:
+                self._queue.answer(item[0], ())
             else:
-                self._talk.ask(*item)
-        if self._talk is not None:
-            self._talk.leave(over)
+                self._client.ask(*item)
+        if self._client is not None:
+            self._client.leave(over)
 
     def _on_good(self, block: BlockProposal, took_s: float, whole: bool) -> None:
         self._meter.of(self.name).count(block)
         self._meter.hop.observe(took_s)
-        if self._talk is not None:
-            self._ledger.drafted(self._talk.drafter.key)
+        if self._client is not None:
+            self._backoff.drafted(self._client.drafter.key)
         if self._expected_s is not None and not whole:
             self._expected_s += GAIN * (took_s - self._expected_s)
 
-    def _fail(self, talk: Talk, error: RemoteProposerError) -> None:
+    def _fail(self, client: ProposerClient, error: RemoteProposerError) -> None:
         """Leave a proposer out for a while, and go on with another."""
-        if talk is not self._talk:
+        if client is not self._client:
             return
-        node_id = talk.drafter.node_id
+        node_id = client.drafter.node_id
         self._meter.of(self.name).failures += 1
         self._meter.failures[node_id, error.status] += 1
-        left_out_s = self._ledger.failed(talk.drafter.key)
-        logger.warning("%s drafts with %s no more for %g s: %s", node_id, talk.drafter.model_id, left_out_s, error)
+        left_out_s = self._backoff.failed(client.drafter.key)
+        logger.warning("%s drafts with %s no more for %g s: %s", node_id, client.drafter.model_id, left_out_s, error)
         self.failure = error
         self._change(None)
         if self._again is not None:
             self._again.cancel()
-        next_s = self._ledger.next_s()
+        next_s = self._backoff.next_s()
         if next_s is not None:
             self._again = asyncio.get_running_loop().call_later(next_s, self.look)
         self.look()
 
     def _change(self, drafter: Drafter | None) -> None:
         """Let another node draft, or none."""
-        talk, self._talk, self._expected_s = self._talk, None, None
-        if talk is not None and (line := talk.end()) is not None:
-            task = asyncio.create_task(line.close())
+        client, self._client, self._expected_s = self._client, None, None
+        if client is not None and (connection := client.end()) is not None:
+            task = asyncio.create_task(connection.close())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         if drafter is None or self._open is None:
             return
-        talk = self._talk = Talk(drafter, self._mailbox, self._vocabulary_size, self._clock, self._on_good, self._fail)
+        client = self._client = ProposerClient(drafter, self._queue, self._vocabulary_size, self._clock, self._on_good, self._fail)
         try:
-            talk.begin(self._open)
+            client.begin(self._open)
         except PacelineError as error:
-            self._fail(talk, RemoteProposerError(error.message, error.hint, status="UNAVAILABLE"))
+            self._fail(client, RemoteProposerError(error.message, error.hint, status="UNAVAILABLE"))
             return
         self._meter.changes += 1
         self.trouble = None

@@ -39,8 +39,8 @@ from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
 from paceline.store.home import Home
-from paceline.ways.draft.desk import ProposerDesk, proposer_service
-from paceline.ways.draft.finding import FleetLines, Verifier
+from paceline.ways.draft.finding import FleetConnections, Verifier
+from paceline.ways.draft.pool import ProposerPool, proposer_service
 from paceline.ways.draft.sources import NodeDrafts
 
 JACOBI = "jacobi:"
@@ -117,15 +117,15 @@ def _each(stats: Mapping[str, ProposerStats], count: str) -> dict[str, int]:
 
 
 # fmt: off
-DESK_ROWS: tuple[Row[ProposerDesk], ...] = (
-    counter("paceline_proposer_blocks", "Blocks drafted for whoever asked.", lambda desk: _each(desk.stats, "blocks"), "model"),
-    counter("paceline_proposer_tokens", "Tokens of these blocks.", lambda desk: _each(desk.stats, "tokens"), "model"),
-    counter("paceline_proposer_forward_passes", "Forward passes that they took.", lambda desk: _each(desk.stats, "forward_passes"), "model"),
+POOL_ROWS: tuple[Row[ProposerPool], ...] = (
+    counter("paceline_proposer_blocks", "Blocks drafted for whoever asked.", lambda pool: _each(pool.stats, "blocks"), "model"),
+    counter("paceline_proposer_tokens", "Tokens of these blocks.", lambda pool: _each(pool.stats, "tokens"), "model"),
+    counter("paceline_proposer_forward_passes", "Forward passes that they took.", lambda pool: _each(pool.stats, "forward_passes"), "model"),
     counter("paceline_proposer_diffusion_steps", "Of proposers that refine whole blocks: steps that they took.",
-            lambda desk: _each(desk.stats, "diffusion_steps"), "model"),
-    counter("paceline_proposer_failures", "Blocks asked for and not had.", lambda desk: _each(desk.stats, "failures"), "model"),
-    gauge("paceline_proposer_sessions", "Texts that proposers here remember.", lambda desk: desk.sessions),
-    gauge("paceline_proposer_session_tokens", "Tokens of these texts.", lambda desk: desk.tokens),
+            lambda pool: _each(pool.stats, "diffusion_steps"), "model"),
+    counter("paceline_proposer_failures", "Blocks asked for and not had.", lambda pool: _each(pool.stats, "failures"), "model"),
+    gauge("paceline_proposer_sessions", "Texts that proposers here remember.", lambda pool: pool.sessions),
+    gauge("paceline_proposer_session_tokens", "Tokens of these texts.", lambda pool: pool.tokens),
 )
 SOURCE_ROWS: tuple[Row[NodeDrafts], ...] = (
     counter("paceline_draft_source_blocks", "Blocks drafted for this node's model by proposers of the fleet.",
@@ -143,13 +143,13 @@ SOURCE_ROWS: tuple[Row[NodeDrafts], ...] = (
 # fmt: on
 
 
-def draft_metrics(desk: ProposerDesk, drafts: Callable[[], NodeDrafts | None]) -> tuple[Collector, Collector]:
+def draft_metrics(pool: ProposerPool, drafts: Callable[[], NodeDrafts | None]) -> tuple[Collector, Collector]:
     """Of one node.
 
     Args:
         drafts: what its engine has from others; None where it runs no model.
     """
-    return Metrics(DESK_ROWS, lambda: desk), Metrics(SOURCE_ROWS, drafts)
+    return Metrics(POOL_ROWS, lambda: pool), Metrics(SOURCE_ROWS, drafts)
 
 
 DRAIN_S = 0.5
@@ -161,22 +161,22 @@ class DraftService:
 
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
-        self._desk = ProposerDesk({})
+        self._pool = ProposerPool({})
         self._drafts: list[NodeDrafts] = []
         """Of each engine; figures are of the first one's."""
         self._detaching: set[asyncio.Task[None]] = set()
         self._stats: Callable[[], EngineStats] | None = None
         self._stale = False
-        self.metrics = draft_metrics(self._desk, lambda: self._first)
+        self.metrics = draft_metrics(self._pool, lambda: self._first)
         for one in proposers:
-            if one.model_id not in self._desk.model_ids:
-                self._desk.add(one.model_id, one.proposer)
+            if one.model_id not in self._pool.model_ids:
+                self._pool.add(one.model_id, one.proposer)
         fleet.listen(self._on_news)
         fleet.show_drafts(self._use)
 
     def service(self, guard: PeerGuard) -> Service:
         """For `FleetNode.start`."""
-        return proposer_service(self._desk, guard.peer)
+        return proposer_service(self._pool, guard.peer)
 
     def attach(self, drafts: NodeDrafts | None, warm: WarmModel | None, tokenizer: Tokenizer, stats: Callable[[], EngineStats]) -> None:
         """Have drafts from the fleet for an engine of this node.
@@ -192,8 +192,8 @@ class DraftService:
             return
         self._drafts.append(drafts)
         verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
-        lines = FleetLines(self._fleet, self._desk)
-        drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), lines.open)
+        connections = FleetConnections(self._fleet, self._pool)
+        drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), connections.open)
 
     def keep(self, living: Collection[NodeDrafts]) -> None:
         """End those of engines that are gone."""
@@ -206,8 +206,8 @@ class DraftService:
     async def stop(self) -> None:
         """End. Bounded; idempotent."""
         await asyncio.gather(*(drafts.detach() for drafts in self._drafts), *self._detaching)
-        self._desk.close()
-        await close_proposers(self._desk, self._proposers)
+        self._pool.close()
+        await close_proposers(self._pool, self._proposers)
 
     def _on_news(self, effect: Effect) -> None:
         del effect
@@ -238,19 +238,19 @@ async def drafting_alone(
     Raises:
         VocabularyMismatch: a proposer has other tokens than the model.
     """
-    desk = ProposerDesk({one.asked: one.proposer for one in proposers})
+    pool = ProposerPool({one.asked: one.proposer for one in proposers})
     if drafts is not None:
         vocabulary = vocabulary_id(tokenizer)
         check_vocabulary(vocabulary, proposers, drafts.sources)
         fitting = {one.asked: one.offer for one in proposers if one.offer.vocabulary == vocabulary}
-        drafts.attach_alone(desk, fitting, tokenizer.size)
+        drafts.attach_alone(pool, fitting, tokenizer.size)
     try:
-        yield draft_metrics(desk, lambda: drafts)
+        yield draft_metrics(pool, lambda: drafts)
     finally:
         if drafts is not None:
             await drafts.detach()
-        desk.close()
-        await close_proposers(desk, proposers)
+        pool.close()
+        await close_proposers(pool, proposers)
 
 
 def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wanted: Collection[str]) -> None:
@@ -270,9 +270,9 @@ def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wante
             )
 
 
-async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer]) -> None:
+async def close_proposers(pool: ProposerPool, proposers: Sequence[LoadedProposer]) -> None:
     """Free what they run on, unless one still drafts: the process ends with it then."""
-    if await asyncio.to_thread(desk.drained, DRAIN_S):
+    if await asyncio.to_thread(pool.drained, DRAIN_S):
         for one in proposers:
             one.runner.close()
 

@@ -14,9 +14,9 @@ from paceline.core.stats import EngineStats
 from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import MeasuredDraft, ModelOffer
 from paceline.fleet.eligibility import MayDraft
-from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.finding import Drafter, Key, OpenLine, OwnProposers, Verifier, drafters, fitting_models
+from paceline.ways.draft.finding import Drafter, Key, OpenConnection, OwnProposers, Verifier, drafters, fitting_models
 from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.pool import ProposerPool
 from paceline.ways.draft.remote import RemoteDrafts
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class _Reach:
     """Those with a model (empty: any), but for some."""
     models: Callable[[], frozenset[str]]
     """Ids of those there are."""
-    open_line: OpenLine
+    open_connection: OpenConnection
     vocabulary_size: int
 
 
@@ -64,9 +64,11 @@ class NodeDrafts:
     Args:
         draft: as the person asked: "auto", "off", "ngram", or a draft model's id.
         in_fleet: whether others may draft.
+        on: the node that drafts; None: whichever the plan finds best.
     """
 
-    def __init__(self, draft: str, clock: Clock, *, in_fleet: bool) -> None:
+    def __init__(self, draft: str, clock: Clock, *, in_fleet: bool, on: NodeId | None = None) -> None:
+        self._on = on
         self.meter = DraftMeter()
         self._clock = clock
         self._in_fleet = in_fleet
@@ -82,6 +84,11 @@ class NodeDrafts:
         self._seen: dict[tuple[NodeId, str], _Seen] = {}
         self._counted: dict[str, tuple[tuple[NodeId, str] | None, int, int]] = {}
         """By source: whose drafts it had when it was looked at last, and what the engine had counted."""
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a model drafts for it now. Any thread may look."""
+        return any(source.drafter is not None for source in self.sources.values())
 
     def measured(self, stats: EngineStats) -> tuple[MeasuredDraft, ...]:
         """What became of drafts, by the nodes that made them. For one thread at a time.
@@ -140,27 +147,27 @@ class NodeDrafts:
 
     # ----------------------------------------------------------------------------------------------------------- on the event loop
 
-    def attach(self, verifier: Verifier, vocabulary_size: int, seen: Callable[[], MayDraft], open_line: OpenLine) -> None:
+    def attach(self, verifier: Verifier, vocabulary_size: int, seen: Callable[[], MayDraft], open_connection: OpenConnection) -> None:
         """Draw on those of the fleet that may draft."""
 
         def find(model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
-            return drafters(seen(), verifier, model_id, left_out)
+            return drafters(seen(), verifier, model_id, left_out, self._on)
 
         def models() -> frozenset[str]:
             return fitting_models(seen(), verifier)
 
         loop = asyncio.get_running_loop()
-        self._begin(_Reach(loop, find, models, open_line, vocabulary_size))
+        self._begin(_Reach(loop, find, models, open_connection, vocabulary_size))
         self._grace = loop.call_later(GRACE_S, self.complain)
 
-    def attach_alone(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer], vocabulary_size: int) -> None:
+    def attach_alone(self, pool: ProposerPool, offers: Mapping[str, ModelOffer], vocabulary_size: int) -> None:
         """Draw on this process alone.
 
         Args:
             offers: what they promise, by model.
             vocabulary_size: of the model drafted for.
         """
-        alone = OwnProposers(desk, offers)
+        alone = OwnProposers(pool, offers)
         self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))
 
     def look(self) -> None:
@@ -192,7 +199,7 @@ class NodeDrafts:
     def _attach(self, source: RemoteDrafts) -> None:
         reach = self._reach
         if reach is not None:
-            source.attach(partial(reach.find, "" if source.name == FLEET else source.name), reach.open_line, reach.vocabulary_size)
+            source.attach(partial(reach.find, "" if source.name == FLEET else source.name), reach.open_connection, reach.vocabulary_size)
 
     def _end(self, source: RemoteDrafts) -> None:
         task = asyncio.create_task(source.detach())

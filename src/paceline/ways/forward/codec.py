@@ -39,6 +39,7 @@ MAX_STOP_LETTERS = 64 << 10
 MAX_DRAFT_LETTERS = 512
 MAX_SALT_LETTERS = 512
 """None lower than the API's own."""
+MAX_WAYS = 16
 MAX_NOTICES = 16
 MAX_DETAILS = 16
 MAX_DETAIL_LETTERS = 1000
@@ -77,6 +78,9 @@ _REQUEST: Final = Codec(
         "stop": Length(0, MAX_STOPS, lambda text: 0 < len(text) <= MAX_STOP_LETTERS),
         "stop_ids": Mapped(bound=Length(0, MAX_STOPS), write=sorted, read=frozenset, called="stop_token_ids"),
         "draft": or_none(bound=Length(0, MAX_DRAFT_LETTERS)),
+        "ways": Mapped(
+            bound=Length(0, MAX_WAYS, lambda way: _NAME.fullmatch(way) is not None), write=sorted, read=lambda ways: frozenset(ways) or None
+        ),
         "so_far": Mapped(
             bound=Length(0, MAX_N),
             write=lambda so_far: [wire.SequenceSoFar(index=index, token_ids=tokens) for index, tokens in so_far.items()],
@@ -85,7 +89,7 @@ _REQUEST: Final = Codec(
         "cache_salt": Length(0, MAX_SALT_LETTERS),
         "grammar": Mapped(codec=_GRAMMAR, write=lambda grammar: _GRAMMAR.write(grammar, version=VERSION)),
     },
-    given=["request_id", "caller", "max_tokens"],
+    given=["request_id", "caller", "shares_kv", "max_tokens"],
     beside=["model_id", "digest", "quantization", "numerics_id", "scores_only"],
 )
 

@@ -23,14 +23,15 @@ from paceline.core.errors import (
     PacelineError,
     PipelineError,
     UnknownModel,
+    WayNotAllowed,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.ways.forward.routes import RouteStop
 
-MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
-"""Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
+MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow, WayNotAllowed)
+"""Refusals that the next node may not share: gone, no longer loaded, busy, with less memory, serving it another way."""
 PATIENCE_S = 30.0
 """How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0

@@ -11,9 +11,10 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import grpc.aio
 
@@ -63,13 +64,16 @@ class FleetInference:
         tokenizers: TokenizerStore,
         clock: Clock,
         draw: Callable[[], float] = random.random,
+        held: Callable[[str, str, Sequence[int], str], Mapping[NodeId, float]] = lambda *_: {},
     ) -> None:
         """On the event loop.
 
         Args:
+            held: what part of a prompt each node has KV of, from a model's digest, its numerics id, the prompt and its salt.
             draw: numbers in [0, 1): which answers of others are computed again here.
         """
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
+        self._held = held
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, draw)
         self._routes: dict[str, AnswerRoute] = {}
@@ -226,7 +230,8 @@ class FleetInference:
         if route is None or route.weights != same[0]:
             return None
         prompt = Prompt(request.prompt_ids, f"{route.weights.digest}:{route.weights.format}", request.cache_salt)
-        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left)
+        held = partial(self._held, route.weights.digest, same[1], request.prompt_ids, request.cache_salt)
+        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left, held)
         if stop is None:
             return None
         self._sharing.began(stop.node_id, prompt)

@@ -6,7 +6,7 @@ Laws:
   that one; where several nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node
   offers it.
 - A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
-  longer, a prefix that it holds shorter. A node that was lost comes last until it was heard of again. A choice changes no byte.
+  longer, a prefix that it holds shorter: one that was sent there, or that it told to hold. A node that was lost comes last until it was heard of again. A choice changes no byte.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class RouteStop:
     addresses: tuple[str, ...]
     expected_s: float | None = None
     """What a typical request takes there while nothing else does, by the plan; None: not known."""
+    token_s: float = 0.0
+    """What a token of a prompt takes there; 0: not known."""
     under_way: int = 0
     """Sequences that run and wait there, as it said last."""
 
@@ -90,7 +92,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         order, times = _order(own, cards, weights, any(card.node_id == own for card, _ in holders))
         stops = {
             card.node_id: RouteStop(
-                card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), offer.under_way
+                card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer), offer.under_way
             )
             for card, offer in holders
         }
@@ -99,6 +101,11 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
         found[name] = AnswerRoute(name, weights, (*ranked, *rest), holders[0][1].size_bytes)
     return found
+
+
+def _token_s(offer: ModelOffer) -> float:
+    rate = offer.prefill_tokens_per_second
+    return 1 / rate if 1e-3 <= rate < 1e9 else 0.0
 
 
 def _meaning(
@@ -145,7 +152,8 @@ BUSY = 0.5
 ALIKE = 1.25
 """Machines whose speeds differ by less are taken for equal: estimates are rough."""
 FAVOUR = 0.5
-"""Of an answer's time, what a prompt that is in memory as a whole saves. Raising it: conversations stay longer where they are, though others idle."""
+"""Of a typical answer's time, what a prompt that is in memory as a whole saves; what is known of the prompt's own time it saves as a whole. Raising it:
+conversations stay longer where they are, though others idle."""
 PREFIX_TOKENS = 64
 """From one remembered prefix of a prompt to the next. Raising it: prefixes are found less exactly, with less work."""
 MOST_PREFIXES = 256
@@ -188,29 +196,34 @@ class Sharing:
         self._prefixes: OrderedDict[bytes, NodeId] = OrderedDict()
         """Where each was sent last."""
 
-    def choose(self, stops: Sequence[RouteStop], prompt: Prompt, left: Collection[NodeId]) -> RouteStop | None:
+    def choose(
+        self, stops: Sequence[RouteStop], prompt: Prompt, left: Collection[NodeId], held: Callable[[], Mapping[NodeId, float]] = dict
+    ) -> RouteStop | None:
         """The stop to ask now; None where all were left.
 
         Args:
             stops: the best first, as the plan has them.
+            held: what part of the prompt nodes told to hold, or could fetch in no time; asked for where there is a choice.
         """
         open_stops = [stop for stop in stops if stop.node_id not in left]
         if len(open_stops) < 2:
             return open_stops[0] if open_stops else None
-        known = self._known(prompt)
-        times = [stop.expected_s for stop in stops if stop.expected_s is not None]
-        quickest_s, slowest_s = min(times, default=0.5), max(times, default=0.5)
+        known, held_now = self._known(prompt), held()
+        times = {stop.node_id: stop.expected_s + len(prompt.ids) * stop.token_s for stop in stops if stop.expected_s is not None}
+        quickest_s, slowest_s = min(times.values(), default=0.5), max(times.values(), default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
 
         def cost(stop: RouteStop) -> tuple[bool, float]:
             node_id = stop.node_id
-            seconds = 2 * slowest_s if stop.expected_s is None else stop.expected_s
+            seconds = times.get(node_id, 2 * slowest_s)
+            saved = (FAVOUR * (seconds - len(prompt.ids) * stop.token_s) + len(prompt.ids) * stop.token_s) / seconds if seconds > 0 else 0.0
             if seconds < ALIKE * quickest_s:
                 seconds = quickest_s
             if has_own and node_id != self._own:
                 seconds *= WORTH_A_HOP
             load = max(self._under_way[node_id], stop.under_way, self._own_load() if node_id == self._own else 0)
-            return self._is_lost(stop), seconds * (1 + BUSY * load) * (1 - FAVOUR * known.get(node_id, 0.0))
+            share = max(known.get(node_id, 0.0), held_now.get(node_id, 0.0))
+            return self._is_lost(stop), seconds * (1 + BUSY * load) * (1 - saved * share)
 
         return min(open_stops, key=cost)  # the first of equal ones
 

@@ -60,8 +60,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerateServicer(GenerateServiceServicer):
     """Answers members."""
 
-    def __init__(self, models: LocalModels) -> None:
-        self._models = models
+    def __init__(self, models: LocalModels, shares_kv: Callable[[Context], bool] = lambda _: False) -> None:
+        self._models, self._shares_kv = models, shares_kv
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -69,6 +69,7 @@ class GenerateServicer(GenerateServiceServicer):
             self._check(request)
             # Ids are the caller's; two callers may have chosen one.
             wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
+            wanted = replace(wanted, shares_kv=self._shares_kv(context))
             async with (
                 aclosing(self._models.generate(request.model_id, wanted)) as stream,
                 _Notices(context, self._models.advances) as notices,
@@ -159,14 +160,18 @@ def _not_here(name: str) -> UnknownModel:
     return UnknownModel(f"The model {name[:200]!r} is not loaded here")
 
 
-def generate_service(models: LocalModels) -> Service:
-    """What a node's server registers."""
+def generate_service(models: LocalModels, shares_kv: Callable[[Context], bool] = lambda _: False) -> Service:
+    """What a node's server registers.
+
+    Args:
+        shares_kv: whether who calls may have KV of this node: what is computed for it is then not kept apart.
+    """
     limits = {
         # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
         "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
         "GenerateService/DescribeModel": Limit(4 * KIB, 8),
     }
-    return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models)), limits)
+    return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models, shares_kv)), limits)
 
 
 STALL_S = 6.0

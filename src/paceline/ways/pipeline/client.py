@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +23,10 @@ from paceline.core.ids import NodeId
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
-from paceline.ways.pipeline.codec import read_event, write_connect, write_open, write_warm
+from paceline.ways.pipeline.codec import read_event, write_blocks, write_connect, write_open, write_warm
 from paceline.ways.pipeline.executor.route import (
+    BlocksAsked,
+    BlocksUse,
     NextStage,
     PipelineFault,
     StageEvent,
@@ -47,7 +49,9 @@ LEAST_SILENCE_S = 2.0
 LISTENED = 8
 """Parts in which silence is waited for. Time in which this process stood still passes in one of them: it is not the other's silence."""
 CALL_S = 10.0
-"""For ConnectStage and WarmLayers."""
+"""For ConnectStage and WarmLayers; and for KvBlocks beside what the stage may take, where it is to be known what the stage does with blocks."""
+FIND_CALL_S = 0.5
+"""Beside that, where blocks are only looked for. Raising it: a prompt is computed later where a stage hangs."""
 
 Call = grpc.aio.UnaryStreamCall[wire.OpenStageRequest, wire.OpenStageResponse]
 
@@ -78,6 +82,18 @@ class RemoteStage:
         """
         with _heard(self.node_id):
             await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
+
+    async def use_blocks(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float) -> int:
+        """Find, restore or keep blocks on the disk of the stage's node. Returns how many were, from the first on.
+
+        Raises:
+            FleetError: it is not known what the stage does with them.
+        """
+        asked = BlocksAsked(self.request.session_id, use, keys, blocks, within_s)
+        with _heard(self.node_id):
+            beside_s = FIND_CALL_S if use is BlocksUse.FIND else CALL_S
+            said = await self._stub.KvBlocks(write_blocks(asked), timeout=within_s + beside_s)
+        return min(said.n_blocks, len(keys))
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""
@@ -167,11 +183,6 @@ async def warm_layers(channel: grpc.aio.Channel, node_id: NodeId, request: Stage
     with _heard(node_id):
         said = await ShardServiceStub(channel).WarmLayers(write_warm(request), timeout=CALL_S)
     return None if said.loaded else StageLoading(said.loading.bytes_done, said.loading.bytes_total)
-
-
-def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
-    """Where a node's tensor streams are: on the hosts of its addresses, in that order."""
-    return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
 
 
 def error_of_fault(fault: PipelineFault, node_id: NodeId) -> PipelineError:

@@ -18,6 +18,8 @@ from paceline.net.wire import shard_pb2 as wire
 from paceline.ways.pipeline.executor.route import (
     KV_NAME_BYTES,
     SESSION_ID_BYTES,
+    BlocksAsked,
+    BlocksUse,
     NextStage,
     PipelineFault,
     StageEvent,
@@ -34,9 +36,17 @@ MAX_NAME = 200
 MAX_ADDRESSES = 32
 MAX_TEXT = 2000
 REPORT_S = Range(0.01, 60)
+KEY_BYTES = 16
+MAX_KEYS = 8192
+"""Of blocks in a message."""
+WITHIN_S = Range(0.001, 600)
 
 _ASKED: Final = refuse_with(BadPipelineRequest)
 _TOLD: Final = refuse_with(FleetError)
+
+
+def _split_keys(keys: bytes) -> tuple[bytes, ...]:
+    return tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES))
 
 
 def _at_odds(request: StageRequest) -> str:
@@ -79,6 +89,19 @@ _NEXT: Final = Codec(
         "block_size": Range(0, WIDEST_BLOCK),
     },
     beside=["session_id"],
+)
+_BLOCKS: Final = Codec(
+    BlocksAsked,
+    wire.KvBlocksRequest,
+    _ASKED,
+    {
+        "session_id": Length(SESSION_ID_BYTES, SESSION_ID_BYTES),
+        "use": Mapped("use", None, str, BlocksUse),
+        "keys": Mapped("keys", Length(1, MAX_KEYS, lambda key: len(key) == KEY_BYTES), b"".join, _split_keys),
+        "blocks": Mapped("blocks", Length(0, MAX_KEYS)),
+        "within_s": milliseconds("within_ms", WITHIN_S),
+    },
+    also=lambda asked: "" if len(asked.blocks) == (0 if asked.use is BlocksUse.FIND else len(asked.keys)) else "blocks are not one a key",
 )
 _FINITE: Final = Mapped(bound=math.isfinite)
 _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
@@ -172,3 +195,15 @@ def read_connect(message: wire.ConnectStageRequest) -> NextStage:
         BadPipelineRequest: nowhere that exists.
     """
     return _NEXT.read_checked(message, "A way to the next stage")
+
+
+write_blocks: Final = _BLOCKS.write
+
+
+def read_blocks(message: wire.KvBlocksRequest) -> BlocksAsked:
+    """What is wanted of blocks.
+
+    Raises:
+        BadPipelineRequest: it makes no sense.
+    """
+    return _BLOCKS.read_checked(message, "KV blocks are asked for")

@@ -12,7 +12,7 @@ from itertools import islice, permutations
 from paceline.core.errors import ImpossiblePin, PipelineError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.fleet.machines import Machine, stage_machines
+from paceline.fleet.machines import Machine, alike, stage_machines
 from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest
 from paceline.fleet.ways import PricedFleet, PricesWay, check_range, pinned_machine
 from paceline.ways.pipeline.cover import CoverRequest, pick, spares_for, warm_shards
@@ -63,6 +63,9 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
         if (machine := pinned_machine(pin, able, request)).node_id not in stages:
             raise _no_stage(machine, stages, request, barred)
     machines = {pin.node_id: stages[pin.node_id] for pin in request.pins}
+    together = [*machines.values(), *([stages[request.orchestrator]] if request.orchestrator is not None else [])]
+    if not request.allows_unlike and len(alike(together)) > 1:
+        raise _unlike(together, request)
     shape = next(iter(machines.values())).shape
     if shape.max_context < request.prompt_tokens + request.answer_tokens:
         raise ImpossiblePin(f"The model's context is {shape.max_context} tokens, and the request is longer", "Ask for less.")
@@ -112,6 +115,15 @@ def _no_stage(machine: Machine, stages: Collection[NodeId], request: PlanRequest
     else:
         why, hint = "computes other bytes", "Pin another."
     return ImpossiblePin(f"{machine.node_id} is pinned, but {why}", hint)
+
+
+def _unlike(machines: Sequence[Machine], request: PlanRequest) -> ImpossiblePin:
+    known = {machine.offer.numerics_id: machine.node_id for machine in machines if machine.offer.numerics_id}
+    one, other, *_ = sorted(known.values())
+    return ImpossiblePin(
+        f"{one} and {other} are to share {request.title}, and compute other bytes than one another",
+        "Pin machines that are alike, or allow it: --allow-unlike.",
+    )
 
 
 def _orders(pins: Sequence[Pin], machines: Mapping[NodeId, Machine], n_layers: int) -> Iterator[tuple[list[Machine], list[int] | None]]:
@@ -184,8 +196,10 @@ class Pipelined(PricesWay):
             return pinned(fleet, machines)
         if machines[0].shape.max_context < request.prompt_tokens + request.answer_tokens:
             return []
-        stages = stage_machines(machines, request, fleet.barred)
-        found = [as_choice(pipeline) for pipeline in [*pipelines(stages, fleet.links, request), *_loaded(fleet, stages)]]
+        found: list[Choice] = []
+        for group in [*alike(machines), machines] if request.allows_unlike else alike(machines):
+            stages = stage_machines(group, request, fleet.barred)
+            found += [as_choice(pipeline) for pipeline in [*pipelines(stages, fleet.links, request), *_loaded(fleet, stages)]]
         allowed = [
             choice for choice in dict.fromkeys(found) if request.orchestrator is None or len(choice.stages) <= 1 + request.max_shards
         ]

@@ -17,7 +17,6 @@ if not cpu.runs_here():
 
 from numba import njit
 
-from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.attention import (
     SEGMENT,
     attend,
@@ -30,7 +29,7 @@ from paceline.backends.cpu.attention import (
     scratch_bytes,
 )
 from paceline.backends.cpu.pages import write_key, write_value
-from paceline.backends.cpu.sizes import BLOCK
+from paceline.backends.cpu.sizes import BLOCK, aligned
 
 Bits = npt.NDArray[np.uint16]
 

@@ -22,8 +22,8 @@ from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form, Inputs
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
-from paceline.backends.cpu.working import working_bytes
 from paceline.backends.numerics import SeededWeights
+from paceline.backends.working import cpu_working_bytes
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.engine.local import RowPlan
 
@@ -142,7 +142,7 @@ def test_working_memory_is_what_was_planned(threads: int) -> None:
         held = sum(array.nbytes for array in runner._arrays.rest) + runner._logits.nbytes
         held -= int(runner._sizes[step.LAYER_STRIDE])
         inputs = {Inputs.INT8, Inputs.INT16}
-        planned = working_bytes(model_spec, max_rows=500, threads=threads, n_blocks=200, logits_rows=90, inputs=inputs)
+        planned = cpu_working_bytes(model_spec, max_rows=500, threads=threads, n_blocks=200, logits_rows=90, inputs=inputs)
         assert held <= planned <= 1.3 * held
     finally:
         runner.close()

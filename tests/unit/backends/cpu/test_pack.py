@@ -18,10 +18,10 @@ if not cpu.runs_here():
 
 from tests.unit.backends.cpu import arithmetic
 
-from paceline.backends.cpu.aligned import aligned
-from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
+from paceline.backends.cpu.rows import embed_rows
+from paceline.backends.cpu.sizes import aligned
 
 pytestmark = pytest.mark.timeout(300)
 N, K = 75, 512

@@ -15,12 +15,11 @@ if not cpu.runs_here():
 from numba import njit
 from tests.unit.backends.cpu import arithmetic
 
-from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs
 from paceline.backends.cpu.pack import pack_rows
 from paceline.backends.cpu.products import bounds_of, call_product, product
 from paceline.backends.cpu.rows import deal_bf16, quantize
-from paceline.backends.cpu.sizes import expanded_bytes
+from paceline.backends.cpu.sizes import aligned, expanded_bytes
 
 pytestmark = pytest.mark.timeout(300)
 SEGMENTS = {

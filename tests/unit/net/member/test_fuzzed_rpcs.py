@@ -21,10 +21,11 @@ from paceline.machine.weights import give_weights
 from paceline.net.channels import Purpose
 from paceline.net.exchange_codec import write_passed
 from paceline.net.member.node import FleetNode
-from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
+from paceline.ways.kv.service import KvSharing
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 
 TIMES = 40
@@ -66,6 +67,10 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
             session_id=bytes(16), node_id="a", tensor_addresses=["127.0.0.1:1"], ticket=bytes(32)
         ),
         "ShardService/EchoRows": shard_pb2.EchoRowsRequest(session_id=bytes(16), batch_id=1, n_rows=1),
+        "KvService/WatchPrefixes": kv_pb2.WatchPrefixesRequest(digest="0" * 64, numerics_id="n"),
+        "KvService/FetchBlocks": kv_pb2.FetchBlocksRequest(
+            digest="0" * 64, layout=bytes(16), keys=bytes(32), tensor_port=1, ticket=bytes(32)
+        ),
         "WeightsService/DescribeWeights": weights_pb2.DescribeWeightsRequest(digest="0" * 64),
         "WeightsService/FetchPieces": weights_pb2.FetchPiecesRequest(digest="0" * 64, ranges=[weights_pb2.PieceRange(count=1)]),
     }
@@ -101,6 +106,7 @@ def serving(node: FleetNode, home: Home) -> list[object]:
     return [
         lambda _: generate_service(models),
         DraftService(node, ()).service,
+        KvSharing(node, SystemClock()).service,
         lambda guard: give_weights(home, guard, node.trust),
         shards.service,
     ]

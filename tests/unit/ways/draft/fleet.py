@@ -23,9 +23,9 @@ from paceline.net.member.node import FleetNode
 from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
-from paceline.ways.draft.desk import ProposerDesk, proposer_service
-from paceline.ways.draft.finding import Drafter, FleetLines, Key
+from paceline.ways.draft.finding import Drafter, FleetConnections, Key
 from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.pool import ProposerPool, proposer_service
 from paceline.ways.draft.remote import RemoteDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
@@ -39,14 +39,14 @@ class DraftNode(FleetNode):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.desk = ProposerDesk({LOOKUP: Lookup()})
+        self.proposers = ProposerPool({LOOKUP: Lookup()})
 
     async def start(self, *services: Callable[[PeerGuard], Service], claim: Claim | None = None) -> None:
-        await super().start(lambda guard: proposer_service(self.desk, guard.peer), *services, claim=claim)
+        await super().start(lambda guard: proposer_service(self.proposers, guard.peer), *services, claim=claim)
 
     async def stop(self) -> None:
         await super().stop()
-        self.desk.close()
+        self.proposers.close()
 
 
 class Drafting:
@@ -110,9 +110,9 @@ class DraftFleet:
         model_id = self.new_name()
         all_proposers = [*proposers, *([] if own is None else [own])]
         for node, proposer in zip(order, all_proposers, strict=True):
-            node.desk.add(model_id, proposer)
+            node.proposers.add(model_id, proposer)
         drafting = Drafting(self.a, order, model_id)
-        drafting.source.attach(drafting.find, FleetLines(self.a, self.a.desk).open, VOCAB)
+        drafting.source.attach(drafting.find, FleetConnections(self.a, self.a.proposers).open, VOCAB)
         try:
             yield drafting
         finally:
@@ -120,7 +120,7 @@ class DraftFleet:
             for proposer in all_proposers:
                 if isinstance(proposer, Hangs):
                     proposer.go.set()
-            await until(lambda: all(node.desk.sessions == 0 for node in order))
+            await until(lambda: all(node.proposers.sessions == 0 for node in order))
 
 
 class FleetRunner:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.ways.draft.cards import LOOKUP, SMALL, VERIFIER, A, card
 
 from paceline.core.errors import PlacementError, VocabularyMismatch
-from paceline.core.ids import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import Eligible, TrustPolicy, Use
 from paceline.fleet.view import FleetView, LiveCard
@@ -36,6 +36,15 @@ def test_who_failed_is_left_out_until_it_starts_anew() -> None:
     assert names(cards, left_out=[("c", b"before"), ("a", b"a")]) == ["c", "b"]
     with pytest.raises(PlacementError, match="Nobody is left to draft with small"):
         names(cards, left_out=[("a", b"a"), ("b", b"b"), ("c", b"c")])
+
+
+def test_the_one_that_is_pinned_drafts_and_no_other() -> None:
+    cards = (card("a", VERIFIER, SMALL), card("b", SMALL), card("c", replace(SMALL, tokens_per_second=900.0)))
+    seen = Eligible(Use.DRAFT, A.node_id, cards)
+    assert [one.node_id for one in drafters(seen, A, "small", on=NodeId("b"))] == ["b"]
+    assert [one.node_id for one in drafters(seen, A, "", on=NodeId("b"))] == ["b"]
+    with pytest.raises(PlacementError, match="d is pinned and is not in the fleet"):
+        drafters(seen, A, "small", on=NodeId("d"))
 
 
 def test_guests_do_not_see_texts() -> None:

@@ -30,15 +30,15 @@ async def test_only_new_tokens_travel_and_wrong_guesses_are_taken_back(fleet: Dr
 @on_fleet
 async def test_what_ended_is_forgotten_on_both_sides(fleet: DraftFleet) -> None:
     async with fleet.drafting(Scripted(7)) as drafting:
-        desk = drafting.order[0].desk
+        pool = drafting.order[0].proposers
         await drafting.ask(0, [1, 2, 3])
         await drafting.ask(0, [1, 2], sequence=TWO)
-        assert (desk.sessions, desk.tokens) == (2, 5)
+        assert (pool.sessions, pool.tokens) == (2, 5)
         drafting.source.forget(ONE)
         drafting.source.forget(SequenceId(99))
-        await until(lambda: (desk.sessions, desk.tokens) == (1, 2))
+        await until(lambda: (pool.sessions, pool.tokens) == (1, 2))
         await drafting.source.detach()
-        await until(lambda: (desk.sessions, desk.tokens) == (0, 0))
+        await until(lambda: (pool.sessions, pool.tokens) == (0, 0))
 
 
 @on_fleet
@@ -46,8 +46,8 @@ async def test_a_session_that_the_other_side_lost_is_told_anew(fleet: DraftFleet
     proposer = Scripted(7)
     async with fleet.drafting(proposer) as drafting:
         await drafting.ask(0, [1, 2, 3])
-        desk = drafting.order[0].desk
-        desk.end("a", [key[2] for key in desk._kept])
+        pool = drafting.order[0].proposers
+        pool.end("a", [key[2] for key in pool._kept])
         assert await drafting.ask(3, [7]) == DraftAnswer(ONE, 4, (7,))
         assert proposer.texts[-1] == (1, 2, 3, 7)
         assert not drafting.meter.failures
@@ -77,7 +77,7 @@ async def test_a_later_ask_takes_the_place_of_one_under_way(fleet: DraftFleet) -
         await asyncio.to_thread(hangs.begun.wait, 20)
         drafting.source.ask(DraftAsk(ONE, 2, [7, 8], 4))  # guessed, and then known to be wrong
         drafting.source.ask(DraftAsk(ONE, 2, [3], 4))
-        await until(lambda: drafting.order[0].desk.tokens == 3)
+        await until(lambda: drafting.order[0].proposers.tokens == 3)
         hangs.go.set()
         answers = list[DraftAnswer]()
         while len(answers) < 3:

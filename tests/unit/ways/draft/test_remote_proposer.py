@@ -15,15 +15,15 @@ from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.net.channels import MAX_BLOCK_BYTES
 from paceline.net.wire import propose_pb2
-from paceline.ways.draft.desk import MAX_BLOCK
-from paceline.ways.draft.finding import FleetLines
-from paceline.ways.draft.line import read_block
+from paceline.ways.draft.connection import read_block
+from paceline.ways.draft.finding import FleetConnections
+from paceline.ways.draft.pool import MAX_BLOCK
 
 
 def remote(fleet: DraftFleet, model_id: str, deadline_s: float = 20.0) -> RemoteProposer:
     """That model of node b0, called from node a."""
-    node_id, lines = fleet.others[0].node_id, FleetLines(fleet.a)
-    return RemoteProposer(asyncio.get_running_loop(), lambda: lines.channel(node_id), node_id, model_id, VOCAB, deadline_s=deadline_s)
+    node_id, connections = fleet.others[0].node_id, FleetConnections(fleet.a)
+    return RemoteProposer(asyncio.get_running_loop(), lambda: connections.channel(node_id), node_id, model_id, VOCAB, deadline_s=deadline_s)
 
 
 async def propose(proposer: RemoteProposer, committed: Sequence[int], block_size: int = 3, num_steps: int = 0) -> BlockProposal:
@@ -32,13 +32,13 @@ async def propose(proposer: RemoteProposer, committed: Sequence[int], block_size
 
 @on_fleet
 async def test_it_drafts_as_if_it_were_here(fleet: DraftFleet) -> None:
-    desk, scripted = fleet.others[0].desk, Scripted(7, 8, 9, 10)
-    desk.add("scripted", scripted)
+    pool, scripted = fleet.others[0].proposers, Scripted(7, 8, 9, 10)
+    pool.add("scripted", scripted)
     proposer = remote(fleet, "scripted")
     assert await propose(proposer, [1, 2, 3]) == BlockProposal((7, 8, 9), 1, 2, 3)
     assert await propose(proposer, [1, 2, 3, 7, 5], 2) == BlockProposal((7, 8), 1, 2, 3)
-    assert desk.tokens == 5  # one session, told what was new
-    desk.end("a", [key[2] for key in desk._kept])
+    assert pool.tokens == 5  # one session, told what was new
+    pool.end("a", [key[2] for key in pool._kept])
     assert (await propose(proposer, [1, 2, 9], 1)).token_ids == (7,)
     assert scripted.texts == [(1, 2, 3), (1, 2, 3, 7, 5), (1, 2, 9)]
     stats = proposer.stats
@@ -48,13 +48,13 @@ async def test_it_drafts_as_if_it_were_here(fleet: DraftFleet) -> None:
 
 @on_fleet
 async def test_what_it_told_is_forgotten_when_it_is_closed(fleet: DraftFleet) -> None:
-    desk, proposer = fleet.others[0].desk, remote(fleet, LOOKUP)
+    pool, proposer = fleet.others[0].proposers, remote(fleet, LOOKUP)
     for text in ([1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 9, 1, 2]):
         assert (await propose(proposer, text, 2)).token_ids == (3, 4)
-        assert any(key[1] == LOOKUP for key in desk._kept)
+        assert any(key[1] == LOOKUP for key in pool._kept)
         await asyncio.to_thread(proposer.close)
         await asyncio.to_thread(proposer.close)
-        await until(lambda: not any(key[1] == LOOKUP for key in desk._kept))
+        await until(lambda: not any(key[1] == LOOKUP for key in pool._kept))
 
 
 class Once(Scripted):
@@ -71,7 +71,7 @@ class Once(Scripted):
 
 @on_fleet
 async def test_what_is_no_draft_is_an_error_and_the_next_block_may_be_had(fleet: DraftFleet) -> None:
-    desk = fleet.others[0].desk
+    pool = fleet.others[0].proposers
     for model_id, bad in (
         ("long", TooLong()),
         ("unknown", Scripted(VOCAB)),
@@ -79,7 +79,7 @@ async def test_what_is_no_draft_is_an_error_and_the_next_block_may_be_had(fleet:
         ("drowns", Floods(MAX_BLOCK_BYTES + 1)),  # nobody reads all that to find that it is too much
         ("good", Scripted(5)),
     ):
-        desk.add(model_id, bad if model_id == "good" else Once(bad))
+        pool.add(model_id, bad if model_id == "good" else Once(bad))
     for model_id, block_size, status in (
         ("long", 3, "DATA_LOSS"),
         ("unknown", 3, "DATA_LOSS"),
@@ -94,8 +94,8 @@ async def test_what_is_no_draft_is_an_error_and_the_next_block_may_be_had(fleet:
             await propose(proposer, [1, 2], block_size)
         assert failed.value.status == status
         assert proposer.stats.failures == 1
-        if model_id not in desk.model_ids:
-            desk.add(model_id, Scripted(5))
+        if model_id not in pool.model_ids:
+            pool.add(model_id, Scripted(5))
         assert (await propose(proposer, [1, 2])).token_ids == (5,)
         await asyncio.to_thread(proposer.close)
 
@@ -103,14 +103,14 @@ async def test_what_is_no_draft_is_an_error_and_the_next_block_may_be_had(fleet:
 @on_fleet
 async def test_who_does_not_answer_is_told_as_such(fleet: DraftFleet) -> None:
     b, hangs = fleet.others[0], Hangs(5)
-    b.desk.add("hangs", hangs)
+    b.proposers.add("hangs", hangs)
     hanging = remote(fleet, "hangs", deadline_s=0.1)
     with pytest.raises(RemoteProposerError) as failed:
         await propose(hanging, [1, 2])
     assert failed.value.status == "DEADLINE_EXCEEDED"
     assert hanging.stats.failures == 1
     hangs.go.set()
-    b.desk.add("there", Scripted(5))
+    b.proposers.add("there", Scripted(5))
     proposer = remote(fleet, "there")
     await propose(proposer, [1])
     await b.stop()

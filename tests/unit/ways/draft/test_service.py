@@ -56,7 +56,7 @@ def test_a_model_is_measured_and_offered(proposer: LoadedProposer) -> None:
 
 @in_loop
 async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.ways.draft.talk.LATE_S", 20.0)  # whatever else the machine does
+    monkeypatch.setattr("paceline.ways.draft.client.LATE_S", 20.0)  # whatever else the machine does
     clock = SystemClock()
     node = build_node(NodeSettings(kv_tokens=512, context=256, max_running=2, threads=1, draft=DRAFT), clock=clock)
     assert node.drafts is not None
@@ -69,12 +69,12 @@ async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monk
         for collector in metrics:
             registry.register(collector)
         page = generate_latest(registry).decode()
-        for line in (
+        for connection in (
             f'paceline_draft_source_blocks_total{{source="{DRAFT}"}} {had.blocks}.0',
             f'paceline_draft_source_available{{source="{DRAFT}"}} 1.0',
             f"paceline_draft_hop_seconds_count {had.blocks}.0",
         ):
-            assert line in page
+            assert connection in page
         (seen,) = (each for each in draft_use(node.host.stats(), node.drafts) if each.by == DRAFT)
         assert (seen.node_id, seen.model_id, seen.failures, seen.trouble) == ("here", DRAFT, 0, "")
         assert seen.hop_s > 0

@@ -15,20 +15,20 @@ from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import DraftUse, EngineStats
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Eligible, MayDraft, Use
-from paceline.ways.draft.desk import BlockAsk, ProposerDesk
-from paceline.ways.draft.finding import Drafter, Line
+from paceline.ways.draft.finding import Connection, Drafter
+from paceline.ways.draft.pool import BlockAsk, ProposerPool
 from paceline.ways.draft.service import OFF_HERE, draft_use
 from paceline.ways.draft.sources import FLEET, MOST_NAMED, NodeDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 
 
-def unreachable(drafter: Drafter, *_: Callable[..., None]) -> Line:
+def unreachable(drafter: Drafter, *_: Callable[..., None]) -> Connection:
     raise AssertionError(f"nobody may be asked: {drafter}")
 
 
 class Nowhere:
-    """Implements `Line`; nobody answers."""
+    """Implements `Connection`; nobody answers."""
 
     def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
         pass
@@ -37,7 +37,7 @@ class Nowhere:
         pass
 
 
-def nowhere(_drafter: Drafter, *_: Callable[..., None]) -> Line:
+def nowhere(_drafter: Drafter, *_: Callable[..., None]) -> Connection:
     return Nowhere()
 
 
@@ -123,14 +123,14 @@ def test_sources_of_sequences_that_go_on_are_kept_however_many_they_are() -> Non
 def test_use_is_counted_by_kind() -> None:
     async def begin() -> tuple[DraftUse, ...]:
         drafts = NodeDrafts("small", SystemClock(), in_fleet=False)
-        desk = ProposerDesk({"small": Scripted(5)})
-        drafts.attach_alone(desk, {"small": ModelOffer("small", Role.PROPOSER, "int4", 0.0, float("nan"))}, 100)
+        pool = ProposerPool({"small": Scripted(5)})
+        drafts.attach_alone(pool, {"small": ModelOffer("small", Role.PROPOSER, "int4", 0.0, float("nan"))}, 100)
         drafts.meter.hop.observe(0.25, 2)
         stats = EngineStats(drafted_tokens={"ngram": 9}, accepted_tokens={"ngram": 5}, draft_blocks={"ngram": 2})
         used = draft_use(stats, drafts)
         await drafts.detach()
         assert draft_use(stats, drafts)[1].node_id == ""
-        desk.close()
+        pool.close()
         return used
 
     ngram, small = asyncio.run(begin())

@@ -24,6 +24,7 @@ from paceline.core.errors import (
     RevokedNode,
     ShardUnavailable,
     UnknownModel,
+    WayNotAllowed,
     WeightsMismatch,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
@@ -123,6 +124,7 @@ async def test_an_answer_passes_through_whole_and_is_closed() -> None:
         UnknownModel("unloaded"),
         Overloaded("busy", retry_after_s=1),
         ContextOverflow("small"),
+        WayNotAllowed("served otherwise"),
         RevokedNode("void", who="b"),
     ],
 )

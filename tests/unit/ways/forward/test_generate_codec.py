@@ -56,6 +56,7 @@ requests = st.builds(
     st.none() | texts.filter(bool),
     st.dictionaries(st.integers(0, MAX_N - 1), st.lists(tokens, max_size=4).map(tuple), max_size=4),
     scores_prompt=st.booleans(),
+    ways=st.none() | st.frozensets(st.sampled_from(["alone", "draft", "pipeline"]), min_size=1),
     grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), texts.filter(bool)),
 )
 chunks = st.builds(
@@ -142,6 +143,8 @@ def test_a_reason_of_a_later_version_is_an_error() -> None:
         {"stop_ids": range(65)},
         {"stop": ["x" * (65 << 10)]},
         {"draft": "x" * 513},
+        {"ways": ["Alone"]},
+        {"ways": ["alone"] * 17},
     ],
 )
 def test_lists_without_end_are_refused(more: dict[str, object]) -> None:

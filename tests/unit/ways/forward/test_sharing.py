@@ -83,6 +83,28 @@ def test_a_conversation_stays_where_its_prefix_is_unless_others_have_much_less_t
     assert door.sharing.choose(STOPS, other, ()) != first
 
 
+def chosen(stops: list[RouteStop], prompt: Prompt, **held: float) -> NodeId:
+    found = Door().sharing.choose(stops, prompt, (), lambda: {NodeId(name): share for name, share in held.items()})
+    assert found is not None
+    return found.node_id
+
+
+def test_a_prompt_goes_where_most_of_its_prefix_lies_if_that_is_faster() -> None:
+    quick, slow = replace(stop(B), token_s=0.001), replace(stop(C, 2.0), token_s=0.004)
+    assert chosen([quick, slow], LONG) == B
+    # 2 s for the prompt at B, whole, against 6 s at C: what C holds must save two thirds of it.
+    assert chosen([quick, slow], LONG, c=0.7) == B
+    assert chosen([quick, slow], LONG, c=0.9) == C
+    assert chosen([quick, slow], LONG, b=0.5, c=0.9) == B
+    assert chosen([quick, slow], SHORT, c=0.9) == B
+
+
+def test_what_this_node_could_fetch_keeps_a_request_here() -> None:
+    own, other = replace(stop(DOOR), token_s=0.002), replace(stop(B), token_s=0.002)
+    assert chosen([own, other], LONG, b=0.9) == B
+    assert chosen([own, other], LONG, a=0.88, b=0.9) == DOOR
+
+
 @pytest.mark.parametrize("other", [replace(LONG, model="another"), replace(LONG, salt="another")])
 def test_a_prompt_of_another_model_or_salt_is_no_prefix(other: Prompt) -> None:
     """The machine holds nothing for it, and where it goes would tell what was asked under another salt."""

@@ -28,6 +28,7 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import NodeId
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
+from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.trust.certificates import NODE_NAME, Member
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
@@ -36,7 +37,7 @@ from paceline.net.trust.handlers import WellFormed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub, add_ShardServiceServicer_to_server
 from paceline.ways.pipeline import client as shard_client
-from paceline.ways.pipeline.client import open_stage, tensor_addresses, warm_layers
+from paceline.ways.pipeline.client import open_stage, warm_layers
 from paceline.ways.pipeline.codec import read_connect, read_event, read_open, write_connect, write_event, write_open
 from paceline.ways.pipeline.executor.route import (
     NextStage,

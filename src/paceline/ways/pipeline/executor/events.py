@@ -10,7 +10,7 @@ from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
-from paceline.core.generation import Notice
+from paceline.core.generation import LOCAL_FALLBACK, Notice
 from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch
@@ -116,7 +116,7 @@ class RouteEvents:
 
     def fell_back(self, reason: str) -> None:
         """This machine took over."""
-        self._note("local_fallback", layers=self._layers, reason=reason)
+        self._note(LOCAL_FALLBACK, layers=self._layers, reason=reason)
         self._watch.fell_back()
         self._fault = None
 

@@ -14,7 +14,7 @@ Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from paceline.core.errors import (
     TensorTooLarge,
 )
 from paceline.core.generation import Notice
-from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.core.model import LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
@@ -80,6 +80,7 @@ class PipelineExecutor:
         router: finds routes through the layers that `head` lacks.
         inspector: is shown what goes out and comes back.
         fallback: this machine alone, where no others are left; None: requests end with an error.
+        unlike_id: what this calls itself where stages may compute other bytes than the head: equal ids promise equal bytes. None: they may not.
 
     Raises:
         ExecutorUnavailable: there is no route, for as long as the limits allow looking for one, and machines load nothing more.
@@ -95,6 +96,7 @@ class PipelineExecutor:
         inspector: Inspector | None = None,
         fallback: Fallback | None = None,
         watch: PipelineWatch | None = None,
+        unlike_id: str | None = None,
     ) -> None:
         self._head, self._limits, self._clock = head, limits, clock
         self._inspector = inspector
@@ -107,7 +109,8 @@ class PipelineExecutor:
         self._restoring: Restoring | None = None
         self._holds = False
         """Some of what was computed before the route that is in use stands."""
-        self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, head.numerics_id, head.holds_identity
+        self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, unlike_id or head.numerics_id, head.holds_identity
+        self._allows_unlike = unlike_id is not None
         self.depth = 1
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
@@ -125,9 +128,24 @@ class PipelineExecutor:
         return self._events.failovers
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this machine runs all layers, for want of others. Any thread may look."""
+        return self._search.is_alone
+
+    @property
     def stages(self) -> Sequence[RouteStage]:
         """Of the route in use; none while one is looked for."""
         return () if self._route is None else self._route.stages
+
+    @property
+    def route(self) -> Route | None:
+        """The one in use; None while one is looked for."""
+        return self._route
+
+    def forget_inputs(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks are filled otherwise than by batches."""
+        if self._journal is not None:
+            self._journal.forget(blocks)
 
     # ------------------------------------------------------------------------------------------------------------- as an Executor
 
@@ -270,7 +288,8 @@ class PipelineExecutor:
     def _fits(self, batch: StepBatch, route: Route) -> bool:
         """Whether live sequences, and their bytes, can go on over a route, without need."""
         same = all(
-            stage.numerics_id in {"", self.numerics_id} and stage.holds_identity >= self._head.holds_identity for stage in route.stages
+            (self._allows_unlike or stage.numerics_id in {"", self.numerics_id}) and stage.holds_identity >= self._head.holds_identity
+            for stage in route.stages
         )
         kv_tokens = min(stage.kv_tokens for stage in route.stages) // route.block_size * route.block_size
         return same and kv_tokens >= batch.most_blocks * self.block_size

@@ -79,6 +79,12 @@ class Journal:
             start += n
         return np.concatenate(found)
 
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """What these hold now came otherwise than through the first stage."""
+        for block in blocks:
+            self._rows.pop(block, None)
+            self._filled.pop(block, None)
+
     def _begun(self, block: int, offset: int) -> bool:
         """Whether a row belongs here: its block begins with it, or all rows before it are there."""
         if offset:

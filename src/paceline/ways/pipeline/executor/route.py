@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from paceline.core.ids import NodeId
@@ -80,6 +81,8 @@ class ActivationSource(Protocol):
 
 SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
+KV_BLOCKS_VERSION = 1
+"""Of what a caller asks of blocks that a stage's node keeps on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,29 @@ class StageOpened:
     holds_identity: bool
     resumed: bool | None = None
     """It has the KV that a session of the same name left. None: its node keeps none."""
+    kv_blocks: int = 0
+    """The version of `BlocksAsked` that it answers; 0: its node keeps no blocks on a disk."""
+
+
+class BlocksUse(StrEnum):
+    """What is wanted of blocks on the disk of a stage's node."""
+
+    FIND = "find"
+    RESTORE = "restore"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAsked:
+    """Blocks of a session's layers, by name. The answer is how many of them were found, restored or copied, from the first on."""
+
+    session_id: bytes
+    use: BlocksUse
+    keys: Sequence[bytes]
+    blocks: Sequence[int] = ()
+    """As batches name them; none to find."""
+    within_s: float = 1.0
+    """How long it may take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ Stages run activations; the orchestrator alone knows tokens. A `StageBatch` says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import BadPipelineRequest, ShardCorrupt
-from paceline.core.ids import BatchId, SequenceId
+from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.executor import Path, StepBatch
 from paceline.engine.local import BlockTables, Int32, LayerRunner, WireBits, blocks_for, row_plan
@@ -84,6 +84,34 @@ def check_activations(x_TD: WireBits, n_rows: int, width: int) -> None:
         raise ShardCorrupt(f"Activations of shape {x_TD.shape} came where ({n_rows}, {width}) was due")
     if x_TD.size and int(np.bitwise_and(x_TD, 0x7FFF).max()) > LARGEST:
         raise ShardCorrupt("Activations came that are not finite, or beyond 2^16")
+
+
+class StageBlocks:
+    """The blocks of some layers of a runner as batches name them, for those who copy them (`machine.kv_tier.KvBlocks`).
+
+    Args:
+        base: the runner's block with which the first begins.
+        run_length: blocks of the runner that one is made of.
+    """
+
+    def __init__(self, runner: LayerRunner[Any], layers: LayerRange, base: int = 0, run_length: int = 1) -> None:
+        self.layers, self.numerics_id, self.kv_layout = layers, runner.numerics_id, runner.kv_layout
+        self.block_size = run_length * runner.block_size
+        self._own_bytes = runner.block_bytes // len(runner.layers) * len(layers)
+        self.block_bytes = run_length * self._own_bytes
+        self._runner, self._base, self._run_length = runner, base, run_length
+
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        for own, data in self._own(block, into):
+            self._runner.export_block(own, data, self.layers)
+
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        for own, part in self._own(block, data):
+            self._runner.import_block(own, part, self.layers)
+
+    def _own(self, block: BlockId, data: memoryview) -> Iterator[tuple[BlockId, memoryview]]:
+        first, size = self._base + self._run_length * block, self._own_bytes
+        return ((BlockId(first + i), data[i * size : (i + 1) * size]) for i in range(self._run_length))
 
 
 _PATHS = frozenset(int(path) for path in Path)
@@ -155,6 +183,29 @@ class Stage:
             self._check(batch, len(x_TD))
             plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, self._tables.of(batch.sequences))
             self._runner.rehearse_layers(x_TD, plan, self._layers)
+
+    @property
+    def blocks(self) -> StageBlocks:
+        """Its blocks, as batches name them from now on."""
+        return StageBlocks(self._runner, self._layers, self._base, self._run_length)
+
+    def check_blocks(self, blocks: Sequence[int], *, full: bool) -> None:
+        """Refuse blocks that this session has not.
+
+        Args:
+            full: they are to be those that it has filled.
+
+        Raises:
+            BadPipelineRequest: it has not.
+        """
+        if len(set(blocks)) != len(blocks) or (blocks and not 0 <= min(blocks) <= max(blocks) < self._n_blocks):
+            raise BadPipelineRequest(f"Blocks are named outside the {self._n_blocks} leased, or twice")
+        if full and not self._full.issuperset(blocks):
+            raise BadPipelineRequest("Blocks are named that this session has not filled")
+
+    def note_filled(self, blocks: Sequence[int]) -> None:
+        """These were filled otherwise than by running rows. For any thread; it must be known before a batch names them."""
+        self._full.update(blocks)
 
     def run_activations(self, batch: StageBatch, x_TD: Any) -> Any:
         """`run`, for a runner's own activations and batches that need no check: the orchestrator's stage."""

@@ -29,7 +29,7 @@ from paceline.core.errors import (
     ShardUnavailable,
     TensorStreamError,
 )
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import BLOCK_TOKENS
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
@@ -38,10 +38,21 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
-from paceline.ways.pipeline.codec import read_connect, read_open, read_warm, write_event
-from paceline.ways.pipeline.executor.route import NextStage, PipelineFault, StageEvent, StageLoading, StageOpened, StageRequest
+from paceline.store.kv_folder import BLOCK_COUNTS
+from paceline.ways.pipeline.codec import read_blocks, read_connect, read_open, read_warm, write_event
+from paceline.ways.pipeline.executor.route import (
+    KV_BLOCKS_VERSION,
+    BlocksAsked,
+    NextStage,
+    PipelineFault,
+    StageEvent,
+    StageLoading,
+    StageOpened,
+    StageRequest,
+)
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.session import HostLimits, Place, Session, Surroundings
+from paceline.ways.pipeline.host.session_kv import SessionKv, StageDisk
 from paceline.ways.pipeline.host.shard import Shard, ShardClaim
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
@@ -80,6 +91,7 @@ class NodeShardHost:
         meter: counts.
         clock: all time.
         check_caller: raises NotTrusted for members that are not served.
+        disk: where sessions of members keep KV; None: nowhere. Guests get and give none.
     """
 
     def __init__(
@@ -90,8 +102,9 @@ class NodeShardHost:
         meter: ShardMeter,
         clock: Clock,
         check_caller: Callable[[Member], None],
+        disk: StageDisk | None = None,
     ) -> None:
-        self.warm = warm
+        self.warm, self._disk = warm, disk
         self._ends, self._limits, self.meter, self._clock, self._check = ends, limits, meter, clock, check_caller
         self._open: dict[Key, _Open] = {}
         self._live: set[Session] = set()
@@ -180,13 +193,15 @@ class NodeShardHost:
                 shard.stop(claim.kv)
             await self.warm.await_ending(shard)
             resumed = None if claim.kv is None else shard.resume(request, claim.kv)
-            session = self._begin(shard, claim, request, mine, resumed)
+            session = self._begin(shard, claim, request, mine, resumed, caller)
         except BaseException:
             self.warm.release(shard, claim)
             raise
         try:
             self.meter.sessions_opened += 1
-            yield self._opened(shard, session, resumed=resumed is not None)
+            yield self._opened(
+                shard, session, resumed=resumed is not None, keeps_kv=self._disk is not None and caller.trust is not Trust.GUEST
+            )
             while session.fault is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(request.report_s):
@@ -230,6 +245,26 @@ class NodeShardHost:
             raise ShardUnavailable(error.message) from error
         session.begin(to, sink)
 
+    async def use_blocks(self, asked: BlocksAsked, caller: Member) -> int:
+        """Find, restore or keep blocks of a session. Returns how many were, from the first on.
+
+        Raises:
+            BadPipelineRequest: the caller has no such session, or it has not the blocks, or keeps none on a disk.
+        """
+        session = self._find(asked.session_id, caller).session
+        if session is None or session.kv is None:
+            raise BadPipelineRequest("This session keeps no KV on a disk, or is not connected yet")
+        return await session.kv.use(asked)
+
+    @property
+    def kept_blocks(self) -> dict[str, int]:
+        """Of callers, on the disk, by what became of them."""
+        counts = self.meter.blocks
+        for session in self._live:
+            if session.kv is not None:
+                counts += session.kv.counts
+        return {what: counts[what] for what in BLOCK_COUNTS}
+
     # -------------------------------------------------------------------------------------------------------------------- inside
 
     def _find(self, session_id: bytes, caller: Member) -> _Open:
@@ -255,7 +290,7 @@ class NodeShardHost:
             raise ShardUnavailable("This machine is stopping")
         await load
 
-    def _begin(self, shard: Shard, claim: ShardClaim, request: StageRequest, mine: _Open, resumed: Place | None) -> Session:
+    def _begin(self, shard: Shard, claim: ShardClaim, request: StageRequest, mine: _Open, resumed: Place | None, caller: Member) -> Session:
         """A session on a loaded shard."""
         if shard.loaded is None or self._closed:
             raise ShardUnavailable("This machine is stopping")
@@ -274,12 +309,15 @@ class NodeShardHost:
             self._ended.set()
 
         around = Surroundings(self._limits, self.meter, self._clock, partial(_tell, loop, mine.faulted.set), partial(_tell, loop, ended))
-        session = Session(request, place, ticket, expected, around)
+        kv = None
+        if self._disk is not None and caller.trust is not Trust.GUEST:
+            kv = SessionKv(place.stage, request.digest, caller.node_id, self._disk, self._clock, self.meter.note_blocks)
+        session = Session(request, place, ticket, expected, around, kv)
         claim.session = mine.session = session
         self._live.add(session)
         return session
 
-    def _opened(self, shard: Shard, session: Session, *, resumed: bool) -> StageOpened:
+    def _opened(self, shard: Shard, session: Session, *, resumed: bool, keeps_kv: bool) -> StageOpened:
         loaded = shard.loaded
         assert loaded is not None, "a shard with a claim is not evicted"
         runner = loaded.runner
@@ -292,6 +330,7 @@ class NodeShardHost:
             runner.one_path,
             runner.holds_identity,
             resumed,
+            KV_BLOCKS_VERSION if keeps_kv else 0,
         )
 
     async def _reap(self) -> None:
@@ -348,6 +387,13 @@ class ShardServicer(ShardServiceServicer):
         told = wire.StageLoading(bytes_done=loading.bytes_done, bytes_total=loading.bytes_total)
         return wire.WarmLayersResponse(loading=told)
 
+    async def KvBlocks(self, request: wire.KvBlocksRequest, context: Context) -> wire.KvBlocksResponse:
+        try:
+            n_blocks = await self._host.use_blocks(read_blocks(request), self._admitted(context))
+        except PacelineError as error:
+            await abort(context, error)
+        return wire.KvBlocksResponse(n_blocks=n_blocks)
+
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
         del request
         try:
@@ -368,6 +414,7 @@ def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Serv
         "ShardService/OpenStage": Limit(4 * KIB, 64),
         "ShardService/ConnectStage": Limit(64 * KIB, 128),
         "ShardService/WarmLayers": Limit(4 * KIB, 64),
+        "ShardService/KvBlocks": Limit(256 * KIB, 64),
         "ShardService/EchoRows": Limit(KIB, 16),
     }
     return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)

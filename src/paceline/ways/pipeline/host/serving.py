@@ -19,6 +19,7 @@ from paceline.fleet.messages import Effect, Revoked
 from paceline.machine.capability import WarmModel, shard_offer
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.devices import local_devices, usable_cores
+from paceline.machine.kv_tier import KvDiskLimits
 from paceline.machine.sizing import FETCH_BYTES, load_bytes
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.machine.weights import dial_through
@@ -31,6 +32,7 @@ from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
 from paceline.ways.pipeline.host.loading import FleetWeights, load_layers
 from paceline.ways.pipeline.host.session import HostLimits
+from paceline.ways.pipeline.host.session_kv import StageDisk
 from paceline.ways.pipeline.host.shard import Shard
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
@@ -83,6 +85,8 @@ ROWS: tuple[Row[NodeShardHost], ...] = (
     counter("paceline_shard_sessions_opened", "Sessions that began.", lambda host: host.meter.sessions_opened),
     counter("paceline_shard_sessions_refused", "Sessions refused for want of room.", lambda host: host.meter.sessions_refused),
     counter("paceline_shard_loads", "Times that layers were loaded.", lambda host: host.meter.loads),
+    counter("paceline_shard_kv_disk_blocks", "KV blocks of other machines' prompts on this disk, by what became of them.",
+            lambda host: host.kept_blocks, "what"),
     counter("paceline_shard_evictions", "Times that layers were freed.", lambda host: host.meter.evictions),
 )
 # fmt: on
@@ -113,6 +117,8 @@ class Hosting:
     """None: one a core."""
     check_caller: Callable[[Member], None] = every_member
     """Raises NotTrusted for members that are not served."""
+    kv_disk_bytes: int = 0
+    """For KV of members' prompts and answers, on this machine's disk; 0: none is kept."""
 
 
 class ShowsShards(Protocol):
@@ -165,7 +171,8 @@ class ShardServing:
             clock=clock,
             on_change=self._changed.set,
         )
-        self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller)
+        disk = StageDisk(home.kv, KvDiskLimits(hosting.kv_disk_bytes)) if hosting.kv_disk_bytes else None
+        self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller, disk)
         self.metrics = shard_metrics(self.host)
         self._showing: asyncio.Task[None] | None = None
         fleet.listen(self._on_effect)
@@ -210,12 +217,13 @@ class ShardServing:
             self.host.revoked(effect.node_id)
 
 
-def hosting_of(settings: PipelineSettings, threads: int | None) -> Hosting | None:
+def hosting_of(settings: PipelineSettings, threads: int | None, kv_disk_bytes: int = 0) -> Hosting | None:
     """How shards are served; None where they are not.
 
     Args:
         settings: of this node.
         threads: for kernels; None: one a core.
+        kv_disk_bytes: as `Hosting`.
     """
     host = settings.host
     if not host.serve_shards:
@@ -226,7 +234,7 @@ def hosting_of(settings: PipelineSettings, threads: int | None) -> Hosting | Non
         idle_s=host.shard_eviction_idle_seconds,
         stall_s=settings.stall_seconds,
     )
-    return Hosting(limits, threads, only_from(host.min_caller_trust))
+    return Hosting(limits, threads, only_from(host.min_caller_trust), kv_disk_bytes)
 
 
 def only_from(least: Trust) -> Callable[[Member], None]:

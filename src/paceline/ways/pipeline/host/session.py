@@ -1,4 +1,5 @@
-"""A session at work: one thread that receives, runs, sends, and counts. It never logs, stores or keeps activations past the forward pass.
+"""A session at work: one thread that receives, runs, sends, and counts. It never logs, stores or keeps activations past the forward pass; KV it keeps on a
+disk where this node's owner and the caller both ask for it (`session_kv`).
 
 Law: `on_end` is called once, when nothing of the session runs any more: only then may its KV go to another. `stop` brings that about from any
 thread. What ends a session against its caller's will is its fault, and says whom it blames.
@@ -32,6 +33,7 @@ from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 from paceline.ways.pipeline.host.ends import ExpectedInput, StreamSource
+from paceline.ways.pipeline.host.session_kv import SessionKv
 from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,15 @@ class Surroundings:
 class Session:
     """One caller's use of one shard. Made on the event loop; `begin` starts its thread."""
 
-    def __init__(self, request: StageRequest, place: Place, ticket: bytes, expected: ExpectedInput, around: Surroundings) -> None:
+    def __init__(
+        self,
+        request: StageRequest,
+        place: Place,
+        ticket: bytes,
+        expected: ExpectedInput,
+        around: Surroundings,
+        kv: SessionKv | None = None,
+    ) -> None:
         """A session that waits to be connected.
 
         Args:
@@ -171,7 +181,9 @@ class Session:
             ticket: what its sender brings.
             expected: its input, once a stream brings the ticket.
             around: what it needs of its host.
+            kv: its blocks on the disk; None: none are kept.
         """
+        self._kv = kv
         self.request, self.place, self.ticket = request, place, ticket
         self._expected, self._limits, self._meter, self._clock = expected, around.limits, around.meter, around.clock
         self._on_fault, self._on_end = around.on_fault, around.on_end
@@ -189,6 +201,11 @@ class Session:
         self._busy_s = 0.0
 
     # ------------------------------------------------------------------------------------------------------------- for the host
+
+    @property
+    def kv(self) -> SessionKv | None:
+        """Its blocks on the disk; None: none are kept, or it has not begun."""
+        return None if self._thread is None else self._kv
 
     @property
     def report(self) -> StageReport:
@@ -268,7 +285,11 @@ class Session:
             self.fail(PipelineFault(None, PipelineError.code, f"The stage failed: {type(error).__name__}"))
         finally:
             self._close_ends()
+            if self._kv is not None:
+                self._kv.fence()
             self._on_end()
+            if self._kv is not None:
+                self._kv.close()
 
     def _work(self, to: NodeId, sink: ActivationSink) -> None:
         """Batch after batch, until the session is stopped or broken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from paceline.core.stats import Histogram
 
@@ -43,6 +44,18 @@ class ShardMeter:
         self.evictions = 0
         self.loads = 0
         self._corruption = 0
+        self._blocks: Counter[str] = Counter()
+
+    @property
+    def blocks(self) -> Counter[str]:
+        """KV blocks on the disk, of sessions that have ended, by what became of them."""
+        with self._lock:
+            return Counter(self._blocks)
+
+    def note_blocks(self, counts: Counter[str]) -> None:
+        """Of one that ended."""
+        with self._lock:
+            self._blocks += counts
 
     @property
     def corruption(self) -> int:

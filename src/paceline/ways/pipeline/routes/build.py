@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, OutOfMemory, PipelineDisabled, PlacementError, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.inference import ServedModel
+from paceline.core.inference import ServedModel, fingerprint_of
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange, LayerSpan
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import MoreSources
@@ -28,10 +29,12 @@ from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
 from paceline.machine.capability import WarmModel
 from paceline.machine.config_file import PipelineSettings
+from paceline.machine.kv_tier import KvDiskLimits, Wakeup
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import Speed, vocabulary_id
+from paceline.store.home import Home
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, StageRequest
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
@@ -43,6 +46,7 @@ from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import RouteOpener
 from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
+from paceline.ways.pipeline.routes.stage_kv import StagesKv
 from paceline.ways.pipeline.splits import PIPELINE
 
 if TYPE_CHECKING:
@@ -245,9 +249,13 @@ class BuiltPipeline:
     grammars: Grammars
     kv: KvPlan
     """What this machine's part takes of its memory."""
+    disks: StagesKv | None
+    """KV on the machines' disks; None: none is kept."""
 
     def close(self) -> None:
         """End what the engine runs on."""
+        if self.disks is not None:
+            self.disks.close()
         self.executor.close()
         self.sampler.close()
 
@@ -306,6 +314,7 @@ def build_engine_over(
         max_shards=asked.max_shards_per_request,
         min_host_trust=asked.min_host_trust,
         allow_self=asked.allow_self_as_shard,
+        allows_unlike=asked.allow_unlike,
     )
     request = StageRequest(
         bytes(SESSION_ID_BYTES),
@@ -323,8 +332,10 @@ def build_engine_over(
     as_planned = tuple(LayerSpan(stage.node_id, stage.layers) for stage in planned.stages[1:]) if planned is order.planned else ()
     ahead = begin_loads(fleet, request, wanted, loop, as_planned)
     head = setup.load(own, n_blocks, max_rows, progress)
-    wanted = replace(wanted, numerics_id=head.numerics_id)
+    if not asked.allow_unlike:
+        wanted = replace(wanted, numerics_id=head.numerics_id)
     opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)
+    opener.numerics_id = wanted.numerics_id
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)
@@ -346,7 +357,8 @@ def build_engine_over(
         max_context=spec.max_context,
     )
     try:
-        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter)
+        own_id = f"unlike-{os.urandom(8).hex()}" if asked.allow_unlike else None
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter, own_id)
     except BaseException:
         router.close()
         head.close()
@@ -355,8 +367,10 @@ def build_engine_over(
         undo.callback(executor.close)
         # An answer that began goes on with less, where machines that take over have less.
         opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
-        model = setup.served(head, kv, clock)
-        speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
+        model = replace(setup.served(head, kv, clock), fingerprint=fingerprint_of(digest, weights, executor.numerics_id))
+        # Where stages may be unlike, what comes after a failover may be other bytes than before it: no other node's are the same, not even its own.
+        holds_identity = head.holds_identity and not asked.allow_unlike
+        speed = Speed(planned.estimate.tokens_per_s, 0.0, executor.numerics_id, holds_identity, vocabulary_id(opened.tokenizer))
         stages = ", ".join(map(str, executor.stages))
         here = f"layers {own.words} here" if own else "no layers here"
         context = context_of(config, executor)
@@ -368,10 +382,25 @@ def build_engine_over(
         undo.callback(sampler.close)
         grammars = Grammars(opened.tokenizer)
 
+        wakeup, disks = Wakeup(), None
+        if settings.kv_disk_bytes and config.prefix_cache:
+            kept = KvDiskLimits(settings.kv_disk_bytes)
+            folder = Home.from_environment().kv
+            disks = StagesKv(executor, head, digest, request.dtype, folder, kept, clock, fleet.trust, loop, wakeup.came)
+
         def make() -> Engine:
-            return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
+            return Engine(
+                *(executor, opened.tokenizer, config, clock),
+                drafting=drafting,
+                sampler=sampler,
+                grammars=grammars,
+                wait=wakeup.wait,
+                kv=disks,
+            )
 
         def rebuild() -> Engine:
+            if disks is not None:
+                disks.reset()
             executor.reset()
             return make()
 
@@ -388,6 +417,7 @@ def build_engine_over(
             sampler,
             grammars,
             kv,
+            disks,
         )
         undo.pop_all()
         return built

@@ -31,7 +31,8 @@ class Wanted:
     own_layers: int
     """Those below are loaded here."""
     numerics_id: str = ""
-    """Of this node's kernels: others give other bytes. Empty: it is not known yet."""
+    """Of this node's kernels: others give other bytes. Empty: it is not known yet, or any may take part."""
+    allows_unlike: bool = False
     context: int = 1 << 31
     """Tokens of the longest request."""
     kv_tokens: int = 0
@@ -110,6 +111,7 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         exclude=exclude,
         min_host_trust=wanted.min_host_trust,
         numerics_id=wanted.numerics_id,
+        allows_unlike=wanted.allows_unlike,
         max_shards=wanted.max_shards,
         called=wanted.model_id,
     )

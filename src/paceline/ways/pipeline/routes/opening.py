@@ -24,8 +24,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan
+from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.tensor.frames import TICKET_BYTES
-from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage, tensor_addresses
+from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage
 from paceline.ways.pipeline.executor.route import (
     SESSION_ID_BYTES,
     ActivationSink,
@@ -227,6 +228,8 @@ class RouteOpener:
         self._width, self._block_size, self._loop = width, block_size, loop
         self.least_blocks = request.least_blocks
         """Fewer KV blocks than these are of no use, at present."""
+        self.numerics_id = ""
+        """Of the bytes that every stage must compute; empty: any. A machine knows its own once it has loaded its layers."""
 
     async def open(
         self,
@@ -287,6 +290,9 @@ class RouteOpener:
                 loads.note_progress(part, progress)
 
         stage = await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
+        if self.numerics_id and stage.opened.numerics_id not in {"", self.numerics_id}:
+            await stage.close()
+            raise ShardUnavailable("it computes other bytes than this machine", "Allow it: --allow-unlike.")
         if loads is not None:
             loads.opened(part)
         return stage

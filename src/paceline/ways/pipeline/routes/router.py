@@ -93,6 +93,8 @@ def still_there(parts: Iterable[LayerSpan], cards: Sequence[NodeCard], wanted: W
 
 
 def _same_bytes(card: NodeCard, wanted: Wanted) -> bool:
+    if not wanted.numerics_id:
+        return True
     own = {offer.numerics_id for offer in card.models if (offer.digest, offer.weights) == (wanted.digest, wanted.weights)}
     return own <= {"", wanted.numerics_id}
 

@@ -23,7 +23,7 @@ from paceline.backends.table import Kernels
 from paceline.core.background import Background
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BadPipelineRequest, NotTrusted
-from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.ids import BatchId, NodeId, SequenceId, Trust
 from paceline.core.model import ActivationDtype, LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import Int32, LayerRunner, RowPlan
@@ -43,6 +43,7 @@ from paceline.ways.pipeline.host.ends import ExpectedInput, TensorEnds
 from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
 from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
 from paceline.ways.pipeline.host.session import HostLimits
+from paceline.ways.pipeline.host.session_kv import StageDisk
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 
@@ -69,6 +70,8 @@ class CountingRunner:
         self.gate.set()
         self.running = threading.Event()
         self.blocks: list[int] = []
+        self.kv: dict[int, bytes] = {}
+        """Of blocks that were filled from elsewhere."""
 
     def embed(self, token_ids_T: Int32) -> Bits:
         raise AssertionError("a stage holds no embedding")
@@ -88,6 +91,21 @@ class CountingRunner:
 
     def logits(self, x_TD: Bits, rows_R: Int32) -> npt.NDArray[np.float32]:
         raise AssertionError("a stage holds no head")
+
+    kv_layout = "counting"
+
+    @property
+    def block_bytes(self) -> int:
+        return 8 * len(self.layers)
+
+    def export_block(self, block: int, into: memoryview, part: LayerRange | None = None) -> None:
+        assert not self.closed, "a block is copied out of a shard that was freed"
+        into[:] = self.kv.get(block, bytes(block % 256 for _ in range(8 * len(part or self.layers))))
+
+    def import_block(self, block: int, data: memoryview, part: LayerRange | None = None) -> None:
+        assert not self.closed, "a block is copied into a shard that was freed"
+        assert len(data) == 8 * len(part or self.layers)
+        self.kv[block] = bytes(data)
 
     def rehearse_layers(self, x_TD: Bits, plan: RowPlan, part: LayerRange) -> None:
         assert not self.closed, "a shard is freed while it rehearses"
@@ -145,7 +163,7 @@ class Net:
     members: dict[str, Member] = field(default_factory=dict)
 
     def identity(self, name: str) -> Identity:
-        identity = self.fleet.member(name)
+        identity = self.fleet.member(name, trust=Trust.GUEST if name == "guest" else Trust.MEMBER)
         self.members[name] = identity.member
         return identity
 
@@ -202,6 +220,7 @@ async def hosting(
     devices: Sequence[LocalDevice] | None = None,
     low_bytes: int = 0,
     clock: Clock | None = None,
+    disk: StageDisk | None = None,
 ) -> AsyncIterator[Hosting]:
     identity, limits, meter, loads = net.identity(name), limits or HostLimits(), ShardMeter(), CountingLoads()
     listener, ends = net.ends(identity)
@@ -216,7 +235,7 @@ async def hosting(
         if caller.node_id in refuse:
             raise NotTrusted(f"{caller.node_id} is a guest", who=caller.node_id)
 
-    host = NodeShardHost(warm, ends, limits, meter, SystemClock(), check)
+    host = NodeShardHost(warm, ends, limits, meter, SystemClock(), check, disk)
     refusals = Refusals()
     watch = ConnectionWatch(refusals, net.fleet.clock, look_s=0.02)
     guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals, watch)

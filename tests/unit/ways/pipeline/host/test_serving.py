@@ -25,13 +25,14 @@ from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.net.channels import Purpose
 from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.folder import FleetFolder
 from paceline.node.serving import FleetServing
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
-from paceline.ways.pipeline.client import open_stage, tensor_addresses
+from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.route import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
 from paceline.ways.pipeline.host.ends import tensor_ends

@@ -84,6 +84,27 @@ async def test_a_route_that_can_t_be_had_names_the_machine_in_the_way(monkeypatc
 
 
 @in_loop
+async def test_a_machine_that_turns_out_unlike_is_in_the_way_and_keeps_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as fleet:
+        route = await fleet.open()
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+        fleet.opener.numerics_id = fleet.a.runner.numerics_id
+        monkeypatch.setattr(fleet.b.runner, "numerics_id", "other")
+        with pytest.raises(NotOpened) as refused:
+            await fleet.open()
+        assert {node_id: error.message for node_id, error in refused.value.refusals.items()} == {
+            "b": "it computes other bytes than this machine"
+        }
+        await fleet.nothing_is_left()
+        fleet.opener.numerics_id = ""
+        route = await fleet.open()
+        assert [stage.numerics_id for stage in route.stages] == [fleet.a.runner.numerics_id, "other"]
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+
+
+@in_loop
 async def test_a_route_says_whose_kernels_give_other_bytes_for_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two() as fleet:
         route = await fleet.open()

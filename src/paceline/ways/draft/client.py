@@ -1,12 +1,12 @@
-"""With one proposer, over one line: what it was told, what it was asked, and when its answers are late.
+"""With one proposer, over one connection: what it was told, what it was asked, and when its answers are late.
 
-Law: every ask is answered once, at the latest when the talk ends. Only what is new of a text is said, unless the proposer lost it. A proposer that breaks
-the contract, is late, or ends the line has failed, which is said once. Lives on the event loop.
+Law: every ask is answered once, at the latest when the client ends. Only what is new of a text is said, unless the proposer lost it. A proposer that breaks
+the contract, is late, or ends the connection has failed, which is said once. Lives on the event loop.
 
 Between an engine's thread, which asks and goes on, and the event loop, which carries asks out and answers back.
 
 Law: the engine's thread waits for answers alone, and no longer than it says. What it told of a sequence is kept until the sequence is over, so that
-the next drafter can be told all of it. While no talk reads the mail, asks are answered with nothing.
+the next drafter can be told all of it. While no client reads the asks, asks are answered with nothing.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from paceline.core.errors import RemoteProposerError
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.engine.proposers.session import retell
-from paceline.ways.draft.desk import BlockAsk
-from paceline.ways.draft.finding import Drafter, Line, OpenLine
-from paceline.ways.draft.line import check_block, new_session
+from paceline.ways.draft.connection import check_block, new_session
+from paceline.ways.draft.finding import Connection, Drafter, OpenConnection
+from paceline.ways.draft.pool import BlockAsk
 
-Mail = tuple[DraftAsk, float] | SequenceId
+QueueItem = tuple[DraftAsk, float] | SequenceId
 """An ask and when it was posted; or a sequence that is over."""
 
 
-class Mailbox:
+class AskQueue:
     """One engine's, for one source of drafts."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_mail: Callable[[], None]
+        self._on_item: Callable[[], None]
         self._changed = threading.Condition()
         self._told: dict[SequenceId, list[int]] = {}
-        self._mail: deque[Mail] = deque()
+        self._items: deque[QueueItem] = deque()
         self._called = False
-        """The loop was told of mail that it has not taken."""
+        """The loop was told of asks that it has not taken."""
         self._answers: list[DraftAnswer] = []
 
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
@@ -79,41 +79,41 @@ class Mailbox:
         """No sequence that goes on was told of, or may be."""
         return not self._told
 
-    def _post(self, item: Mail) -> None:
-        self._mail.append(item)
+    def _post(self, item: QueueItem) -> None:
+        self._items.append(item)
         loop = self._loop
         if loop is None:
             self._return()
         elif not self._called:
             self._called = True
             try:
-                loop.call_soon_threadsafe(self._on_mail)
+                loop.call_soon_threadsafe(self._on_item)
             except RuntimeError:  # it is closed: the process ends
                 self._return()
 
     def _return(self) -> None:
-        """No talk reads it."""
+        """No client reads it."""
         for item in self.take():
             if isinstance(item, tuple):
                 self.answer(item[0], ())
 
     # ------------------------------------------------------------------------------------------------------------ for the event loop
 
-    def open(self, on_mail: Callable[[], None]) -> None:
-        """Have the running loop told of mail from now on."""
-        self._on_mail = on_mail
+    def open(self, on_item: Callable[[], None]) -> None:
+        """Have the running loop told of asks from now on."""
+        self._on_item = on_item
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
         """Read no more of it. What was told of before is still to be taken. Idempotent."""
         self._loop = None
 
-    def take(self) -> Iterator[Mail]:
-        """All mail, in order."""
+    def take(self) -> Iterator[QueueItem]:
+        """All asks, in order."""
         self._called = False
         with suppress(IndexError):  # at the end both threads may take some of it
             while True:
-                yield self._mail.popleft()
+                yield self._items.popleft()
 
     def text(self, sequence: SequenceId, length: int) -> Sequence[int] | None:
         """The first tokens of a sequence; None: it is over, or shorter by now."""
@@ -152,11 +152,11 @@ class _Waiting:
     """All of the text was said."""
 
 
-class Talk:
+class ProposerClient:
     """Begins with `begin`, and ends with `end`, on whichever side it failed.
 
     Args:
-        mailbox: has the texts, and takes the answers.
+        queue: has the texts, and takes the answers.
         vocabulary_size: of the model drafted for.
         on_good: told of each block, of the seconds that it took, and whether all of its text was said for it.
         on_fail: told why there will be no more.
@@ -165,17 +165,17 @@ class Talk:
     def __init__(
         self,
         drafter: Drafter,
-        mailbox: Mailbox,
+        queue: AskQueue,
         vocabulary_size: int,
         clock: Clock,
         on_good: Callable[[BlockProposal, float, bool], None],
-        on_fail: Callable[[Talk, RemoteProposerError], None],
+        on_fail: Callable[[ProposerClient, RemoteProposerError], None],
     ) -> None:
         self.drafter = drafter
         """With its newest figures."""
-        self._mailbox, self._vocabulary_size, self._clock = mailbox, vocabulary_size, clock
+        self._queue, self._vocabulary_size, self._clock = queue, vocabulary_size, clock
         self._on_good, self._on_fail = on_good, on_fail
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._sessions: dict[SequenceId, int] = {}
         """Of sequences that it knows."""
         self._waiting: dict[int, deque[_Waiting]] = {}
@@ -183,13 +183,13 @@ class Talk:
         self._slower = 1.0
         """Than was promised."""
 
-    def begin(self, open_line: OpenLine) -> None:
+    def begin(self, open_connection: OpenConnection) -> None:
         """Reach it.
 
         Raises:
             PacelineError: it can't be reached.
         """
-        self._line = open_line(self.drafter, self._on_block, self._fail)
+        self._connection = open_connection(self.drafter, self._on_block, self._fail)
 
     def ask(self, ask: DraftAsk, asked_s: float) -> None:
         """Ask for a block, unless too many are under way."""
@@ -198,33 +198,33 @@ class Talk:
         else:
             # What is not said now is said later, with all before it.
             self.leave((ask.sequence,))
-            self._mailbox.answer(ask, ())
+            self._queue.answer(ask, ())
 
     def leave(self, sequences: Iterable[SequenceId]) -> None:
         """It need not remember these: they are over, or told anew."""
         sessions = [session for sequence in sequences if (session := self._sessions.pop(sequence, None)) is not None]
-        if sessions and self._line is not None:
-            self._line.send(None, sessions)
+        if sessions and self._connection is not None:
+            self._connection.send(None, sessions)
 
-    def end(self) -> Line | None:
-        """Answer all that wait, with nothing, and hear no more. The line is the caller's to close. Idempotent."""
-        line, self._line = self._line, None
+    def end(self) -> Connection | None:
+        """Answer all that wait, with nothing, and hear no more. The connection is the caller's to close. Idempotent."""
+        connection, self._connection = self._connection, None
         waiting, self._waiting = self._waiting, {}
         for each in (each for asks in waiting.values() for each in asks):
             each.late.cancel()
-            self._mailbox.answer(each.ask, ())
-        return line
+            self._queue.answer(each.ask, ())
+        return connection
 
     def _tell(self, ask: DraftAsk, asked_s: float, *, whole: bool) -> None:
         """Ask, and say what is new, or everything."""
-        line = self._line
-        assert line is not None, "asks come neither before the beginning nor after the end"
+        connection = self._connection
+        assert connection is not None, "asks come neither before the beginning nor after the end"
         first, tokens = ask.first_position, ask.token_ids
         if whole:
             self.leave((ask.sequence,))
-            text = self._mailbox.text(ask.sequence, first + len(tokens))
+            text = self._queue.text(ask.sequence, first + len(tokens))
             if text is None:  # no sequence waits for it any more
-                self._mailbox.answer(ask, ())
+                self._queue.answer(ask, ())
                 return
             first, tokens = 0, text
             self._sessions[ask.sequence] = new_session()
@@ -234,10 +234,10 @@ class Talk:
         late_s = min(LATE_S + LATE_TIMES * self._slower * (before_s + takes_s), LATEST_S)
         late = asyncio.get_running_loop().call_later(late_s, self._late, late_s)
         self._waiting.setdefault(session, deque()).append(_Waiting(ask, asked_s, late, takes_s, before_s + takes_s, whole))
-        line.send(BlockAsk(self.drafter.model_id, session, first, tokens, ask.length))
+        connection.send(BlockAsk(self.drafter.model_id, session, first, tokens, ask.length))
 
     def _on_block(self, session: int, block: BlockProposal | None) -> None:
-        if self._line is None:
+        if self._connection is None:
             return
         peer, asks = self.drafter.node_id, self._waiting.get(session)
         if not asks:
@@ -249,11 +249,11 @@ class Talk:
         waiting.late.cancel()
         ask = waiting.ask
         if block is None and self._sessions.get(ask.sequence) != session:
-            self._mailbox.answer(ask, ())  # it is over, or told anew
+            self._queue.answer(ask, ())  # it is over, or told anew
         elif block is None and not waiting.whole:
             if asks:
                 self.leave((ask.sequence,))  # what is asked next is told with everything
-                self._mailbox.answer(ask, ())
+                self._queue.answer(ask, ())
             else:
                 self._tell(ask, waiting.asked_s, whole=True)
         else:
@@ -266,18 +266,18 @@ class Talk:
                 raise RemoteProposerError(f"{peer} forgets what it is told", status="ABORTED")
             check_block(block, ask.length, self._vocabulary_size, peer)
         except RemoteProposerError as error:
-            self._mailbox.answer(ask, ())
+            self._queue.answer(ask, ())
             self._fail(error)
         else:
             took_s = self._clock.monotonic() - waiting.asked_s
             slower = min(took_s / waiting.promised_s, MOST_SLOWER) if waiting.promised_s > 0 else 1.0
             self._slower = max(1.0, slower, self._slower + FASTER_AGAIN * (slower - self._slower))
             self._on_good(block, took_s, waiting.whole)
-            self._mailbox.answer(ask, block.token_ids)
+            self._queue.answer(ask, block.token_ids)
 
     def _late(self, late_s: float) -> None:
         self._fail(RemoteProposerError(f"{self.drafter.node_id} drafted nothing in {late_s:.2f} s", status="DEADLINE_EXCEEDED"))
 
     def _fail(self, error: RemoteProposerError) -> None:
-        if self._line is not None:
+        if self._connection is not None:
             self._on_fail(self, error)

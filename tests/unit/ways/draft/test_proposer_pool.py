@@ -13,9 +13,9 @@ from tests.unit.ways.draft.proposers import Hangs, Scripted
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal
 from paceline.net.wire import propose_pb2 as wire
-from paceline.ways.draft import desk as proposer_desk
-from paceline.ways.draft.desk import MAX_STEPS, BlockAsk, ProposerDesk, ProposerServicer
-from paceline.ways.draft.finding import DeskLine
+from paceline.ways.draft import pool as proposer_desk
+from paceline.ways.draft.finding import LocalConnection
+from paceline.ways.draft.pool import MAX_STEPS, BlockAsk, ProposerPool, ProposerServicer
 
 
 def ask(session: int, first: int, *token_ids: int, **changed: int) -> BlockAsk:
@@ -25,105 +25,105 @@ def ask(session: int, first: int, *token_ids: int, **changed: int) -> BlockAsk:
 @in_loop
 async def test_a_desk_keeps_no_more_than_it_may() -> None:
     scripted = Scripted(5)
-    desk = ProposerDesk({"m": scripted}, most_sessions=2, most_tokens=10)
+    pool = ProposerPool({"m": scripted}, most_sessions=2, most_tokens=10)
     for session in (1, 2, 3):
-        assert await desk.propose("a", ask(session, 0, 1, 2, 3)) is not None
-    assert (desk.sessions, desk.tokens) == (2, 6)
-    assert await desk.propose("a", ask(1, 3, 4)) is None  # forgotten
-    assert await desk.propose("b", ask(2, 3, 4)) is None  # another caller's
-    assert await desk.propose("a", ask(2, 4, 4)) is None  # nobody told the fourth
-    assert await desk.propose("a", ask(2, 2, *range(9))) is not None
-    assert (desk.sessions, desk.tokens) == (1, 11)  # one is kept in any case
-    assert await desk.propose("a", ask(0, 0, 1)) is not None  # complete in itself, and not kept
-    assert (desk.sessions, desk.tokens) == (1, 11)
-    desk.end("a", [2, 77])
-    assert (desk.sessions, desk.tokens) == (0, 0)
-    desk.close()
+        assert await pool.propose("a", ask(session, 0, 1, 2, 3)) is not None
+    assert (pool.sessions, pool.tokens) == (2, 6)
+    assert await pool.propose("a", ask(1, 3, 4)) is None  # forgotten
+    assert await pool.propose("b", ask(2, 3, 4)) is None  # another caller's
+    assert await pool.propose("a", ask(2, 4, 4)) is None  # nobody told the fourth
+    assert await pool.propose("a", ask(2, 2, *range(9))) is not None
+    assert (pool.sessions, pool.tokens) == (1, 11)  # one is kept in any case
+    assert await pool.propose("a", ask(0, 0, 1)) is not None  # complete in itself, and not kept
+    assert (pool.sessions, pool.tokens) == (1, 11)
+    pool.end("a", [2, 77])
+    assert (pool.sessions, pool.tokens) == (0, 0)
+    pool.close()
     with pytest.raises(ModelNotFound, match="this machine stops"):
-        await desk.propose("a", ask(1, 0, 1))
+        await pool.propose("a", ask(1, 0, 1))
 
 
 @in_loop
 async def test_a_desk_refuses_what_cannot_be_meant() -> None:
-    desk = ProposerDesk({"m": Scripted(5)})
+    pool = ProposerPool({"m": Scripted(5)})
     for wrong in (ask(1, 0, 1, block_size=0), ask(1, 0, 1, num_steps=MAX_STEPS + 1), ask(0, 4, 1), ask(1, proposer_desk.MAX_COMMITTED, 1)):
         with pytest.raises(InvalidRequest):
-            await desk.propose("a", wrong)
-    desk.close()
+            await pool.propose("a", wrong)
+    pool.close()
 
 
 @in_loop
 async def test_a_desk_drops_what_nobody_waits_for_and_refuses_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposer_desk, "MOST_WAITING", 3)
     hangs = Hangs(5)
-    desk = ProposerDesk({"m": hangs})
-    asked = [asyncio.create_task(desk.propose("a", ask(session, 0, session))) for session in (1, 2, 3)]
+    pool = ProposerPool({"m": hangs})
+    asked = [asyncio.create_task(pool.propose("a", ask(session, 0, session))) for session in (1, 2, 3)]
     await asyncio.to_thread(hangs.begun.wait, 20)
     with pytest.raises(Overloaded):
-        await desk.propose("a", ask(4, 0, 4))
+        await pool.propose("a", ask(4, 0, 4))
     asked[1].cancel()
     await asyncio.gather(asked[1], return_exceptions=True)
     hangs.go.set()
     assert await asked[0] == await asked[2] == BlockProposal((5,), 1, 2, 3)
     assert hangs.texts == [(1,), (3,)]
-    desk.close()
+    pool.close()
 
 
 @in_loop
 async def test_who_waits_is_answered_when_a_desk_closes() -> None:
     hangs = Hangs(5)
-    desk = ProposerDesk({"m": hangs})
+    pool = ProposerPool({"m": hangs})
     asks = (ask(1, 0, 1), ask(1, 1, 2), ask(2, 0, 3), ask(0, 0, 4))
-    asked = [asyncio.create_task(desk.propose("a", each)) for each in asks]
+    asked = [asyncio.create_task(pool.propose("a", each)) for each in asks]
     await asyncio.to_thread(hangs.begun.wait, 20)
-    assert (desk.sessions, desk.tokens) == (2, 3)
-    desk.close()
-    desk.close()
-    assert (desk.sessions, desk.tokens) == (0, 0)
+    assert (pool.sessions, pool.tokens) == (2, 3)
+    pool.close()
+    pool.close()
+    assert (pool.sessions, pool.tokens) == (0, 0)
     assert await asyncio.gather(*asked) == [None] * 4
-    assert not await asyncio.to_thread(desk.drained, 0.0)
+    assert not await asyncio.to_thread(pool.drained, 0.0)
     hangs.go.set()
-    assert await asyncio.to_thread(desk.drained, 20.0)
+    assert await asyncio.to_thread(pool.drained, 20.0)
     assert hangs.texts == [(1,)]
 
 
 def test_a_name_is_given_once() -> None:
-    desk = ProposerDesk({"m": Scripted(5)})
+    pool = ProposerPool({"m": Scripted(5)})
     with pytest.raises(ValueError, match="m drafts here already"):
-        desk.add("m", Scripted(6))
-    desk.close()
+        pool.add("m", Scripted(6))
+    pool.close()
 
 
 @in_loop
 async def test_asks_of_a_session_that_ended_are_answered_as_lost() -> None:
     hangs = Hangs(5)
-    desk = ProposerDesk({"m": hangs})
-    first = asyncio.create_task(desk.propose("a", ask(1, 0, 1, 2)))
+    pool = ProposerPool({"m": hangs})
+    first = asyncio.create_task(pool.propose("a", ask(1, 0, 1, 2)))
     await asyncio.to_thread(hangs.begun.wait, 20)
-    second = asyncio.create_task(desk.propose("a", ask(1, 2, 3)))
+    second = asyncio.create_task(pool.propose("a", ask(1, 2, 3)))
     await asyncio.sleep(0)
-    desk.end("a", [1])
+    pool.end("a", [1])
     hangs.go.set()
     assert await first is not None
     assert await second is None
-    assert (desk.sessions, desk.tokens) == (0, 0)
-    desk.close()
+    assert (pool.sessions, pool.tokens) == (0, 0)
+    pool.close()
 
 
 @in_loop
 async def test_a_crowd_of_sessions_takes_nothing_from_one_that_is_being_answered() -> None:
     hangs = Hangs(5)
-    desk = ProposerDesk({"m": hangs, "other": Scripted(6)}, most_sessions=2)
-    asked = [asyncio.create_task(desk.propose("a", ask(1, 0, 1, 2)))]
+    pool = ProposerPool({"m": hangs, "other": Scripted(6)}, most_sessions=2)
+    asked = [asyncio.create_task(pool.propose("a", ask(1, 0, 1, 2)))]
     await asyncio.to_thread(hangs.begun.wait, 20)
-    asked.append(asyncio.create_task(desk.propose("a", ask(1, 2, 3))))
+    asked.append(asyncio.create_task(pool.propose("a", ask(1, 2, 3))))
     await asyncio.sleep(0)
     for session in range(2, 9):
-        assert await desk.propose("b", BlockAsk("other", session, 0, (1,), 3)) is not None
-    assert desk.sessions == 2
+        assert await pool.propose("b", BlockAsk("other", session, 0, (1,), 3)) is not None
+    assert pool.sessions == 2
     hangs.go.set()
     assert None not in await asyncio.gather(*asked)
-    desk.close()
+    pool.close()
 
 
 class Unread:
@@ -144,30 +144,30 @@ class Unread:
 
 @in_loop
 async def test_who_does_not_read_answers_is_not_read_either() -> None:
-    desk, call = ProposerDesk({"m": Scripted(5)}), Unread()
-    servicer = ProposerServicer(desk, lambda _: TestFleet().member("a").member)
+    pool, call = ProposerPool({"m": Scripted(5)}), Unread()
+    servicer = ProposerServicer(pool, lambda _: TestFleet().member("a").member)
     serving = asyncio.create_task(servicer.ProposeBlocks(call.asks(), call))  # type: ignore[arg-type]
-    stats = desk.stats["m"]
+    stats = pool.stats["m"]
     await until(lambda: stats.blocks == proposer_desk.MOST_WAITING or serving.done())
     for _ in range(100):
         await asyncio.sleep(0)
     assert (stats.blocks, call.taken) == (proposer_desk.MOST_WAITING, proposer_desk.MOST_WAITING + 1)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    assert desk.sessions == 0
-    desk.close()
+    assert pool.sessions == 0
+    pool.close()
 
 
 @in_loop
 async def test_a_long_call_remembers_no_session_that_ended() -> None:
     ended: list[int] = []
 
-    class Noting(ProposerDesk):
+    class Noting(ProposerPool):
         def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
             ended.extend(sessions if model_id is None else ())
             super().end(caller, sessions, model_id)
 
-    desk = Noting({"m": Scripted(5)})
+    pool = Noting({"m": Scripted(5)})
 
     class Read(Unread):
         async def write(self, message: object) -> None:
@@ -178,21 +178,21 @@ async def test_a_long_call_remembers_no_session_that_ended() -> None:
             block = wire.ProposeBlockRequest(model_id="m", session=session, block_size=3, committed_token_ids=[1])
             yield wire.ProposeBlocksRequest(block=block, ended_sessions=[session - 1])
 
-    servicer = ProposerServicer(desk, lambda _: TestFleet().member("a").member)
+    servicer = ProposerServicer(pool, lambda _: TestFleet().member("a").member)
     await servicer.ProposeBlocks(asks(), Read())  # type: ignore[arg-type]
     assert ended == [*range(400)]  # each once
-    assert (desk.sessions, desk.tokens) == (0, 0)
-    desk.close()
+    assert (pool.sessions, pool.tokens) == (0, 0)
+    pool.close()
 
 
 @in_loop
 async def test_a_session_of_this_process_that_ends_at_once_is_forgotten() -> None:
-    desk = ProposerDesk({"m": Scripted(5)})
+    pool = ProposerPool({"m": Scripted(5)})
     blocks = list[object]()
-    line = DeskLine(desk, "a", lambda _, block: blocks.append(block), blocks.append)
-    line.send(ask(1, 0, 1, 2))
-    line.send(None, (1,))
+    connection = LocalConnection(pool, "a", lambda _, block: blocks.append(block), blocks.append)
+    connection.send(ask(1, 0, 1, 2))
+    connection.send(None, (1,))
     await until(lambda: len(blocks) == 1)
-    assert (desk.sessions, desk.tokens) == (0, 0)
-    await line.close()
-    desk.close()
+    assert (pool.sessions, pool.tokens) == (0, 0)
+    await connection.close()
+    pool.close()

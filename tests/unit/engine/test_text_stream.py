@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.null_backend import ByteVocabulary
 
-from paceline.engine.stops import TextStream
+from paceline.engine.sequence import TextStream
 
 
 def stream(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[list[str], str, bool]:

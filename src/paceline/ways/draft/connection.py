@@ -23,7 +23,7 @@ from paceline.engine.proposers.session import common_length
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
-from paceline.ways.draft.desk import BLOCK, BlockAsk, write_ask
+from paceline.ways.draft.pool import BLOCK, BlockAsk, write_ask
 
 OnBlock = Callable[[int, BlockProposal | None], None]
 """Told of a session's block; None: the session is lost, and all of it must be said again."""
@@ -47,7 +47,7 @@ def check_block(block: BlockProposal, asked: int, vocabulary_size: int, peer: st
         raise RemoteProposerError(f"{peer} drafted token {unknown} of a vocabulary of {vocabulary_size}", status="DATA_LOSS")
 
 
-class RemoteLine:
+class RemoteConnection:
     """The call.
 
     Args:
@@ -145,7 +145,7 @@ class RemoteProposer:
         """Of this call."""
         self._told: list[int] = []
         """What the other side knows of it."""
-        self._line: RemoteLine | None = None
+        self._connection: RemoteConnection | None = None
         self._answer: asyncio.Future[BlockProposal | None] | None = None
         self.stats = ProposerStats()
 
@@ -193,16 +193,16 @@ class RemoteProposer:
     async def _ask(self, committed: Sequence[int], first: int, block_size: int, num_steps: int) -> BlockProposal | None:
         """A block; None where the session was lost."""
         self._answer = answer = self._loop.create_future()
-        if self._line is None:
+        if self._connection is None:
             self._session = new_session()
-            self._line = RemoteLine(self._channel(), self._peer, self._on_block, self._on_end)
-        self._line.send(BlockAsk(self._model_id, self._session, first, committed[first:], block_size, num_steps))
+            self._connection = RemoteConnection(self._channel(), self._peer, self._on_block, self._on_end)
+        self._connection.send(BlockAsk(self._model_id, self._session, first, committed[first:], block_size, num_steps))
         return await answer
 
     async def _hang_up(self) -> None:
-        line, self._line, self._told = self._line, None, []
-        if line is not None:
-            await line.close()
+        connection, self._connection, self._told = self._connection, None, []
+        if connection is not None:
+            await connection.close()
 
     def _on_block(self, session: int, block: BlockProposal | None) -> None:
         del session  # there is one
@@ -210,6 +210,6 @@ class RemoteProposer:
             self._answer.set_result(block)
 
     def _on_end(self, error: RemoteProposerError) -> None:
-        self._line, self._told = None, []
+        self._connection, self._told = None, []
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)

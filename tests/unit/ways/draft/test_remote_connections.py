@@ -1,4 +1,4 @@
-"""What a source makes of a proposer's line, whatever comes over it."""
+"""What a source makes of a proposer's connection, whatever comes over it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import NodeUnreachable
 from paceline.core.ids import NodeId, SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.ways.draft.desk import BlockAsk
+from paceline.ways.draft.client import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED
+from paceline.ways.draft.connection import OnBlock
 from paceline.ways.draft.finding import Drafter, OnEnd
-from paceline.ways.draft.line import OnBlock
 from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.pool import BlockAsk
 from paceline.ways.draft.remote import FORGIVEN, LEFT_OUT_S, RemoteDrafts
-from paceline.ways.draft.talk import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED
 
 ONE = SequenceId(1)
 DRAFTER = Drafter(NodeId("b"), b"1", "m", 10.0, 100.0, 0.0)
@@ -42,7 +42,7 @@ def in_passing_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable
     return run
 
 
-class Line:
+class Connection:
     """A proposer that a test speaks for."""
 
     def __init__(self, *drafters: Drafter) -> None:
@@ -57,7 +57,7 @@ class Line:
         order = drafters or (DRAFTER,)
         self.source.attach(lambda left_out: [one for one in order if one.key not in left_out], self._open, 100)
 
-    def _open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+    def _open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Connection:
         del on_end
         if self.unreachable:
             raise NodeUnreachable(f"{drafter.node_id} is gone")
@@ -94,99 +94,99 @@ class Line:
 
 @in_loop
 async def test_a_crowd_of_sequences_is_served_in_part_and_costs_no_proposer() -> None:
-    line = Line()
+    connection = Connection()
     for sequence in range(3 * MOST_ASKED):
-        await line.ask(sequence, 0, 1, 2)
-    assert len(line.asks) == MOST_ASKED
-    assert len(line.source.answers()) == 2 * MOST_ASKED
-    await line.ask(0, 2, 3)  # of one that is asked for already
-    assert line.ended == [line.asks[0].session]
-    for ask in line.asks:
-        line.on_block(ask.session, None if ask.session in line.ended else BlockProposal((7,)))
-    answers = {answer.sequence: answer for answer in line.source.answers()}
+        await connection.ask(sequence, 0, 1, 2)
+    assert len(connection.asks) == MOST_ASKED
+    assert len(connection.source.answers()) == 2 * MOST_ASKED
+    await connection.ask(0, 2, 3)  # of one that is asked for already
+    assert connection.ended == [connection.asks[0].session]
+    for ask in connection.asks:
+        connection.on_block(ask.session, None if ask.session in connection.ended else BlockProposal((7,)))
+    answers = {answer.sequence: answer for answer in connection.source.answers()}
     assert len(answers) == MOST_ASKED
-    await line.ask(0, 3, 4)
-    assert (line.asks[-1].first_position, line.asks[-1].token_ids) == (0, [1, 2, 3, 4])
-    assert not line.meter.failures
-    await line.source.detach()
+    await connection.ask(0, 3, 4)
+    assert (connection.asks[-1].first_position, connection.asks[-1].token_ids) == (0, [1, 2, 3, 4])
+    assert not connection.meter.failures
+    await connection.source.detach()
 
 
 @in_passing_loop
 async def test_whoever_hangs_is_replaced_once_it_is_late() -> None:
-    line = Line(DRAFTER, replace(DRAFTER, node_id=NodeId("c")))
-    await line.ask(1, 0, *range(50))
+    connection = Connection(DRAFTER, replace(DRAFTER, node_id=NodeId("c")))
+    await connection.ask(1, 0, *range(50))
     late_s = LATE_S + LATE_TIMES * DRAFTER.takes_s(50, 2)
-    await line.passes(0.9 * late_s)
-    assert line.source.answers() == ()
-    await line.passes(0.11 * late_s)
-    assert line.source.answers() == [DraftAnswer(SequenceId(1), 50, ())]
-    assert line.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
-    assert line.opened == ["b", "c"]
-    await line.ask(1, 50, 7)
-    assert (line.asks[-1].first_position, line.asks[-1].token_ids) == (0, [*range(50), 7])
-    assert await line.drafted(8, 9) == (8, 9)
-    await line.source.detach()
+    await connection.passes(0.9 * late_s)
+    assert connection.source.answers() == ()
+    await connection.passes(0.11 * late_s)
+    assert connection.source.answers() == [DraftAnswer(SequenceId(1), 50, ())]
+    assert connection.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
+    assert connection.opened == ["b", "c"]
+    await connection.ask(1, 50, 7)
+    assert (connection.asks[-1].first_position, connection.asks[-1].token_ids) == (0, [*range(50), 7])
+    assert await connection.drafted(8, 9) == (8, 9)
+    await connection.source.detach()
 
 
 @in_passing_loop
 async def test_whoever_waits_in_line_is_not_late() -> None:
-    line = Line()
+    connection = Connection()
     takes_s = LATE_TIMES * DRAFTER.takes_s(50, 2)
     for sequence in range(4):
-        await line.ask(sequence, 0, *range(50))
-    for ask in line.asks:
-        await line.passes(0.9 * (takes_s + LATE_S / 4))
-        line.on_block(ask.session, BlockProposal((7,)))
-    assert len(line.source.answers()) == 4
-    assert not line.meter.failures
-    await line.ask(9, 0, *range(10_000))
-    await line.passes(LATEST_S + 0.1)  # but for this long nobody is waited for
-    assert line.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
-    await line.source.detach()
+        await connection.ask(sequence, 0, *range(50))
+    for ask in connection.asks:
+        await connection.passes(0.9 * (takes_s + LATE_S / 4))
+        connection.on_block(ask.session, BlockProposal((7,)))
+    assert len(connection.source.answers()) == 4
+    assert not connection.meter.failures
+    await connection.ask(9, 0, *range(10_000))
+    await connection.passes(LATEST_S + 0.1)  # but for this long nobody is waited for
+    assert connection.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
+    await connection.source.detach()
 
 
 @in_passing_loop
 async def test_who_is_slower_than_promised_is_given_more_time() -> None:
-    line = Line()
+    connection = Connection()
     promised_s = DRAFTER.takes_s(50, 2)
     for slower in (2, 6):  # the latter would have been late at first
-        await line.ask(1, 0, *range(50))
-        await line.passes(slower * promised_s)
-        assert await line.drafted(7) == (7,)
-    await line.ask(1, 0, *range(50))
-    await line.passes(LATE_S + LATE_TIMES * 6 * promised_s + 0.1)
-    assert line.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
-    await line.source.detach()
+        await connection.ask(1, 0, *range(50))
+        await connection.passes(slower * promised_s)
+        assert await connection.drafted(7) == (7,)
+    await connection.ask(1, 0, *range(50))
+    await connection.passes(LATE_S + LATE_TIMES * 6 * promised_s + 0.1)
+    assert connection.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
+    await connection.source.detach()
 
 
 @in_passing_loop
 async def test_who_failed_is_asked_again_after_a_while_that_grows_until_it_is_forgiven() -> None:
-    line = Line()
+    connection = Connection()
     for times in range(3):
-        await line.ask(times, 0, 1)
-        assert await line.drafted(100) == ()
-        assert line.source.expected_s is None
-        await line.passes(0.9 * LEFT_OUT_S * 2**times)
-        assert line.source.drafter is None
-        await line.passes(0.2 * LEFT_OUT_S * 2**times)
-        assert line.source.drafter == DRAFTER
+        await connection.ask(times, 0, 1)
+        assert await connection.drafted(100) == ()
+        assert connection.source.expected_s is None
+        await connection.passes(0.9 * LEFT_OUT_S * 2**times)
+        assert connection.source.drafter is None
+        await connection.passes(0.2 * LEFT_OUT_S * 2**times)
+        assert connection.source.drafter == DRAFTER
     for place in range(FORGIVEN):
-        await line.ask(9, place, 1)
-        assert await line.drafted(7) == (7,)
-    await line.ask(9, FORGIVEN, 1)
-    line.unreachable = True
-    assert await line.drafted(100) == ()
-    await line.passes(1.1 * LEFT_OUT_S)  # as if for the first time; and now it is not even reached
-    assert line.source.drafter is None
-    assert line.meter.failures == {("b", "DATA_LOSS"): 4, ("b", "UNAVAILABLE"): 1}
-    await line.ask(9, FORGIVEN + 1, 1)
-    assert line.source.answers() == [DraftAnswer(SequenceId(9), FORGIVEN + 2, ())]
-    line.unreachable = False
-    await line.passes(2.1 * LEFT_OUT_S)
-    await line.ask(9, FORGIVEN + 2, 1)
-    assert await line.drafted(7) == (7,)
-    assert line.asks[-1].token_ids == [1] * (FORGIVEN + 3)
-    await line.source.detach()
+        await connection.ask(9, place, 1)
+        assert await connection.drafted(7) == (7,)
+    await connection.ask(9, FORGIVEN, 1)
+    connection.unreachable = True
+    assert await connection.drafted(100) == ()
+    await connection.passes(1.1 * LEFT_OUT_S)  # as if for the first time; and now it is not even reached
+    assert connection.source.drafter is None
+    assert connection.meter.failures == {("b", "DATA_LOSS"): 4, ("b", "UNAVAILABLE"): 1}
+    await connection.ask(9, FORGIVEN + 1, 1)
+    assert connection.source.answers() == [DraftAnswer(SequenceId(9), FORGIVEN + 2, ())]
+    connection.unreachable = False
+    await connection.passes(2.1 * LEFT_OUT_S)
+    await connection.ask(9, FORGIVEN + 2, 1)
+    assert await connection.drafted(7) == (7,)
+    assert connection.asks[-1].token_ids == [1] * (FORGIVEN + 3)
+    await connection.source.detach()
 
 
 @in_loop
@@ -208,7 +208,7 @@ async def test_a_source_nobody_attached_answers_with_nothing_and_keeps_what_it_w
 
 def test_mail_to_a_loop_that_ended_comes_back() -> None:
     async def begin() -> RemoteDrafts:
-        return Line().source
+        return Connection().source
 
     source = asyncio.run(begin())
     source.ask(DraftAsk(ONE, 0, [1, 2], 4))
@@ -217,22 +217,22 @@ def test_mail_to_a_loop_that_ended_comes_back() -> None:
 
 @in_loop
 async def test_blocks_that_nobody_asked_for_are_a_fault() -> None:
-    line = Line()
-    await line.ask(1, 0, 1, 2)
-    line.on_block(line.asks[0].session, BlockProposal((7,)))
-    line.on_block(line.asks[0].session, BlockProposal((8,)))
-    assert line.meter.failures == {("b", "DATA_LOSS"): 1}
-    assert line.source.answers() == [DraftAnswer(SequenceId(1), 2, (7,))]
-    assert line.source.expected_s is None
-    await line.source.detach()
+    connection = Connection()
+    await connection.ask(1, 0, 1, 2)
+    connection.on_block(connection.asks[0].session, BlockProposal((7,)))
+    connection.on_block(connection.asks[0].session, BlockProposal((8,)))
+    assert connection.meter.failures == {("b", "DATA_LOSS"): 1}
+    assert connection.source.answers() == [DraftAnswer(SequenceId(1), 2, (7,))]
+    assert connection.source.expected_s is None
+    await connection.source.detach()
 
 
 @in_loop
 async def test_a_sequence_that_ended_may_be_lost() -> None:
-    line = Line()
-    await line.ask(1, 0, 1, 2)
-    line.source.forget(SequenceId(1))
+    connection = Connection()
+    await connection.ask(1, 0, 1, 2)
+    connection.source.forget(SequenceId(1))
     await asyncio.sleep(0)
-    line.on_block(line.asks[0].session, None)
-    assert not line.meter.failures
-    await line.source.detach()
+    connection.on_block(connection.asks[0].session, None)
+    assert not connection.meter.failures
+    await connection.source.detach()

@@ -78,7 +78,7 @@ Key = tuple[str, str, int]
 """Caller, model, session."""
 
 
-class ProposerDesk:
+class ProposerPool:
     """Every proposer of one node.
 
     Args:
@@ -125,7 +125,7 @@ class ProposerDesk:
         return self._tokens
 
     async def propose(self, caller: str, ask: BlockAsk) -> BlockProposal | None:
-        """A block; None where the caller's session is not held as far as the ask begins, or no longer, or the desk was closed meanwhile.
+        """A block; None where the caller's session is not held as far as the ask begins, or no longer, or the pool was closed meanwhile.
 
         Raises:
             ModelNotFound: there is no such proposer here.
@@ -207,7 +207,7 @@ class ProposerDesk:
         return not waiting.is_alive()
 
     async def _make(self, model: _Model, kept: _Kept, *args: Any) -> BlockProposal | None:
-        """A block, in the model's thread; None: the desk was closed."""
+        """A block, in the model's thread; None: the pool was closed."""
         making = asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
         self._making.add(making)
         try:
@@ -266,13 +266,13 @@ class ProposerServicer(ProposerServiceServicer):
         who: the caller of a context (`PeerGuard.peer`).
     """
 
-    def __init__(self, desk: ProposerDesk, who: Callable[[Context], Member]) -> None:
-        self._desk, self._who = desk, who
+    def __init__(self, pool: ProposerPool, who: Callable[[Context], Member]) -> None:
+        self._pool, self._who = pool, who
 
     async def ProposeBlock(self, request: wire.ProposeBlockRequest, context: Context) -> wire.ProposeBlockResponse:
         try:
             ask = replace(read_ask(request), session=0)
-            return write_block(await self._desk.propose(self._who(context).node_id, ask), 0)
+            return write_block(await self._pool.propose(self._who(context).node_id, ask), 0)
         except PacelineError as error:
             await abort(context, error)
 
@@ -285,20 +285,20 @@ class ProposerServicer(ProposerServiceServicer):
 
         async def answer(ask: BlockAsk) -> None:
             try:
-                block = write_block(await self._desk.propose(caller, ask), ask.session)
+                block = write_block(await self._pool.propose(caller, ask), ask.session)
                 async with writing:
                     await context.write(wire.ProposeBlocksResponse(block=block))
             finally:
                 unanswered.release()
 
         seen: dict[int, None] = {}
-        """Sessions, the one used last at the end: no more than the desk keeps."""
+        """Sessions, the one used last at the end: no more than the pool keeps."""
         try:
             async with asyncio.TaskGroup() as answering:
                 async for request in requests:
                     if len(request.ended_sessions) > MOST_ENDED:
                         raise InvalidRequest(f"{len(request.ended_sessions)} sessions that ended at once", field="ended_sessions")
-                    self._desk.end(caller, request.ended_sessions)
+                    self._pool.end(caller, request.ended_sessions)
                     for session in request.ended_sessions:
                         seen.pop(session, None)
                     if not request.HasField("block"):
@@ -318,7 +318,7 @@ class ProposerServicer(ProposerServiceServicer):
             raise error from None
         finally:
             # Sessions end with the call that spoke of them: a peer that calls again says everything again.
-            self._desk.end(caller, tuple(seen))
+            self._pool.end(caller, tuple(seen))
 
 
 _ASK: Final = Codec(
@@ -340,14 +340,14 @@ def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockR
     return wire.ProposeBlockResponse(session=session, session_lost=True) if block is None else BLOCK.write(block, session=session)
 
 
-def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Service:
+def proposer_service(pool: ProposerPool, who: Callable[[Context], Member]) -> Service:
     """What a node's server registers."""
     limits = {
         "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=wire.ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
         # All that is inside of a block is numbers.
         "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=wire.ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
     }
-    return Service(partial(add_ProposerServiceServicer_to_server, ProposerServicer(desk, who)), limits)
+    return Service(partial(add_ProposerServiceServicer_to_server, ProposerServicer(pool, who)), limits)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

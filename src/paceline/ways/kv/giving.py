@@ -1,0 +1,216 @@
+"""KvService: tells peers which prefixes were used here last, and sends them the blocks that they ask for.
+
+Law: only nodes that may share KV are answered. Blocks are lent a window at a time, so that a peer that takes them slowly holds little of the pool;
+so many peers are served at once, half of them one node's; one that asks and does not take is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import FleetError, NotTrusted
+from paceline.engine.kv_source import KvLoan
+from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
+from paceline.net.tensor.ends import TensorSender
+from paceline.net.tensor.frames import TICKET_BYTES
+from paceline.net.trust.certificates import Member
+from paceline.net.trust.handlers import Limit
+from paceline.net.wire import kv_pb2 as wire
+from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServicer_to_server
+from paceline.ways.kv.price import MARK_BYTES
+from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+
+logger = logging.getLogger(__name__)
+
+MOST_GIVEN: Final = 4
+"""Fetches served at once. Raising it: more peers at a time, each of them slower."""
+MOST_WATCHES: Final = 16
+"""Of one node: one for each model here."""
+LOOK_S: Final = 5.0
+"""For the engine to say what it has: a step may take so long."""
+SEND_S: Final = 5.0
+"""For as long as a peer takes nothing."""
+PAUSE_S: Final = 0.25
+"""Between two messages of what was used. Raising it: peers know later, and hear less often."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvOwner(Protocol):
+    """The node that gives."""
+
+    def admit(self, context: Context) -> Member:
+        """Who calls. Raises NotTrusted where it may not share KV."""
+        ...
+
+    def models(self) -> Sequence[PeerKv]:
+        """What runs here."""
+        ...
+
+    async def used(self, kv: PeerKv, version: int) -> None:
+        """Wait until a model's prefixes are other than those of a version."""
+        ...
+
+    def dial(self, to: Member, port: int, ticket: bytes) -> Callable[[], TensorSender]:
+        """How to open a stream to a node that asked; what it returns blocks."""
+        ...
+
+    def given(self, n_blocks: int, n_bytes: int) -> None:
+        """Hear what was sent. In other threads."""
+        ...
+
+
+class KvServicer(KvServiceServicer):
+    """Of one node."""
+
+    def __init__(self, owner: KvOwner) -> None:
+        self._owner = owner
+        self._threads = ThreadPoolExecutor(MOST_GIVEN, "paceline-kv-give")
+        self._watches, self._served = Counter[str](), Counter[str]()
+        self._senders: set[TensorSender] = set()
+
+    # Written to the context: a coroutine that is cancelled ends at once, a generator when it is collected.
+    async def WatchPrefixes(self, request: wire.WatchPrefixesRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        caller = await self._admitted(context)
+        kv = await self._model(request.digest, request.numerics_id, context)
+        if self._watches[caller.node_id] >= MOST_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node tells one caller of so many models")
+        self._watches[caller.node_id] += 1
+        try:
+            while kv in self._owner.models():
+                prefixes = kv.loans.prefixes
+                marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks)
+                await context.write(
+                    wire.WatchPrefixesResponse(version=prefixes.version, block_tokens=kv.block_tokens, layout=kv.layout, marks=marks)
+                )
+                await asyncio.sleep(PAUSE_S)
+                await self._owner.used(kv, prefixes.version)
+        finally:
+            self._watches[caller.node_id] -= 1
+
+    async def FetchBlocks(self, request: wire.FetchBlocksRequest, context: Context) -> wire.FetchBlocksResponse:  # pyright: ignore[reportIncompatibleMethodOverride]
+        caller = await self._admitted(context)
+        kv = await self._model(request.digest, request.numerics_id, context)
+        n_keys, rest = divmod(len(request.keys), KEY_BYTES)
+        if rest or not 0 < n_keys <= MOST_KEYS or len(request.ticket) != TICKET_BYTES or not 0 < request.tensor_port < 1 << 16:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "blocks are asked for by keys of 16 bytes, with a port and a ticket")
+        if request.layout != kv.layout:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node's blocks of the model are others")
+        if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_GIVEN // 2:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
+        keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
+        self._served[caller.node_id] += 1
+        loan: KvLoan | None = None
+        try:
+            loan = await _lent(kv, keys[: kv.window])
+            n_blocks = next((place for place, key in enumerate(keys[: kv.window]) if not kv.has(loan, key)), min(len(keys), kv.window))
+            if n_blocks:
+                work = partial(self._send, kv, keys, loan, self._owner.dial(caller, request.tensor_port, request.ticket))
+                sending = asyncio.get_running_loop().run_in_executor(self._threads, work)
+                loan = None
+                sending.add_done_callback(lambda done: self._sent(caller, done))
+                return wire.FetchBlocksResponse(n_blocks=n_blocks)
+        except BaseException as error:
+            self._served[caller.node_id] -= 1
+            if isinstance(error, FleetError):
+                await abort(context, error)
+            raise
+        finally:
+            if loan is not None:
+                kv.loans.give_back(loan)
+        self._served[caller.node_id] -= 1
+        return wire.FetchBlocksResponse()
+
+    def close(self) -> None:
+        """Leave those that are served. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for sender in tuple(self._senders):
+            sender.close()
+
+    def _send(self, kv: PeerKv, keys: Sequence[bytes], loan: KvLoan, open_stream: Callable[[], TensorSender]) -> None:
+        """In a thread of its own."""
+        data, sent, lent = memoryview(bytearray(kv.block_bytes)), 0, [loan]
+        coming: Future[KvLoan] | None = None
+        try:
+            sender = open_stream()
+            self._senders.add(sender)
+            try:
+                for start in range(0, len(keys), kv.window):
+                    stop = start + kv.window
+                    coming = kv.loans.ask(keys[stop : stop + kv.window]) if stop < len(keys) else None
+                    for key in keys[start:stop]:
+                        if not kv.read(lent[0], key, data):
+                            return
+                        send_block(sender, key, data, SEND_S)
+                        sent += 1
+                    kv.loans.give_back(lent.pop())
+                    if coming is not None:
+                        lent.append(coming.result(LOOK_S))
+                        coming = None
+            finally:
+                self._senders.discard(sender)
+                sender.close()
+        except (FleetError, TimeoutError) as error:
+            logger.info("KV is not sent to its end: %s", error)
+        finally:
+            for each in lent:
+                kv.loans.give_back(each)
+            if coming is not None:
+                _give_back_later(kv, coming)
+            self._owner.given(sent, sent * kv.block_bytes)
+
+    def _sent(self, caller: Member, done: asyncio.Future[None]) -> None:
+        self._served[caller.node_id] -= 1
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("KV could not be sent", exc_info=error)
+
+    async def _admitted(self, context: Context) -> Member:
+        try:
+            return self._owner.admit(context)
+        except NotTrusted as error:
+            await abort(context, error)
+
+    async def _model(self, digest: str, numerics_id: str, context: Context) -> PeerKv:
+        found = next((kv for kv in self._owner.models() if (kv.digest, kv.numerics_id) == (digest, numerics_id)), None)
+        if found is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this node has no KV of that model")
+            raise AssertionError("abort raises")
+        return found
+
+
+async def _lent(kv: PeerKv, keys: Sequence[bytes]) -> KvLoan:
+    asked = kv.loans.ask(keys)
+    try:
+        async with asyncio.timeout(LOOK_S):
+            return await asyncio.shield(asyncio.wrap_future(asked))
+    except TimeoutError:
+        _give_back_later(kv, asked)
+        return KvLoan({})
+    except BaseException:
+        _give_back_later(kv, asked)
+        raise
+
+
+def _give_back_later(kv: PeerKv, asked: Future[KvLoan]) -> None:
+    """What was asked for is wanted no more."""
+    if not asked.cancel():
+        asked.add_done_callback(lambda done: kv.loans.give_back(done.result()))
+
+
+def kv_service(servicer: KvServicer) -> Service:
+    """What a node's server registers."""
+    limits = {
+        "KvService/WatchPrefixes": Limit(KIB, 8),
+        "KvService/FetchBlocks": Limit(72 * KIB, 16),
+    }
+    return Service(partial(add_KvServiceServicer_to_server, servicer), limits)

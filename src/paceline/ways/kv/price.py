@@ -1,0 +1,76 @@
+"""What KV at another node is worth: how far a prompt's prefix lies there, and from how many blocks on it is fetched sooner than it is computed here.
+
+Law: pure. A link that was not measured, or a speed, is no reason to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from paceline.fleet.card import Link, ModelOffer
+from paceline.fleet.figures import two_digits
+
+MARK_BYTES = 8
+"""Of a key, in what a node tells of its prefixes."""
+FASTER = 1.25
+"""By what factor fetching must be faster: estimates are rough, and the link is others' too. Raising it: more is computed again."""
+OPENING_S, ROUND_TRIPS = 0.02, 4
+"""From asking until the first block is on its way, beside the link's round trips: a call, and a connection with its handshake."""
+
+
+def marked(marks: Container[bytes], keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    """Marks that are of a chain, and how many blocks lie before the end of each."""
+    return [(place, mark) for place, key in enumerate(keys, start=1) if (mark := key[:MARK_BYTES]) in marks]
+
+
+def run_of(told: Container[bytes], found: Sequence[tuple[int, bytes]]) -> int:
+    """How many blocks of a chain a node may have, from the first on, by the marks that it told and those that were found."""
+    return max((place for place, mark in found if mark in told), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPrice:
+    """Of blocks of one model at one node."""
+
+    opening_s: float
+    fetched_s: float
+    """One block over the link."""
+    computed_s: float
+    """One block here."""
+
+    @property
+    def least_blocks(self) -> int | None:
+        """The fewest that are worth fetching; None: no number is."""
+        gain_s = self.computed_s / FASTER - self.fetched_s
+        return max(1, ceil(self.opening_s / gain_s)) if gain_s > 0 else None
+
+    def saved_s(self, n_blocks: int) -> float:
+        """What fetching so many saves; 0 where it is not worth it."""
+        least = self.least_blocks
+        return 0.0 if least is None or n_blocks < least else n_blocks * (self.computed_s - self.fetched_s) - self.opening_s
+
+    def words(self, block_tokens: int) -> str:
+        """Why blocks are fetched, or not."""
+        fetched, computed = (two_digits(block_tokens / seconds) for seconds in (self.fetched_s, self.computed_s))
+        least = self.least_blocks
+        if least is None:
+            return f"its KV is not fetched: {fetched:g} tokens a second come from there, and {computed:g} are computed here"
+        return f"its KV is fetched from {least * block_tokens} tokens on: {fetched:g} a second come from there, and {computed:g} are computed here"
+
+
+def price(
+    block_bytes: int, block_tokens: int, offer: ModelOffer | None, link: Link | None, seen_bytes_per_s: float | None = None
+) -> KvPrice | None:
+    """What blocks cost; None where too little is known.
+
+    Args:
+        offer: of the model, here: how fast prompts are computed.
+        link: to the node.
+        seen_bytes_per_s: what blocks that came from there took lately, in place of the link's.
+    """
+    if offer is None or link is None or offer.prefill_tokens_per_second <= 0:
+        return None
+    rate = seen_bytes_per_s or link.bytes_per_s
+    return KvPrice(OPENING_S + ROUND_TRIPS * link.rtt_s, block_bytes / max(rate, 1.0), block_tokens / offer.prefill_tokens_per_second)

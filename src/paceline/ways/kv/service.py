@@ -1,0 +1,433 @@
+"""A node's KV and that of its peers, put together: who tells what, what it is worth, how blocks are asked for, and what came of it.
+
+Law: all of it happens on the event loop, but for the threads that move blocks. What a peer told is forgotten with the call that told it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, PacelineError, StreamCorrupt
+from paceline.core.ids import NodeId
+from paceline.core.metrics import Metrics, Row, counter, gauge
+from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import MayShareKv, Use
+from paceline.fleet.machines import Links, live_cards
+from paceline.fleet.messages import Effect
+from paceline.net.member.node import FleetNode
+from paceline.net.rpc_faults import error_of
+from paceline.net.server import Service
+from paceline.net.tensor.dialling import dial, tensor_addresses
+from paceline.net.tensor.ends import TensorReceiver, TensorSender
+from paceline.net.tensor.listener import ExpectedStream
+from paceline.net.trust.certificates import Member
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.wire import kv_pb2 as wire
+from paceline.net.wire.kv_pb2_grpc import KvServiceStub
+from paceline.ways.kv.giving import KvServicer, kv_service
+from paceline.ways.kv.price import MARK_BYTES, KvPrice, marked, price, run_of
+from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, receive_blocks
+
+logger = logging.getLogger(__name__)
+
+MOST_TOLD: Final = 64
+"""Prefixes that are taken of one message."""
+MOST_LOOKED_AT: Final = 1 << 14
+"""Tokens of a prompt that is to be sent where it lies. Raising it: more of the event loop's time for long prompts."""
+MOST_MODELS: Final = 16
+"""Of one node, that are watched."""
+RETRY_S: Final = 5.0
+MOST_RETRY_S: Final = 120.0
+"""After a peer told nothing, or no more, it is asked again, each time later."""
+REST_S: Final = 10.0
+WRONG_REST_S: Final = 600.0
+"""For which a peer is not asked that was too slow or went away, or that sent other blocks than those asked for."""
+LEARNS_FROM: Final = 8
+"""Blocks of the shortest fetch that says how fast blocks come."""
+SEEN_S: Final = 300.0
+"""For which that stands in place of the link's measure. Raising it: a link that was slow for a moment is left aside for longer."""
+DIAL_S: Final = 5.0
+
+_Told = tuple[NodeId, str, str]
+"""A node, a model's digest, its numerics id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldPrefixes:
+    """What a node said of its prefixes last."""
+
+    version: int
+    block_tokens: int
+    layout: bytes
+    marks: frozenset[bytes]
+
+
+class KvMeter:
+    """What became of it, since the start."""
+
+    def __init__(self) -> None:
+        self.fetches = Counter[str]()
+        """By how they ended."""
+        self.blocks = Counter[str]()
+        self.bytes = Counter[str]()
+        self.marks = 0
+        """Told by peers, now."""
+        self.least_tokens: Mapping[NodeId, int] = {}
+        """From which on KV is fetched, by node."""
+
+
+# fmt: off
+KV_ROWS: tuple[Row[KvMeter], ...] = (
+    counter("paceline_kv_peer_fetches", "Prefixes asked of other nodes, by how it ended.", lambda meter: dict(meter.fetches), "outcome"),
+    counter("paceline_kv_peer_blocks", "KV blocks between this node and others.", lambda meter: dict(meter.blocks), "what"),
+    counter("paceline_kv_peer_bytes", "Bytes of these blocks.", lambda meter: dict(meter.bytes), "what"),
+    gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
+    gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
+)
+# fmt: on
+
+
+class KvSharing:
+    """Of one node in a fleet. Made on the event loop."""
+
+    def __init__(self, fleet: FleetNode, clock: Clock) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._loop = asyncio.get_running_loop()
+        self._used: dict[PeerKv, asyncio.Event] = {}
+        """Set, and another put in its place, when a model's prefixes change."""
+        self._told: dict[_Told, ToldPrefixes] = {}
+        self._watches: dict[_Told, asyncio.Task[None]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(2 * MOST_FETCHES, "paceline-kv-fetch")
+        self._resting: dict[NodeId, float] = {}
+        self._seen: dict[NodeId, tuple[float, float]] = {}
+        """Bytes a second of the last fetch, and when that was."""
+        self._said: dict[tuple[NodeId, str], str] = {}
+        """Of each peer and model, what was logged of its price last."""
+        self._prices: dict[_Told, KvPrice] = {}
+        self.meter = KvMeter()
+        self.metrics = Metrics(KV_ROWS, lambda: self.meter)
+        self._servicer = KvServicer(self)
+        self._guard: PeerGuard | None = None
+        self._stale = self._stopped = False
+        fleet.listen(self._on_news)
+
+    def service(self, guard: PeerGuard) -> Service:
+        """For `FleetNode.start`."""
+        self._guard = guard
+        return kv_service(self._servicer)
+
+    def attach(self, kv: PeerKv) -> None:
+        """Share the KV of an engine of this node."""
+        if kv not in self._used:
+            self._used[kv] = asyncio.Event()
+            kv.loans.on_used = partial(self._on_loop, partial(self._changed, kv))
+            self._look_soon()
+
+    def keep(self, living: Collection[PeerKv]) -> None:
+        """End with the engines that are gone."""
+        for kv in [one for one in self._used if one not in living]:
+            self._used.pop(kv).set()
+
+    async def stop(self) -> None:
+        """End. Bounded; idempotent."""
+        self._stopped = True
+        self.keep(())
+        tasks = (*self._watches.values(), *self._asking)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._servicer.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def shares(self, digest: str, numerics_id: str, ids: Sequence[int], salt: str) -> Mapping[NodeId, float]:
+        """What part of a prompt each node has, as it told. Of this node: what it would save to fetch it."""
+        told = {key[0]: said for key, said in self._told.items() if key[1:] == (digest, numerics_id) and said.marks}
+        found, own = dict[NodeId, float](), 0.0
+        keys: dict[int, list[bytes]] = {}
+        for node_id, said in told.items():
+            if said.block_tokens not in keys:
+                root = salted_key(root_key(numerics_id, digest), "", salt)
+                keys[said.block_tokens] = prompt_keys(root, ids[:MOST_LOOKED_AT], said.block_tokens)
+            if run := run_of(said.marks, marked(said.marks, keys[said.block_tokens])):
+                found[node_id] = run * said.block_tokens / len(ids)
+                cost = self._prices.get((node_id, digest, numerics_id))
+                if cost is not None:
+                    own = max(own, found[node_id] * cost.saved_s(run) / (run * cost.computed_s))
+        return {**found, self._fleet.node_id: own} if own else found
+
+    def version_of(self, node_id: NodeId) -> int:
+        """Of what a node told last; -1: it told nothing."""
+        return max((told.version for key, told in self._told.items() if key[0] == node_id), default=-1)
+
+    # ------------------------------------------------------------------------------------------------------------ for the servicer
+
+    def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> Member:
+        """See `KvOwner`."""
+        assert self._guard is not None, "the service was made"
+        member = self._guard.peer(context)
+        self._fleet.trust.check(member, Use.SHARE_KV, self._guard.voids)
+        return member
+
+    def models(self) -> Sequence[PeerKv]:
+        """See `KvOwner`."""
+        return tuple(self._used)
+
+    async def used(self, kv: PeerKv, version: int) -> None:
+        """See `KvOwner`."""
+        while kv in self._used and kv.loans.prefixes.version == version:
+            await self._used[kv].wait()
+
+    def dial(self, to: Member, port: int, ticket: bytes) -> Callable[[], TensorSender]:
+        """See `KvOwner`."""
+        live = self._fleet.view().get(to.node_id)
+        if live is None:
+            raise FleetError(f"{to.node_id} is not in this node's view of the fleet")
+        addresses = tensor_addresses(self._fleet.book.order(live.card.addresses), port)
+        identity, voids = self._fleet.identity, self._fleet.gossip.voids
+        return lambda: dial(addresses, to, ticket, identity, voids, _soon(DIAL_S))
+
+    def given(self, n_blocks: int, n_bytes: int) -> None:
+        """See `KvOwner`."""
+        self._on_loop(partial(self._count, "given", n_blocks, n_bytes))
+
+    def _count(self, what: str, n_blocks: int, n_bytes: int) -> None:
+        self.meter.blocks[what] += n_blocks
+        self.meter.bytes[what] += n_bytes
+
+    # -------------------------------------------------------------------------------------------------------- what peers tell
+
+    def _changed(self, kv: PeerKv) -> None:
+        event = self._used.get(kv)
+        if event is not None:
+            self._used[kv] = asyncio.Event()
+            event.set()
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        self._look_soon()
+
+    def _on_loop(self, call: Callable[[], None]) -> bool:
+        """From any thread. False: the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            return False
+        return True
+
+    def _look_soon(self) -> None:
+        """Soon, so that all that one message brought is looked at once."""
+        if not self._stale and not self._stopped:
+            self._stale = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Watch those that may share KV, and price what they told."""
+        self._stale = False
+        if self._stopped:
+            return
+        sharers: MayShareKv = self._fleet.eligible(Use.SHARE_KV)
+        cards = live_cards(sharers.cards)
+        wanted = {
+            (card.node_id, offer.digest, offer.numerics_id)
+            for card in cards.values()
+            if card.node_id != sharers.own and card.addresses
+            for offer in [offer for offer in card.models if _answers(offer)][:MOST_MODELS]
+        }
+        for key in self._watches.keys() - wanted:
+            self._watches.pop(key).cancel()
+        for key in wanted - self._watches.keys():
+            self._watches[key] = asyncio.create_task(self._watch(key), name=f"prefixes of {key[0]}")
+        self._price(sharers.own, cards)
+
+    async def _watch(self, key: _Told) -> None:
+        node_id, digest, numerics_id = key
+        wait_s = RETRY_S
+        while True:
+            try:
+                live = self._fleet.view().get(node_id)
+                if live is not None:
+                    channel = self._fleet.channel(node_id, live.card.addresses, Use.SHARE_KV)
+                    async for said in KvServiceStub(channel).WatchPrefixes(
+                        wire.WatchPrefixesRequest(digest=digest, numerics_id=numerics_id)
+                    ):
+                        marks = [said.marks[at : at + MARK_BYTES] for at in range(0, len(said.marks), MARK_BYTES)]
+                        if said.block_tokens:
+                            self._told[key] = ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(marks[:MOST_TOLD]))
+                        wait_s = RETRY_S
+                        self._look_soon()
+            except grpc.aio.AioRpcError as failed:
+                logger.debug("no prefixes of %s: %s", node_id, error_of(failed, node_id))
+            except PacelineError as error:
+                logger.debug("no prefixes of %s: %s", node_id, error)
+            finally:
+                self._told.pop(key, None)
+                self._look_soon()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MOST_RETRY_S)
+
+    def _price(self, own: NodeId, cards: Mapping[NodeId, NodeCard]) -> None:
+        links, now = Links(cards), self._clock.monotonic()
+        own_offers = {(offer.digest, offer.numerics_id): offer for offer in cards[own].models if _answers(offer)} if own in cards else {}
+        self._prices = {}
+        for kv in self._used:
+            peers: list[KvPeer] = []
+            for (node_id, *model), told in self._told.items():
+                if tuple(model) != (kv.digest, kv.numerics_id) or told.layout != kv.layout or node_id not in cards:
+                    continue
+                rate, at_s = self._seen.get(node_id, (0.0, 0.0))
+                seen = rate if now - at_s < SEEN_S else None
+                offer = own_offers.get((kv.digest, kv.numerics_id))
+                cost = price(kv.block_bytes, kv.block_tokens, offer, links.between(node_id, own), seen)
+                if cost is None:
+                    continue
+                self._prices[node_id, kv.digest, kv.numerics_id] = cost
+                self._say(node_id, kv, cost)
+                if now >= self._resting.get(node_id, 0.0) and cost.least_blocks is not None:
+                    peers.append(KvPeer(node_id, cards[node_id].addresses, told.marks, cost))
+            kv.show(peers, partial(self._begin_soon, kv))
+        self.meter.marks = sum(len(told.marks) for told in self._told.values())
+        tokens = {kv.digest: kv.block_tokens for kv in self._used}
+        self.meter.least_tokens = {
+            key[0]: cost.least_blocks * tokens[key[1]] for key, cost in self._prices.items() if cost.least_blocks is not None
+        }
+
+    def _say(self, node_id: NodeId, kv: PeerKv, cost: KvPrice) -> None:
+        """Into the log, where whether it is fetched has changed."""
+        words = cost.words(kv.block_tokens)
+        before = self._said.get((node_id, kv.digest))
+        if before is None or (" not " in before) != (" not " in words):
+            self._said[node_id, kv.digest] = words
+            logger.info("%s: %s", node_id, words)
+
+    # --------------------------------------------------------------------------------------------------------- asking for blocks
+
+    def _begin_soon(self, kv: PeerKv, fetch: PeerFetch) -> None:
+        if not self._on_loop(partial(self._begin, kv, fetch)):
+            fetch.cancel()
+
+    def _begin(self, kv: PeerKv, fetch: PeerFetch) -> None:
+        if self._stopped:
+            fetch.cancel()
+            return
+        task = asyncio.create_task(self._fetch(kv, fetch), name=f"KV from {fetch.peer.node_id}")
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _fetch(self, kv: PeerKv, fetch: PeerFetch) -> None:
+        peer, began_s, late = fetch.peer, self._clock.monotonic(), False
+
+        def too_late() -> None:
+            nonlocal late
+            late = True
+            fetch.cancel()
+
+        timer, outcome = self._loop.call_later(fetch.most_s, too_late), "lost"
+        try:
+            outcome = await self._blocks_of(kv, fetch)
+        except (FleetError, grpc.aio.AioRpcError) as error:
+            outcome = "wrong" if isinstance(error, StreamCorrupt) else "left" if fetch.is_over else "lost"
+            if outcome == "wrong" or (outcome == "lost" and fetch.filled < fetch.expected):
+                told = error_of(error, peer.node_id) if isinstance(error, grpc.aio.AioRpcError) else error
+                logger.warning("KV does not come from %s, and is computed: %s", peer.node_id, told)
+        finally:
+            timer.cancel()
+            fetch.cancel()
+            if outcome != "wrong":
+                outcome = "whole" if fetch.filled >= fetch.expected else "late" if late else outcome
+            self._ended(kv, fetch, outcome, self._clock.monotonic() - began_s)
+
+    async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch) -> str:
+        """Ask for a fetch's blocks, and take them. Returns how it ended."""
+        expected = self._fleet.tensors.expect()
+        receiving = _Receiving(expected)
+        call: grpc.aio.UnaryUnaryCall[wire.FetchBlocksRequest, wire.FetchBlocksResponse] | None = None
+
+        def hang_up() -> None:
+            receiving.close()
+            if call is not None:
+                call.cancel()
+
+        fetch.hang_up = partial(self._on_loop, hang_up)
+        try:
+            channel = self._fleet.channel(fetch.peer.node_id, fetch.peer.addresses, Use.SHARE_KV)
+            request = wire.FetchBlocksRequest(
+                digest=kv.digest,
+                numerics_id=kv.numerics_id,
+                layout=kv.layout,
+                keys=b"".join(fetch.keys),
+                tensor_port=self._fleet.tensors.port,
+                ticket=expected.ticket,
+            )
+            call = KvServiceStub(channel).FetchBlocks(request, timeout=fetch.most_s)
+            if fetch.is_over:
+                call.cancel()
+            try:
+                answer = await call
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return "left"
+            if not answer.n_blocks:
+                return "none"
+            work = partial(receiving.run, fetch, kv.block_bytes)
+            await self._loop.run_in_executor(self._threads, work)
+            return "part"
+        finally:
+            receiving.close()
+
+    def _ended(self, kv: PeerKv, fetch: PeerFetch, outcome: str, seconds: float) -> None:
+        node_id, n_bytes = fetch.peer.node_id, fetch.filled * kv.block_bytes
+        self.meter.fetches[outcome] += 1
+        self._count("fetched", fetch.filled, n_bytes)
+        self.meter.blocks["missed"] += max(0, fetch.expected - fetch.filled)
+        now = self._clock.monotonic()
+        if fetch.filled >= LEARNS_FROM and seconds > 0:
+            self._seen[node_id] = n_bytes / seconds, now
+        rest_s = {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome)
+        if rest_s is not None:
+            self._resting[node_id] = now + rest_s
+            self._loop.call_later(rest_s + 0.1, self._look_soon)
+        self._look_soon()
+
+
+class _Receiving:
+    """A stream that is waited for, then read. Closing it ends either."""
+
+    def __init__(self, expected: ExpectedStream) -> None:
+        self._expected = expected
+        self._receiver: TensorReceiver | None = None
+
+    def run(self, fetch: PeerFetch, block_bytes: int) -> None:
+        """In a thread of its own. Raises as `receive_blocks` does."""
+        self._receiver = self._expected.wait(_soon(fetch.most_s))
+        if self._receiver.peer != fetch.peer.node_id:
+            raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
+        if not fetch.is_over:
+            receive_blocks(self._receiver, fetch, block_bytes)
+
+    def close(self) -> None:
+        self._expected.cancel()
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def _soon(seconds: float) -> float:
+    return time.perf_counter() + seconds
+
+
+def _answers(offer: ModelOffer) -> bool:
+    return offer.role is Role.VERIFIER and offer.warm and bool(offer.digest and offer.numerics_id)

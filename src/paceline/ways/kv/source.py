@@ -1,0 +1,291 @@
+"""The KV of one engine and that of its peers: blocks that a peer has are fetched into the pool before a sequence begins, beside those on this machine's
+disk; and blocks that are here are read for peers.
+
+Law: what is slow, lost or wrong is a miss, and the block is computed. A block is written only while its fetch is not over, and read for others only
+while it is lent, so neither outlives the engine.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.core.errors import StreamCorrupt, TensorStreamError
+from paceline.core.ids import BlockId, NodeId
+from paceline.engine.kv_source import KvFetch, KvLoan, KvLoans
+from paceline.engine.local import LayerRunner
+from paceline.machine.kv_tier import DiskTier, kv_name
+from paceline.net.tensor.ends import TensorReceiver, TensorSender
+from paceline.net.tensor.incoming import TensorMessage
+from paceline.ways.kv.price import KvPrice, marked, run_of
+
+KEY_BYTES: Final = 16
+MOST_KEYS: Final = 4096
+"""Of one fetch. Raising it: a longer prefix comes at once, and a request for it takes more room."""
+MOST_FETCHES: Final = 4
+"""At once, of one engine. Raising it: more threads, which share the link."""
+LEAST_S: Final = 0.5
+MOST_S: Final = 30.0
+"""A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
+SILENCE_S: Final = 5.0
+"""Between two blocks."""
+WINDOW_BYTES: Final = 32 << 20
+"""Of blocks that are lent at a time. Raising it: more of the pool can't be handed out while a peer takes its blocks."""
+_HEADER: Final = struct.Struct("<16sI")
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """A node that has KV of this engine's model, as it told, and as it was priced."""
+
+    node_id: NodeId
+    addresses: tuple[str, ...]
+    marks: frozenset[bytes]
+    price: KvPrice
+
+
+class PeerFetch:
+    """Implements `engine.kv_source.KvFetch`: blocks that come in order.
+
+    Args:
+        expected: blocks that the peer is likely to have, of those that are asked for.
+        write: fills a block of the pool.
+        wake: called, in any thread, once it is over.
+    """
+
+    def __init__(
+        self,
+        peer: KvPeer,
+        keys: Sequence[bytes],
+        blocks: Sequence[BlockId],
+        expected: int,
+        write: Callable[[BlockId, memoryview], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.peer, self.keys, self.expected = peer, keys, expected
+        self.hang_up: Callable[[], object] = lambda: None
+        """Called once it is over, in any thread; must not wait."""
+        self.most_s = min(max(LEAST_S, expected * peer.price.computed_s), MOST_S)
+        self._blocks, self._write, self._wake = blocks, write, wake
+        self._lock = threading.Lock()
+        self.filled = 0
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """End it now: no block is written any more. Any thread; idempotent."""
+        with self._lock:
+            over, self.is_over = self.is_over, True
+        if not over:
+            self.hang_up()
+            self._wake()
+
+    def fill(self, data: memoryview) -> bool:
+        """The next block came. Returns whether more is wanted."""
+        with self._lock:
+            if self.is_over:
+                return False
+            self._write(self._blocks[self.filled], data)
+            self.filled += 1
+        if self.filled == len(self.keys):
+            self.cancel()
+        return not self.is_over
+
+
+class _Joined:
+    """A fetch whose first blocks are on the disk, and the others at a peer."""
+
+    def __init__(self, disk: KvFetch, n_disk: int, peer: PeerFetch) -> None:
+        self._disk, self._n_disk, self._peer = disk, n_disk, peer
+
+    @property
+    def filled(self) -> int:
+        first = self._disk.filled
+        return first + self._peer.filled if first == self._n_disk else first
+
+    @property
+    def is_over(self) -> bool:
+        if self._disk.is_over and self._disk.filled < self._n_disk:
+            self._peer.cancel()  # what follows a gap is of no use
+        return self._disk.is_over and self._peer.is_over
+
+    def cancel(self) -> None:
+        self._disk.cancel()
+        self._peer.cancel()
+
+
+class PeerKv:
+    """Implements `engine.kv_source.KvSource`. Made before its node is in the fleet, and used by it from then on.
+
+    Args:
+        disk: what this machine's disk has; None: nothing.
+        loans: of the engine's pool.
+        wake: called, in other threads, when a fetch is over.
+    """
+
+    def __init__(
+        self, runner: LayerRunner[Any], model_digest: str, disk: DiskTier | None, loans: KvLoans, wake: Callable[[], None]
+    ) -> None:
+        self._runner, self._disk, self.loans, self._wake = runner, disk, loans, wake
+        self.digest, self.numerics_id = model_digest, runner.numerics_id
+        self.block_tokens, self.block_bytes = runner.block_size, runner.block_bytes
+        self.layout = bytes.fromhex(kv_name(runner, model_digest))
+        self.window = max(1, min(WINDOW_BYTES // self.block_bytes, runner.n_blocks // 8))
+        """Blocks that a peer is lent at a time."""
+        self._peers: Sequence[KvPeer] = ()
+        self._begin: Callable[[PeerFetch], None] | None = None
+        self._found: tuple[int, int, KvPeer | None] = (0, 0, None)
+        """By `run_of`, for the `fetch` that follows."""
+        self._fetches: set[PeerFetch] = set()
+        self._let_go: deque[BlockId] = deque()
+        self._reading = threading.Lock()
+        self._closed = False
+
+    def show(self, peers: Sequence[KvPeer], begin: Callable[[PeerFetch], None]) -> None:
+        """Which peers there are now.
+
+        Args:
+            begin: asks for a fetch's blocks, in other threads; must not wait.
+        """
+        self._peers, self._begin = peers, begin
+
+    # -------------------------------------------------------------------------------------------------------------- for the engine
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {} if self._disk is None else self._disk.counts
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self._disk is None else self._disk.kept_bytes
+
+    def run_of(self, keys: Sequence[bytes]) -> int:
+        self._found = here, run, peer = self._look(keys)
+        # Of a prefix that has a mark at so many blocks, and none at twice as many, there may be more: to ask costs nothing.
+        return here if peer is None else min(2 * run - 1, here + MOST_KEYS, len(keys))
+
+    def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
+        here, run, peer = self._found
+        if peer is None or self._begin is None:
+            return self._on_disk(keys, blocks)
+        fetch = PeerFetch(peer, keys[here:], blocks[here:], run - here, self._runner.import_block, self._wake)
+        self._fetches = {one for one in self._fetches if not one.is_over} | {fetch}
+        self._begin(fetch)
+        return _Joined(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
+
+    def keep(self, key: bytes, block: BlockId) -> bool:
+        if self._disk is not None:
+            return self._disk.keep(key, block)
+        self._let_go.append(block)
+        return True
+
+    def kept(self) -> Sequence[BlockId]:
+        if self._disk is not None:
+            return self._disk.kept()
+        kept = tuple(self._let_go)
+        self._let_go.clear()
+        return kept
+
+    def reset(self) -> None:
+        for fetch in self._fetches:
+            fetch.cancel()
+        self._fetches = set()
+        self._let_go.clear()
+        if self._disk is not None:
+            self._disk.reset()
+
+    def close(self) -> None:
+        """End: nothing of the runner is read or written any more. Idempotent."""
+        for fetch in tuple(self._fetches):
+            fetch.cancel()
+        with self._reading:
+            self._closed = True
+        if self._disk is not None:
+            self._disk.close()
+
+    # --------------------------------------------------------------------------------------------------------- for other threads
+
+    def has(self, loan: KvLoan, key: bytes) -> bool:
+        """Whether `read` is likely to find a block."""
+        return key in loan.blocks or (self._disk is not None and bool(self._disk.run_of([key])))
+
+    def read(self, loan: KvLoan, key: bytes, into: memoryview) -> bool:
+        """Copy a block that is lent, or on the disk. Returns whether there was one."""
+        block = loan.blocks.get(key)
+        if block is not None:
+            with self._reading:
+                if self._closed:
+                    return False
+                self._runner.export_block(block, into)
+            if not loan.is_void:
+                return True
+        return self._disk is not None and self._disk.read(key, into)
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _on_disk(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
+        assert self._disk is not None, "nothing else has blocks"
+        return self._disk.fetch(keys, blocks)
+
+    def _look(self, keys: Sequence[bytes]) -> tuple[int, int, KvPeer | None]:
+        """Blocks of a chain that the disk has; those that the best peer may have; that peer, if it has more and to fetch them pays."""
+        here = 0 if self._disk is None else self._disk.run_of(keys)
+        best: tuple[float, int, KvPeer] | None = None
+        if self._peers and sum(not fetch.is_over for fetch in self._fetches) < MOST_FETCHES:
+            peers = self._peers
+            found = marked(frozenset[bytes]().union(*(peer.marks for peer in peers)), keys)
+            for peer in peers:
+                run = run_of(peer.marks, found)
+                saved_s = peer.price.saved_s(run - here)
+                if saved_s > 0 and (best is None or saved_s > best[0]):
+                    best = saved_s, run, peer
+        return (here, here, None) if best is None else (here, *best[1:])
+
+
+def send_block(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
+    """Put a block on a stream. Raises as `TensorSender.send` does.
+
+    Args:
+        seconds: for as long as nothing is taken.
+    """
+    sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + seconds)
+
+
+def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int) -> None:
+    """Fill a fetch's blocks with what comes, until it is over. Blocks.
+
+    Raises:
+        StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
+        TensorStreamError: the stream broke, or nothing came.
+    """
+    with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
+        checked: Future[bool] | None = None
+        for key in fetch.keys:
+            try:
+                message = receiver.receive(time.perf_counter() + SILENCE_S)
+            except TensorStreamError:
+                if checked is not None:
+                    checked.result()  # a block that was wrong ended the stream
+                raise
+            if checked is not None and not checked.result():
+                return
+            receiver.swap()
+            checked = checker.submit(_take, receiver, fetch, key, message, block_bytes)
+        if checked is not None:
+            checked.result()
+
+
+def _take(receiver: TensorReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage, block_bytes: int) -> bool:
+    """In a thread of its own, while the next block comes."""
+    data = message.array.data.cast("B") if message.array.nbytes else memoryview(b"")
+    if len(data) != block_bytes or message.header != _HEADER.pack(key, zlib.crc32(data)):
+        raise receiver.refuse(StreamCorrupt(f"{receiver.peer} sent another block of KV than the one asked for, or a damaged one"))
+    return fetch.fill(data)

@@ -1,0 +1,160 @@
+"""The KV of one session on a disk of the machine that runs its layers, in a folder of its caller's own: found, restored and kept as the caller asks.
+
+Law: what is found is restored whole or not at all, and the caller hears how far. Once an answer is given, or `fence` returned, no block of the session is
+read or written. Blocks are named by their caller; another caller's are not to be found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.clock import Clock
+from paceline.core.ids import BlockId, NodeId
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
+from paceline.ways.pipeline.executor.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Between two looks at a disk from which nothing is heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageDisk:
+    """Where a node keeps the KV of layers that it runs for others, and how much of it."""
+
+    folder: Path
+    limits: KvDiskLimits
+
+
+class SessionKv:
+    """For the event loop, but for `fence` and `close`.
+
+    Args:
+        stage: the session's.
+        digest: of the model.
+        counted: is told what became of blocks, once the session is closed.
+    """
+
+    def __init__(
+        self, stage: Stage, digest: str, caller: NodeId, disk: StageDisk, clock: Clock, counted: Callable[[Counter[str]], None]
+    ) -> None:
+        self._stage, self._name, self._disk, self._clock, self._counted = stage, f"{digest} {caller}", disk, clock, counted
+        self._loop = asyncio.get_running_loop()
+        self._came = asyncio.Event()
+        self._making: asyncio.Task[DiskTier] | None = None
+        self._tier: DiskTier | None = None
+        self._lock = threading.Lock()
+        """Held while the tier is told to begin something, and while it is fenced."""
+        self._is_fenced = False
+        self._keeping = asyncio.Lock()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Blocks of this session, by what became of them."""
+        return Counter() if self._tier is None else Counter(self._tier.counts)
+
+    async def use(self, asked: BlocksAsked) -> int:
+        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored or copied, from the first on.
+
+        Raises:
+            BadPipelineRequest: of blocks that the session has not.
+        """
+        keys, blocks = asked.keys, [BlockId(block) for block in asked.blocks]
+        self._stage.check_blocks(blocks, full=asked.use is BlocksUse.KEEP)
+        until = self._loop.time() + asked.within_s
+        tier = await self._opened(until)
+        if tier is None:
+            return 0
+        match asked.use:
+            case BlocksUse.FIND:
+                return tier.run_of(keys)
+            case BlocksUse.RESTORE:
+                return await self._restore(tier, keys, blocks, until)
+            case BlocksUse.KEEP:
+                async with self._keeping:
+                    return await self._keep(tier, keys, blocks, until)
+
+    def fence(self) -> None:
+        """Nothing is read or written any more once this returns. In any thread; does not wait for a disk. Idempotent."""
+        with self._lock:
+            self._is_fenced = True
+            if self._tier is not None:
+                self._tier.reset()
+
+    def close(self) -> None:
+        """Behind `fence`, in a thread: may wait for a disk."""
+        if self._tier is not None:
+            self._tier.close()
+            self._counted(self.counts)
+
+    async def _opened(self, until: float) -> DiskTier | None:
+        """The tier, which is made at the first call, in a thread: it looks at all files."""
+        if self._making is None:
+            blocks, wake = self._stage.blocks, self._wake
+            make = lambda: DiskTier(blocks, self._name, self._disk.folder, self._disk.limits, self._clock, wake)  # noqa: E731
+            self._making = asyncio.create_task(asyncio.to_thread(make))
+        await asyncio.wait({self._making}, timeout=until - self._loop.time())
+        if not self._making.done():
+            return None
+        if (error := self._making.exception()) is not None:
+            logger.warning("KV on the disk is of no use: %s", error)
+            return None
+        with self._lock:
+            if self._is_fenced:
+                return None
+            self._tier = self._making.result()
+        return self._tier
+
+    async def _restore(self, tier: DiskTier, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> int:
+        with self._lock:
+            if self._is_fenced:
+                return 0
+            fetch = tier.fetch(keys, blocks)
+        await self._until(lambda: fetch.is_over, until)
+        fetch.end()
+        self._stage.note_filled(blocks[: fetch.filled])
+        return fetch.filled
+
+    async def _keep(self, tier: DiskTier, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> int:
+        left = set(blocks)
+
+        def began(key: bytes, block: BlockId) -> bool:
+            with self._lock:
+                return self._is_fenced or tier.keep(key, block)
+
+        def copied() -> bool:
+            left.difference_update(tier.kept())
+            return not left or self._is_fenced
+
+        for key, block in zip(keys, blocks, strict=True):
+            if not await self._until(lambda: copied() or began(key, block), until):  # noqa: B023  called before the next
+                break
+        if not await self._until(copied, until):
+            # A disk that takes nothing. What waits for it is given up, so that its blocks are the caller's again.
+            with self._lock:
+                tier.reset()
+        return next((place for place, block in enumerate(blocks) if block in left), len(blocks))
+
+    async def _until(self, condition: Callable[[], bool], until: float) -> bool:
+        """Wait for a condition, which is looked at whenever something came. Returns whether it holds."""
+        while not condition():
+            if self._is_fenced or (left := until - self._loop.time()) <= 0:
+                return False
+            self._came.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_S)):
+                    await self._came.wait()
+        return True
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._came.set)

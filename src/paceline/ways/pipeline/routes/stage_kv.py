@@ -1,0 +1,258 @@
+"""The KV of a pipeline on disks: each span's blocks lie where the span runs, and count only as far as all spans have them.
+
+Law: the engine's thread never waits: stages are asked in the event loop. A block is lent until every span has copied or filled its part of it. Where it is
+not known what a stage does with one, the stage's route ends: then it does nothing more.
+A stage's blocks follow from what stages before it computed: where those are not all of the head's numerics, the route's are part of a block's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, PipelineStalled
+from paceline.core.ids import BlockId, NodeId, Trust
+from paceline.core.model import ActivationDtype
+from paceline.engine.local import LayerRunner
+from paceline.machine.kv_tier import DiskFetch, DiskTier, KvDiskLimits
+from paceline.store.kv_folder import BLOCK_COUNTS
+from paceline.ways.pipeline.codec import KEY_BYTES, MAX_KEYS
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksUse, PipelineFault, Route
+from paceline.ways.pipeline.executor.stage import StageBlocks
+from paceline.ways.pipeline.routes.opening import FleetRoute
+
+FIND_S: Final = 2.0
+"""For a stage to say what it has. Raising it: a prompt is computed later where a stage does not say."""
+KEEP_S: Final = 5.0
+"""For a stage to copy blocks. Raising it: blocks can't be handed out for longer where a disk takes nothing."""
+OPEN_S: Final = 60.0
+"""For a stage to look at all its files, before it is first asked for a prompt's."""
+RESTORE_S: Final = 5.0
+RESTORE_BLOCK_S: Final = 0.02
+"""For a stage to restore blocks: in all, and for each."""
+MOST_KEEPING: Final = 64
+"""Blocks that are being kept at a time. Raising it: more of the pool can't be handed out while they are copied."""
+
+
+class StagesFetch:
+    """Implements `engine.kv_source.KvFetch`: all spans are asked what they have, then each restores what all have. For the engine's thread."""
+
+    def __init__(self, kv: StagesKv, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
+        self._kv, self._keys, self._blocks = kv, keys, blocks
+        self._found = kv.ask_stages(BlocksUse.FIND, keys, (), FIND_S)
+        self._own: DiskFetch | None = None
+        self._restored: Future[list[int]] | None = None
+        self._is_cancelled = self._is_over = False
+        self._n = self._filled = 0
+
+    @property
+    def filled(self) -> int:
+        return self._filled
+
+    @property
+    def is_over(self) -> bool:
+        self._is_over = self._is_over or self._go_on()
+        return self._is_over
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._own is not None:
+            self._own.cancel()
+
+    def _go_on(self) -> bool:
+        """The next thing, if what came allows it. Returns whether there is none."""
+        if self._restored is None:
+            if not self._found.done():
+                return False
+            self._n = 0 if self._is_cancelled else min(self._found.result())
+            if not self._n:
+                return True
+            keys, blocks = self._keys[: self._n], self._blocks[: self._n]
+            if self._kv.own is not None:
+                self._own = self._kv.own.fetch(keys, blocks)
+            self._kv.executor.forget_inputs(blocks)
+            self._restored = self._kv.ask_stages(BlocksUse.RESTORE, keys, blocks, RESTORE_S + RESTORE_BLOCK_S * len(blocks))
+        if self._own is not None and not self._own.is_over:
+            return False
+        if not self._restored.done():
+            # What a route that broke leaves in the blocks is of no use: the next batch finds that it did, before it names them.
+            return self._kv.is_broken
+        filled = min(self._restored.result())
+        self._filled = filled if self._own is None else min(filled, self._own.filled)
+        self._kv.everywhere.update(read=self._filled, missed=self._n - self._filled)
+        return True
+
+
+class StagesKv:
+    """Implements `engine.kv_source.KvSource`.
+
+    Args:
+        head: runs this machine's own layers, maybe none.
+        dtype: of activations on their way.
+        folder: for those layers' blocks.
+        trust: of the fleet's nodes: a guest is told no names, by which it could check a guess of what was asked.
+        loop: in which stages are asked.
+        wake: called, in other threads, when something came of what was asked.
+    """
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        head: LayerRunner[Any],
+        digest: str,
+        dtype: ActivationDtype,
+        folder: Path,
+        limits: KvDiskLimits,
+        clock: Clock,
+        trust: Callable[[], Mapping[NodeId, Trust]],
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None],
+    ) -> None:
+        self.executor, self._head, self._digest, self._dtype = executor, head, digest, dtype
+        self._folder, self._limits, self._clock = folder, limits, clock
+        self._trust, self._loop, self._wake = trust, loop, wake
+        self.own: DiskTier | None = None
+        self._own_size = 0
+        self._route: Route | None = None
+        """That what stands here is of."""
+        self._asked: FleetRoute | None = None
+        """The same, where all its stages keep blocks."""
+        self._lineage = b""
+        self.everywhere: Counter[str] = Counter()
+        """Blocks, by what became of them on all machines."""
+        self._users: Counter[BlockId] = Counter()
+        """Of blocks that are being kept: the spans' machines that have not copied them, this one and the others."""
+        self._free: deque[BlockId] = deque()
+        """Those that are not to be copied at all."""
+        self._batch: list[tuple[bytes, BlockId]] = []
+        """To be told the stages."""
+        self._sent: tuple[Future[list[int]], list[BlockId]] | None = None
+        self._look_at_route()
+
+    def run_of(self, keys: Sequence[bytes]) -> int:
+        self._look_at_route()
+        if self._asked is None:
+            return 0
+        return min(MAX_KEYS, len(keys) if self.own is None else self.own.run_of(self._names(keys)))
+
+    def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> StagesFetch:
+        return StagesFetch(self, self._names(keys), blocks)
+
+    def keep(self, key: bytes, block: BlockId) -> bool:
+        self._look_at_route()
+        if self._asked is None:
+            self._free.append(block)
+            return True
+        (name,) = self._names([key])
+        if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(name, block)):
+            return False
+        self._users[block] = 1 + (self.own is not None)
+        self._batch.append((name, block))
+        return True
+
+    def kept(self) -> Sequence[BlockId]:
+        found = list(self._free)
+        self._free.clear()
+        copied = [] if self.own is None else list(self.own.kept())
+        if self._sent is not None and self._sent[0].done():
+            copied += self._sent[1]
+            self.everywhere["written"] += min(self._sent[0].result())
+            self._sent = None
+        for block in copied:
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+                found.append(block)
+        if self._sent is None and self._batch:
+            keys, blocks = [key for key, _ in self._batch], [block for _, block in self._batch]
+            self._sent = self.ask_stages(BlocksUse.KEEP, keys, blocks, KEEP_S), blocks
+            self._batch = []
+        return found
+
+    @property
+    def is_broken(self) -> bool:
+        """The route that was asked is of no use any more."""
+        return self._asked is None or self._asked.fault() is not None
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of this machine's part; where it has none, of those that all others have."""
+        return {what: self.everywhere[what] for what in BLOCK_COUNTS} if self.own is None else self.own.counts
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self.own is None else self.own.kept_bytes
+
+    def reset(self) -> None:
+        # The route is closed: no stage reads or writes blocks that the next one leases.
+        if self.own is not None:
+            self.own.reset()
+        self._users.clear()
+        self._free.clear()
+        self._batch, self._sent = [], None
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        if self.own is not None:
+            self.own.close()
+
+    def ask_stages(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[list[int]]:
+        """Have every stage of the route do something; what each answers."""
+        asked = asyncio.run_coroutine_threadsafe(self._answers(self._asked, use, keys, blocks, within_s), self._loop)
+        asked.add_done_callback(lambda _: self._wake())
+        return asked
+
+    async def _answers(
+        self, route: FleetRoute | None, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float
+    ) -> list[int]:
+        if route is None:
+            return [0]
+
+        async def answer(stage: int) -> int:
+            session = route.sessions[stage]
+            try:
+                return await session.use_blocks(use, keys, blocks, within_s)
+            except FleetError as error:
+                if use is not BlocksUse.FIND:
+                    said = f"{session.node_id} does not say what it did with blocks: {error.message}"
+                    route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
+                return 0
+
+        return await asyncio.gather(*map(answer, range(len(route.sessions))))
+
+    def _look_at_route(self) -> None:
+        """Go with the route that is in use."""
+        route = self.executor.route
+        if route is self._route:
+            return
+        self._route = route
+        self._asked = None
+        if not isinstance(route, FleetRoute) or any(stage.opened.kv_blocks != KV_BLOCKS_VERSION for stage in route.sessions):
+            return
+        trust = self._trust()
+        if any(trust.get(stage.node_id, Trust.GUEST) is Trust.GUEST for stage in route.sessions):
+            return
+        self._asked = route
+        own, size = self._head.layers, self.executor.block_size
+        if own and size != self._own_size:
+            self.close()
+            blocks = StageBlocks(self._head, own, 0, size // self._head.block_size)
+            self.own = DiskTier(blocks, self._digest, self._folder, self._limits, self._clock, self._wake)
+            self._own_size = size
+        self.ask_stages(BlocksUse.FIND, [bytes(KEY_BYTES)], (), OPEN_S)
+        others = {stage.numerics_id for stage in route.stages} - {self._head.numerics_id}
+        spans = "".join(f" {stage.layers} {stage.numerics_id}" for stage in route.stages)
+        alike = not others and self._dtype is ActivationDtype.BF16
+        self._lineage = b"" if alike else hashlib.blake2b(f"{own}{spans} {self._dtype}".encode(), digest_size=16).digest()
+
+    def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """As they are on the disks of this route."""
+        lineage = self._lineage
+        return [hashlib.blake2b(key, key=lineage, digest_size=16).digest() for key in keys] if lineage else keys

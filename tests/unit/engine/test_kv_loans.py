@@ -1,0 +1,125 @@
+"""Blocks that another thread reads stay as they are until it gives them back, or it hears that they are void."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+import pytest
+from tests.fakes.engines import VOCAB, EngineBench
+
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.engine.kv_source import LEAST_MARK, MOST_CHAINS, MOST_MARKS, KvLoan, KvLoans
+from paceline.engine.prefix_cache import prompt_keys, root_key
+
+
+def request(name: str, prompt: list[int], caller: str = "", *, shares_kv: bool = False) -> GenerationRequest:
+    return GenerationRequest(RequestId(name), tuple(prompt), 4, SamplingParams(seed=1), caller=caller, shares_kv=shares_kv, ignore_eos=True)
+
+
+def keys_of(prompt: list[int]) -> list[bytes]:
+    return prompt_keys(root_key("null", ""), prompt, 4)
+
+
+def content(bench: EngineBench, loan: KvLoan) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for key, block in loan.blocks.items():
+        data = bytearray(bench.runner.block_bytes)
+        bench.runner.export_block(block, memoryview(data))
+        found[key] = bytes(data)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_lent_is_not_written_whatever_runs(seed: int) -> None:
+    draw, loans = random.Random(seed), KvLoans()
+    bench = EngineBench(n_blocks=draw.choice((20, 40)), loans=loans, lose=range(30, 400, 37) if draw.random() < 0.4 else ())
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(8, 40))] for _ in range(12)]
+    keys = [key for prompt in prompts for key in keys_of(prompt)]
+    lent: dict[KvLoan, dict[bytes, bytes]] = {}
+    asked: list[Future[KvLoan]] = []
+    right: dict[bytes, bytes] = {}
+    held = 0
+    for number in range(200):
+        if draw.random() < 0.4:
+            bench.add(request(str(number), draw.choice(prompts)))
+        if draw.random() < 0.3 and sum(len(loan.blocks) for loan in lent) < 6:
+            asked.append(loans.ask(draw.sample(keys, 3)))
+        if lent and draw.random() < 0.3:
+            loan = draw.choice(list(lent))
+            loans.give_back(loan)
+            del lent[loan]
+        if bench.engine.has_work:
+            bench.step()
+        for future in [one for one in asked if one.done()]:
+            asked.remove(future)
+            loan = future.result()
+            if not loan.is_void:
+                lent[loan] = content(bench, loan)
+                for key, data in lent[loan].items():
+                    assert right.setdefault(key, data) == data, "a name has other bytes than before"
+                held += len(loan.blocks)
+        for loan, before in lent.items():
+            assert loan.is_void or content(bench, loan) == before
+    for loan in lent:
+        loans.give_back(loan)
+    bench.run()
+    assert held
+    assert not loans.out
+
+
+def test_what_was_asked_for_and_is_not_wanted_any_more_is_not_lent() -> None:
+    loans = KvLoans()
+    bench, prompt = EngineBench(loans=loans), list(range(1, 21))
+    bench.run(request("a", prompt))
+    assert loans.ask(keys_of(prompt)).cancel()
+    bench.run()
+    assert not loans.out
+    found = loans.ask([*keys_of(prompt), bytes(16)])
+    bench.engine.submit()
+    assert list(found.result(0).blocks) == keys_of(prompt)
+    loans.give_back(found.result(0))
+    bench.run()
+
+
+def test_what_a_failed_engine_lent_is_void_and_no_block_of_the_next_one() -> None:
+    loans, prompt = KvLoans(), list(range(1, 21))
+    bench = EngineBench(loans=loans)
+    bench.run(request("a", prompt))
+    asked = loans.ask(keys_of(prompt))
+    bench.engine.submit()
+    loans.void(None)
+    assert asked.result(0).is_void
+    another = EngineBench(loans=loans)
+    loans.give_back(asked.result(0))
+    another.run(request("a", prompt))
+    assert not loans.prefixes.marks or loans.prefixes.marks[0] == keys_of(prompt)[-1]
+
+
+def test_prefixes_are_told_with_their_ends_and_where_they_may_part_and_no_more_than_so_many() -> None:
+    loans = KvLoans()
+    told: list[int] = []
+    loans.on_used = lambda: told.append(loans.prefixes.version)
+    chain = [bytes([number]) * 16 for number in range(1, 101)]
+    loans.used(chain[: LEAST_MARK - 1])
+    assert not loans.prefixes.marks
+    loans.used(chain[:21])
+    assert loans.prefixes.marks == (chain[20], chain[15], chain[7], chain[3])
+    loans.used(chain[:50])  # the same goes on
+    assert loans.prefixes.marks == (chain[49], chain[31], chain[15], chain[7], chain[3])
+    for other in range(2 * MOST_CHAINS):
+        loans.used([(100 * other + place).to_bytes(16, "big") for place in range(30)])
+    assert len(loans.prefixes.marks) == MOST_MARKS
+    assert told == list(range(1, loans.prefixes.version + 1))
+
+
+def test_what_is_computed_for_others_is_told_only_where_they_share() -> None:
+    loans = KvLoans()
+    bench, prompt = EngineBench(loans=loans), list(range(1, 25))
+    bench.run(request("a", prompt, "guest"))
+    assert not loans.prefixes.marks
+    bench.run(request("b", prompt, "member", shares_kv=True))
+    assert loans.prefixes.marks[0] == keys_of(prompt)[-1]
+    assert bench.run(request("c", prompt))[RequestId("c"), 0].cached_tokens > 0
+    assert bench.run(request("d", prompt, "other"))[RequestId("d"), 0].cached_tokens == 0

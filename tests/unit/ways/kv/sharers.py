@@ -1,0 +1,111 @@
+"""Nodes that share KV: real gRPC servers and tensor streams over mTLS on loopback, with engines over the null backend."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.fakes.engines import Answer, EngineBench
+from tests.fakes.fleets import TestFleet
+from tests.fakes.null_backend import NullRunner
+from tests.unit.net.member.nodes import make_node, until
+
+from paceline.core.clock import SystemClock
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import NodeId, RequestId, Trust
+from paceline.engine.kv_source import KvLoans
+from paceline.fleet.card import ModelOffer, Role
+from paceline.net.member.node import FleetNode
+from paceline.ways.kv.service import KvSharing
+from paceline.ways.kv.source import PeerKv
+
+DIGEST = "d" * 64
+SLOW = 1.0
+"""Tokens of prompts a second, as cards say: slow enough that fetching pays from a block or two on."""
+
+
+class Sharer:
+    """A node with an engine."""
+
+    def __init__(
+        self, fleet: TestFleet, root: Path, name: str, *peers: FleetNode, trust: Trust = Trust.MEMBER, speed: float = SLOW
+    ) -> None:
+        offer = ModelOffer("null", Role.VERIFIER, "bf16", 1.0, speed, DIGEST, warm=True, numerics_id="null")
+        self.node = make_node(fleet, root, name, *peers, offers=(offer,), trust=trust)
+        self.loans = KvLoans()
+        self._came, self._turn = threading.Event(), threading.Lock()
+        self.kv: PeerKv
+        self.bench = EngineBench(kv=self._made, wait=self._wait, loans=self.loans, n_blocks=64, max_context=200, model_digest=DIGEST)
+        self.loans.wake = self._woken
+        self.sharing = KvSharing(self.node, SystemClock())
+
+    async def start(self) -> None:
+        await self.node.start(self.sharing.service)
+        self.sharing.attach(self.kv)
+
+    async def stop(self) -> None:
+        self.kv.close()
+        await self.sharing.stop()
+        await self.node.stop()
+
+    async def answer(self, name: str, prompt: list[int], **fields: str) -> Answer:
+        """Run a request to its end, while the event loop goes on."""
+        request = GenerationRequest(RequestId(name), tuple(prompt), 6, SamplingParams(seed=1), ignore_eos=True, **fields)  # type: ignore[arg-type]
+
+        def run() -> Answer:
+            with self._turn:
+                return self.bench.run(request)[request.request_id, 0]
+
+        return await asyncio.to_thread(run)
+
+    async def knows(self, other: Sharer) -> None:
+        """Wait until this node knows, and has priced, what the other used last."""
+        version = other.loans.prefixes.version
+        await until(
+            lambda: self.sharing.version_of(other.node.node_id) >= version and other.node.node_id in self.sharing.meter.least_tokens
+        )
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.node.node_id
+
+    def _made(self, runner: NullRunner) -> PeerKv:
+        self.kv = PeerKv(runner, DIGEST, None, self.loans, self._came.set)
+        return self.kv
+
+    def _wait(self, seconds: float) -> None:
+        del seconds
+        assert self._came.wait(60)
+        self._came.clear()
+
+    def _woken(self) -> None:
+        """As an engine's thread is, where it rests; else the step under way looks."""
+        self._came.set()
+        if self._turn.acquire(blocking=False):
+            try:
+                self.bench.engine.submit()
+                self.bench.engine.check_invariants()
+            finally:
+                self._turn.release()
+
+
+@asynccontextmanager
+async def sharers(root: Path, *made: Callable[[TestFleet, Path, tuple[FleetNode, ...]], Sharer]) -> AsyncGenerator[list[Sharer]]:
+    """Nodes of one fleet, each of which knows those before."""
+    fleet, found = TestFleet(), list[Sharer]()
+    try:
+        for make in made:
+            found.append(make(fleet, root, tuple(one.node for one in found)))
+            await found[-1].start()
+        for one in found:
+            await until(lambda one=one: len(one.node.view().ids) == len(found))
+        yield found
+    finally:
+        await asyncio.gather(*(one.stop() for one in found))
+
+
+def sharer(name: str, trust: Trust = Trust.MEMBER, speed: float = SLOW) -> Callable[[TestFleet, Path, tuple[FleetNode, ...]], Sharer]:
+    return lambda fleet, root, peers: Sharer(fleet, root, name, *peers, trust=trust, speed=speed)

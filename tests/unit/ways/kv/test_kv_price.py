@@ -1,0 +1,50 @@
+"""What KV at another node is worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Link, ModelOffer, Role
+from paceline.ways.kv.price import FASTER, OPENING_S, KvPrice, marked, price, run_of
+
+LINK = Link(NodeId("b"), "b:1", 0.001, 1e8)
+
+
+def offer(per_s: float) -> ModelOffer:
+    return ModelOffer("m", Role.VERIFIER, "int4", 10.0, per_s, "d" * 64, warm=True)
+
+
+def test_it_is_fetched_from_as_many_blocks_on_as_make_up_for_asking() -> None:
+    found = price(1_000_000, 16, offer(400.0), LINK)
+    assert found is not None
+    assert found == KvPrice(OPENING_S + 0.004, 0.01, 0.04)
+    assert found.least_blocks == 2  # 24 ms of asking, against 22 ms that each saves of what counts
+    assert found.saved_s(1) == 0.0
+    assert found.saved_s(100) == pytest.approx(3.0 - 0.024)
+    assert "from 32 tokens on: 1600 a second come from there, and 400 are computed here" in found.words(16)
+
+
+def test_it_is_not_fetched_where_computing_is_about_as_fast_or_nothing_was_measured() -> None:
+    slow = price(1_000_000, 16, offer(1600.0 / FASTER + 1), LINK)
+    assert slow is not None
+    assert slow.least_blocks is None
+    assert slow.saved_s(10_000) == 0.0
+    assert "is not fetched" in slow.words(16)
+    assert price(1, 16, offer(0.0), LINK) is None
+    assert price(1, 16, None, LINK) is None
+    assert price(1, 16, offer(100.0), None) is None
+
+
+def test_what_blocks_took_lately_counts_instead_of_the_link() -> None:
+    found = price(1_000_000, 16, offer(400.0), LINK, 1e7)
+    assert found is not None
+    assert found.least_blocks is None
+
+
+def test_a_prefix_reaches_to_the_last_mark_of_it() -> None:
+    keys = [bytes([number]) * 16 for number in range(1, 21)]
+    marks = {keys[3][:8], keys[9][:8], bytes(8)}
+    assert run_of(marks, marked(marks, keys)) == 10
+    assert run_of(marks, marked(marks, keys[:9])) == 4
+    assert run_of({bytes(8)}, marked(marks, keys)) == 0

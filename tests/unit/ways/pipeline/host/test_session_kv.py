@@ -1,0 +1,98 @@
+"""KV of a session on its node's disk: kept and restored as the caller asks, found by no other caller, and untouched once the session has ended."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+from tests.unit.net.member.nodes import in_loop, until
+from tests.unit.ways.pipeline.host.hosts import Hosting, Net, Route, User, batch_of, hosting, rows_of, wanted
+
+from paceline.core.errors import BadPipelineRequest, FleetError
+from paceline.machine.kv_tier import KvDiskLimits
+from paceline.ways.pipeline.client import RemoteStage
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksUse
+from paceline.ways.pipeline.host.session_kv import StageDisk
+
+KEYS = tuple(secrets.token_bytes(16) for _ in range(3))
+WITHIN_S = 60.0
+
+
+def disk(tmp_path: Path) -> StageDisk:
+    return StageDisk(tmp_path / "kv", KvDiskLimits(1 << 30))
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def begun(a: Hosting, user: User, *filled: int, first: int = 0, stop: int = 3) -> tuple[RemoteStage, Route]:
+    """A session that has filled blocks, and the way through it."""
+    stage = await user.open(a, wanted(first, stop))
+    route = await user.route((a, stage))
+    for number, block in enumerate(filled or (0,)):
+        await route.run(batch_of(number, rows=16, blocks=(block,), sequence=number), rows_of(16))
+    return stage, route
+
+
+@in_loop
+async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers_next(tmp_path: Path) -> None:
+    net = Net()
+    async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net) as user, User(net, "other") as other:
+        stage, _ = await begun(a, user, 2, 5)
+        assert stage.opened.kv_blocks == KV_BLOCKS_VERSION
+        assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 0
+        assert await stage.use_blocks(BlocksUse.KEEP, KEYS[:2], (2, 5), WITHIN_S) == 2
+        runner = a.loads.runners[0]
+        was = [bytearray(runner.block_bytes) for _ in range(2)]
+        for data, block in zip(was, (2, 5), strict=True):
+            runner.export_block(block, memoryview(data))
+        await stage.close()
+        await until(lambda: a.host.sessions == 0 and a.host.kept_blocks.get("written") == 2)
+
+        stage, route = await begun(a, user, 0)
+        assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 2
+        assert await stage.use_blocks(BlocksUse.RESTORE, KEYS[:2], (6, 1), WITHIN_S) == 2
+        assert [runner.kv[6], runner.kv[1]] == was
+        # A sequence may begin with them, and only with them.
+        await route.run(batch_of(1, rows=1, first=32, blocks=(6, 1, 3), sequence=7), rows_of(1))
+        with pytest.raises(FleetError):
+            await route.run(batch_of(2, rows=1, first=16, blocks=(4, 3), sequence=8), rows_of(1))
+        # Nothing of it for other callers, or other layers.
+        for stranger, first in ((other, 0), (user, 1)):
+            stage, _ = await begun(a, stranger, first=first)
+            assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 0
+
+
+@in_loop
+async def test_what_a_session_has_not_filled_is_not_kept_and_what_it_has_not_leased_is_not_touched(tmp_path: Path) -> None:
+    net = Net()
+    async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net) as user:
+        stage, _ = await begun(a, user, 2)
+        for use, keys, blocks in (
+            (BlocksUse.KEEP, KEYS[:1], (3,)),
+            (BlocksUse.KEEP, KEYS[:2], (2, 2)),
+            (BlocksUse.RESTORE, KEYS[:1], (8,)),
+            (BlocksUse.RESTORE, KEYS[:2], (1,)),
+            (BlocksUse.FIND, (b"short",), ()),
+        ):
+            with pytest.raises(BadPipelineRequest):
+                await stage.use_blocks(use, keys, blocks, WITHIN_S)
+        assert not files_in(tmp_path)
+        waiting = await user.open(a)  # not connected
+        with pytest.raises(BadPipelineRequest):
+            await waiting.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)
+
+
+@in_loop
+async def test_a_node_without_a_disk_says_so_and_a_guest_has_none(tmp_path: Path) -> None:
+    for name, where in (("user", None), ("guest", disk(tmp_path))):
+        net = Net()
+        async with hosting(net, "a", disk=where) as a, User(net, name) as user:
+            stage, _ = await begun(a, user)
+            assert stage.opened.kv_blocks == 0
+            for use, blocks in ((BlocksUse.FIND, ()), (BlocksUse.KEEP, (0,))):
+                with pytest.raises(BadPipelineRequest):
+                    await stage.use_blocks(use, KEYS[:1], blocks, WITHIN_S)
+    assert not files_in(tmp_path)
