@@ -214,3 +214,23 @@ def test_the_function_that_runs_layers_is_where_the_names_of_its_files_say() -> 
     module, function = kernel_cache._LAYERS.removesuffix("-").split(".")
     tree = ast.parse((Path(kernel_cache.__file__).parent / "cpu" / f"{module}.py").read_text())
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+COMPILE_READERS = """
+import sys
+from pathlib import Path
+from paceline.backends import kernel_cache
+kernel_cache.use(Path(sys.argv[1]))
+from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.rows import reader
+print(*(sum(reader(form).stats.cache_hits.values()) for form in Form))
+"""
+
+
+def test_embedding_kernels_of_every_form_are_read_by_the_next_process(tmp_path: Path) -> None:
+    def hits() -> list[int]:
+        process = subprocess.run([sys.executable, "-c", COMPILE_READERS, str(tmp_path)], capture_output=True, text=True, check=True)
+        return [int(count) for count in process.stdout.split()]
+
+    assert not any(hits())
+    assert all(hits())
