@@ -1,4 +1,4 @@
-"""The exception tree. Each error says what happened, to what, and what to do.
+"""The exception tree, and what each error is on the wire and in the API. Each error says what happened, to what, and what to do.
 
 PacelineError
 |-- UserError                 exit code 2: the person can fix it
@@ -60,6 +60,10 @@ PacelineError
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.model import LayerSpan
 
@@ -289,8 +293,8 @@ class ExecutorUnavailable(PacelineError):
 class EngineGone(ExecutorUnavailable):
     """The model's engine failed. What it ran has ended with an error."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message, hint, code=ENGINE_GONE)
+    def __init__(self, message: str, hint: str = "", *, code: str = ENGINE_GONE) -> None:
+        super().__init__(message, hint, code=code)
 
 
 class ExecutorLost(PacelineError):
@@ -365,3 +369,69 @@ class TensorTooLarge(TensorStreamError):
 
 class StreamCorrupt(TensorStreamError):
     """A gap, an overrun, a shape that does not match, bytes that are no chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """What an error is to others.
+
+    Args:
+        grpc: the status it leaves a node with, by its name in gRPC.
+        http: the API's status.
+        code: the API's code; "" where the error itself has one.
+        elsewhere: whether a request that one node refuses so may be asked of the next, which may not share the reason.
+    """
+
+    grpc: str
+    http: int
+    code: str
+    elsewhere: bool = False
+
+
+_BUG: Final = "internal_error"
+
+ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
+    PacelineError: ErrorRow("INTERNAL", 500, _BUG),
+    ConfigError: ErrorRow("FAILED_PRECONDITION", 500, _BUG),
+    ModelNotFound: ErrorRow("NOT_FOUND", 500, _BUG),
+    PlacementError: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
+    RequestError: ErrorRow("FAILED_PRECONDITION", 400, "invalid_value"),
+    InvalidRequest: ErrorRow("INVALID_ARGUMENT", 400, "invalid_value"),
+    WayNotAllowed: ErrorRow("INVALID_ARGUMENT", 400, "invalid_value", True),
+    ContextOverflow: ErrorRow("OUT_OF_RANGE", 400, "context_length_exceeded", True),
+    UnknownModel: ErrorRow("NOT_FOUND", 404, "model_not_found", True),
+    ModelAway: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
+    Overloaded: ErrorRow("RESOURCE_EXHAUSTED", 429, "rate_limit_exceeded", True),
+    FleetError: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
+    NodeStopping: ErrorRow("UNAVAILABLE", 503, SERVER_STOPPING, True),
+    NotTrusted: ErrorRow("PERMISSION_DENIED", 503, NO_MACHINE, True),
+    GossipRefused: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
+    PeerFloods: ErrorRow("RESOURCE_EXHAUSTED", 503, NO_MACHINE, True),
+    MalformedMessage: ErrorRow("INVALID_ARGUMENT", 503, NO_MACHINE, True),
+    MessageTooLarge: ErrorRow("RESOURCE_EXHAUSTED", 503, NO_MACHINE, True),
+    PipelineError: ErrorRow("FAILED_PRECONDITION", 503, "", True),
+    PipelineDisabled: ErrorRow("FAILED_PRECONDITION", 503, "", True),
+    ShardUnavailable: ErrorRow("RESOURCE_EXHAUSTED", 503, "", True),
+    WeightsMismatch: ErrorRow("FAILED_PRECONDITION", 503, "", True),
+    BadPipelineRequest: ErrorRow("INVALID_ARGUMENT", 503, "", True),
+    ShardCorrupt: ErrorRow("DATA_LOSS", 503, "", True),
+    PipelineStalled: ErrorRow("ABORTED", 503, "", True),
+    ExecutorUnavailable: ErrorRow("UNAVAILABLE", 503, "", True),
+    EngineGone: ErrorRow("UNAVAILABLE", 503, "", True),
+}
+"""The kinds that another node may name, and all that gRPC, the API and a request's next node go by. Any other error counts as its nearest ancestor here."""
+
+
+def kind_of(error: PacelineError) -> type[PacelineError]:
+    """An error's own type where the table has it, or its nearest ancestor there."""
+    return next(kind for kind in type(error).__mro__ if kind in ERROR_TABLE)
+
+
+def code_of(error: PacelineError) -> str:
+    """What the API calls an error."""
+    return ERROR_TABLE[kind_of(error)].code or getattr(error, "code", NO_MACHINE)
+
+
+def goes_elsewhere(error: PacelineError) -> bool:
+    """Whether the next node may be asked what one refused with this."""
+    return ERROR_TABLE[kind_of(error)].elsewhere

@@ -1,6 +1,6 @@
 """Errors over gRPC keep their type: a status for any client of gRPC, and the error's kind and fields beside it for us.
 
-One table for all services. What is no `PacelineError` is a bug: it is logged where it happened, and the caller learns only that.
+One table for all services, `core.errors.ERROR_TABLE`. What is no `PacelineError` is a bug: it is logged where it happened, and the caller learns only that.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -16,60 +16,22 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import (
-    BadPipelineRequest,
-    ConfigError,
-    ContextOverflow,
-    EngineGone,
+    ERROR_TABLE,
+    ExecutorUnavailable,
     FleetError,
-    GossipRefused,
     InvalidRequest,
-    MalformedMessage,
-    MessageTooLarge,
-    ModelNotFound,
-    NodeStopping,
     NodeUnreachable,
     NotTrusted,
     Overloaded,
     PacelineError,
     PeerFloods,
-    PipelineDisabled,
-    PipelineError,
-    PipelineStalled,
-    RequestError,
-    ShardCorrupt,
-    ShardUnavailable,
-    UnknownModel,
-    WeightsMismatch,
+    kind_of,
 )
 from paceline.core.text import printable
 
 FAULT_KEY = "paceline-fault-bin"
 
-_STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
-    # The first that fits.
-    (UnknownModel, grpc.StatusCode.NOT_FOUND),
-    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
-    (ContextOverflow, grpc.StatusCode.OUT_OF_RANGE),
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (PeerFloods, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (MalformedMessage, grpc.StatusCode.INVALID_ARGUMENT),
-    (GossipRefused, grpc.StatusCode.FAILED_PRECONDITION),
-    (RequestError, grpc.StatusCode.FAILED_PRECONDITION),
-    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
-    (BadPipelineRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (ShardUnavailable, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (PipelineStalled, grpc.StatusCode.ABORTED),
-    (ShardCorrupt, grpc.StatusCode.DATA_LOSS),
-    (PipelineDisabled, grpc.StatusCode.FAILED_PRECONDITION),
-    (WeightsMismatch, grpc.StatusCode.FAILED_PRECONDITION),
-    (PipelineError, grpc.StatusCode.FAILED_PRECONDITION),
-    (NotTrusted, grpc.StatusCode.PERMISSION_DENIED),
-    (EngineGone, grpc.StatusCode.UNAVAILABLE),
-    (NodeStopping, grpc.StatusCode.UNAVAILABLE),
-)
-_KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
+_KINDS = {kind.__name__: kind for kind in ERROR_TABLE}
 """What a peer may make us raise."""
 _DIALLED = "Failed to connect to remote host: "
 """What gRPC puts before a socket's own error, behind the address and how many it has tried."""
@@ -82,7 +44,14 @@ _WORDS = (
     ("^$", "the connection was closed"),
 )
 """What is found in gRPC's words, and what it means; the first that fits."""
-_FIELDS = ("field", "retry_after_s", "who")
+_FIELDS: tuple[tuple[type[PacelineError], str, Callable[[Any], Any]], ...] = (
+    (InvalidRequest, "field", lambda value: printable(str(value))),
+    (Overloaded, "retry_after_s", int),
+    (PeerFloods, "retry_after_s", float),
+    (NotTrusted, "who", lambda value: printable(str(value))),
+    (ExecutorUnavailable, "code", lambda value: printable(str(value), 60)),
+)
+"""What travels with errors of a type, and how it is read."""
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 MAX_TEXT = 2000
 """Of a peer's message, what is repeated."""
@@ -92,14 +61,13 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 def status_of(error: PacelineError) -> grpc.StatusCode:
     """The status an error leaves as."""
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    return grpc.StatusCode[ERROR_TABLE[kind_of(error)].grpc]
 
 
 def metadata_of(error: PacelineError) -> Metadata:
     """The error's kind and fields, as trailing metadata."""
-    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
-    fields = {name: value for name in _FIELDS if (value := getattr(error, name, None)) is not None}
-    fault = {"kind": kind, "message": error.message[:MAX_TEXT], "hint": error.hint[:MAX_TEXT], **fields}
+    fields = {name: value for of, name, _ in _FIELDS if isinstance(error, of) and (value := getattr(error, name)) is not None}
+    fault = {"kind": kind_of(error).__name__, "message": error.message[:MAX_TEXT], "hint": error.hint[:MAX_TEXT], **fields}
     return ((FAULT_KEY, json.dumps(fault).encode()),)
 
 
@@ -174,14 +142,7 @@ def _told(value: bytes) -> PacelineError | None:
         fault: Any = json.loads(value)
         kind = _KINDS[fault["kind"]]
         message, hint = (printable(str(fault[name]), MAX_TEXT) for name in ("message", "hint"))
-        if issubclass(kind, InvalidRequest):
-            return kind(message, hint, field=printable(str(fault["field"])) if "field" in fault else None)
-        if issubclass(kind, Overloaded):
-            return kind(message, hint, retry_after_s=int(fault["retry_after_s"]))
-        if issubclass(kind, PeerFloods):
-            return kind(message, hint, retry_after_s=float(fault["retry_after_s"]))
-        if issubclass(kind, NotTrusted):
-            return kind(message, hint, who=printable(str(fault["who"])))
-        return kind(message, hint)
+        fields = {name: read(fault[name]) for of, name, read in _FIELDS if issubclass(kind, of) and name in fault}
+        return kind(message, hint, **fields)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -10,21 +10,7 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from paceline.core.errors import (
-    NO_MACHINE,
-    SERVER_STOPPING,
-    ContextOverflow,
-    ExecutorUnavailable,
-    FleetError,
-    InvalidRequest,
-    ModelAway,
-    NodeStopping,
-    Overloaded,
-    PacelineError,
-    PipelineError,
-    PlacementError,
-    UnknownModel,
-)
+from paceline.core.errors import ERROR_TABLE, SERVER_STOPPING, NodeStopping, PacelineError, UnknownModel, code_of, kind_of
 from paceline.server.requests import REFUSED, TOOL_TYPES, UNION_TAGS
 
 
@@ -129,23 +115,17 @@ def no_machines(message: str, code: str) -> Fault:
 
 def fault_of_error(error: PacelineError) -> Fault:
     """A typed error of Paceline's as a fault."""
-    match error:
-        case ContextOverflow():
-            return Fault(400, str(error), param=error.field, code="context_length_exceeded")
-        case InvalidRequest():
-            return Fault(400, str(error), param=error.field, code="invalid_value")
-        case UnknownModel():
-            return Fault(404, str(error), param="model", code="model_not_found")
-        case Overloaded():
-            return overloaded(str(error), error.retry_after_s)
-        case NodeStopping():
-            return STOPPING
-        case PipelineError() | ExecutorUnavailable():
-            return no_machines(str(error), error.code)
-        case FleetError() | PlacementError() | ModelAway():
-            return no_machines(str(error), NO_MACHINE)
-        case _:
+    match ERROR_TABLE[kind_of(error)].http:
+        case 429:
+            return overloaded(str(error), getattr(error, "retry_after_s", 1))
+        case 500:
             return server_fault(str(error))
+        case 503:
+            return STOPPING if isinstance(error, NodeStopping) else no_machines(str(error), code_of(error))
+        case status:
+            return Fault(
+                status, str(error), param="model" if isinstance(error, UnknownModel) else getattr(error, "field", None), code=code_of(error)
+            )
 
 
 def fault_of_validation(error: ValidationError) -> Fault:

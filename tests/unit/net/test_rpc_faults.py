@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import grpc
 import grpc.aio
 import pytest
 
+from paceline.core import errors
 from paceline.core.errors import (
     BadPipelineRequest,
     ContextOverflow,
+    EngineGone,
+    ExecutorUnavailable,
     FleetError,
     InvalidRequest,
     MessageTooLarge,
+    ModelAway,
     NodeUnreachable,
     NotTrusted,
     Overloaded,
@@ -24,9 +29,13 @@ from paceline.core.errors import (
     ShardCorrupt,
     ShardUnavailable,
     UnknownModel,
+    WayNotAllowed,
     WeightsMismatch,
+    goes_elsewhere,
+    kind_of,
 )
 from paceline.net.rpc_faults import FAULT_KEY, error_of, fleet_error_of, metadata_of, status_of
+from paceline.server.faults import fault_of_error
 
 
 def travelled(error: PacelineError) -> PacelineError:
@@ -50,6 +59,11 @@ def travelled(error: PacelineError) -> PacelineError:
         (PipelineStalled("still"), grpc.StatusCode.ABORTED),
         (ShardCorrupt("NaN"), grpc.StatusCode.DATA_LOSS),
         (NotTrusted("a guest", who="n"), grpc.StatusCode.PERMISSION_DENIED),
+        (WayNotAllowed("otherwise", "Allow more.", field="ways"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ModelAway("soon"), grpc.StatusCode.UNAVAILABLE),
+        (ExecutorUnavailable("no memory", code="load_failed"), grpc.StatusCode.UNAVAILABLE),
+        (EngineGone("failed"), grpc.StatusCode.UNAVAILABLE),
+        (FleetError("refused"), grpc.StatusCode.FAILED_PRECONDITION),
         (PacelineError("broken"), grpc.StatusCode.INTERNAL),
     ],
 )
@@ -59,6 +73,42 @@ def test_an_error_keeps_its_type_and_fields(error: PacelineError, status: grpc.S
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == vars(error)
+
+
+ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PacelineError)}
+ARGUMENTS = {"retry_after_s": 7, "busy": ("m",), "who": "b", "status": "UNAVAILABLE", "code": "load_failed", "field": "ways", "spans": ()}
+"""What constructors of errors take beside a message."""
+
+
+def made(kind: type[PacelineError]) -> PacelineError:
+    wanted = {name: value for name, value in ARGUMENTS.items() if name in inspect.signature(kind).parameters}
+    return kind("what happened", **wanted)
+
+
+@pytest.mark.parametrize("kind", ERRORS.values(), ids=ERRORS)
+def test_a_client_is_told_the_same_whether_an_error_arose_here_or_at_another_node(kind: type[PacelineError]) -> None:
+    error = made(kind)
+    arrived = travelled(error)
+    assert type(arrived) is kind_of(error)
+    assert fault_of_error(arrived) == fault_of_error(error)
+    assert goes_elsewhere(arrived) is goes_elsewhere(error)
+    assert status_of(arrived) is status_of(error)
+
+
+def test_what_is_wrong_with_a_request_is_wrong_everywhere_and_what_a_machine_lacks_is_not() -> None:
+    stays = {name for name, kind in ERRORS.items() if not goes_elsewhere(made(kind))}
+    assert {"InvalidRequest", "RequestError", "DrawFailed", "PacelineError", "OutOfMemory"} <= stays
+    assert not stays & {
+        "WayNotAllowed",
+        "ContextOverflow",
+        "UnknownModel",
+        "ModelAway",
+        "NoRoom",
+        "EngineGone",
+        "NodeStopping",
+        "RevokedNode",
+    }
+    assert not any(issubclass(ERRORS[name], FleetError) for name in stays)
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED])

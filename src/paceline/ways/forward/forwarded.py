@@ -13,25 +13,12 @@ from math import inf
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import (
-    NO_MACHINE,
-    ContextOverflow,
-    ExecutorUnavailable,
-    FleetError,
-    NodeUnreachable,
-    Overloaded,
-    PacelineError,
-    PipelineError,
-    UnknownModel,
-    WayNotAllowed,
-)
+from paceline.core.errors import NO_MACHINE, ExecutorUnavailable, FleetError, NodeUnreachable, PacelineError, goes_elsewhere
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.ways.forward.routes import RouteStop
 
-MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow, WayNotAllowed)
-"""Refusals that the next node may not share: gone, no longer loaded, busy, with less memory, serving it another way."""
 PATIENCE_S = 30.0
 """How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
@@ -160,7 +147,9 @@ class Forwarded:
         except StopAsyncIteration:
             await self._leave(leg, NodeUnreachable(f"{leg.node_id} ended the answer before its end"))
             return ()
-        except MOVES_ON as error:
+        except PacelineError as error:
+            if not goes_elsewhere(error):
+                raise
             await self._leave(leg, error)
             return ()
         if any(self._lacks_scores(chunk, item) for chunk in item):
@@ -224,8 +213,7 @@ class Forwarded:
     def _ended(self) -> Sequence[GenerationChunk]:
         """The end of an answer that can't go on."""
         self._over = True
-        trouble = self._trouble
-        code = trouble.code if isinstance(trouble, ExecutorUnavailable | PipelineError) else NO_MACHINE
-        why = f"No machine goes on with this answer. The last one: {trouble}"
+        code = getattr(self._trouble, "code", NO_MACHINE)
+        why = f"No machine goes on with this answer. The last one: {self._trouble}"
         id_, reason = self._request.request_id, FinishReason.ERROR
         return [GenerationChunk(id_, index, (), "", finish_reason=reason, error=why, code=code) for index in self._so_far]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,7 @@ from tests.unit.net.member.nodes import in_loop, until, until_seen
 from tests.unit.ways.pipeline.host.test_serving import card_of, nodes
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorUnavailable, PacelineError
+from paceline.core.errors import ExecutorUnavailable, PacelineError, WayNotAllowed
 from paceline.core.inference import ServedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.text import Tokenizer
@@ -34,11 +35,11 @@ from paceline.store.home import Home
 SHAPE = ModelShape(n_layers=2, hidden=64, layer_bytes=1 << 16, edge_bytes=1 << 16, kv_bytes_per_token_per_layer=64, max_context=128)
 
 
-def built(*engines: EchoEngine) -> BuiltNode:
+def built(*engines: EchoEngine, way: str = "alone", tokens_per_second: float = 10.0) -> BuiltNode:
     """A node with an engine, and those that take its place."""
-    speed = Speed(10.0, 100.0, "n" * 16, holds_identity=True, vocabulary="v" * 32)
+    speed = Speed(tokens_per_second, 100.0, "n" * 16, holds_identity=True, vocabulary="v" * 32)
     warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
-    host = host_of(engines[0], 4, *engines[1:])
+    host = host_of(engines[0], 4, *engines[1:], way=way)
     return BuiltNode(host, ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp"), (), "echo", warm)
 
 
@@ -78,6 +79,23 @@ async def test_a_request_moves_on_to_a_node_whose_engine_lives(new_home: Callabl
                 chunks = await drain(a.inference.generate("echo", request(name)))
                 assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(0,), (1,), (2,)]
                 assert not broken.host.is_up
+
+
+@in_loop
+async def test_a_request_moves_on_from_a_node_that_serves_in_no_way_that_it_allows(new_home: Callable[[str], Home]) -> None:  # noqa: F811
+    fast, slow = built(EchoEngine(), way="pipeline", tokens_per_second=1000.0), built(EchoEngine())
+    with closing(fast), closing(slow):
+        async with nodes(TestFleet(), *((name, new_home(name), None) for name in "abc")) as (door, b, c):
+            await until_seen(door.fleet, *"abc")
+            await asyncio.gather(b.attach(fast), c.attach(slow))
+            await until(lambda: "echo" in door.inference._routes and len(door.inference._routes["echo"].stops) == 2)
+            chunks = await drain(door.inference.generate("echo", replace(request(), ways=frozenset({"alone"}))))
+            assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(0,), (1,), (2,)]
+            assert door.fleet.meter.retried == 1, "the faster one was asked first, and refused"
+            with pytest.raises(WayNotAllowed, match="the request allows draft") as refused:
+                await drain(door.inference.generate("echo", replace(request("none"), ways=frozenset({"draft"}))))
+            assert refused.value.field == "ways"
+            assert door.fleet.meter.retried == 3
 
 
 @in_loop
