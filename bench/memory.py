@@ -87,13 +87,10 @@ def weigh(model: str, weights: str, kv_tokens: int, threads: int, device: Kernel
 def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels | None) -> None:
     """Import what the load will import on this machine: libraries are not the model's weight."""
     opened = open_model(model)
-    match table.choose(opened.spec, weights or WeightsFormat.STORED, asked=device):
-        case Kernels.AVX512_BF16:
-            from paceline.backends import kernel_cache
+    if table.choose(opened.spec, weights or WeightsFormat.STORED, asked=device).compiled:
+        from paceline.backends import kernel_cache
 
-            kernel_cache.use(Home.from_environment().kernels)
-        case _:
-            pass
+        kernel_cache.use(Home.from_environment().kernels)
 
 
 def main() -> int:

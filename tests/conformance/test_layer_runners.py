@@ -53,7 +53,7 @@ TORCH = [
         ("qwen3_moe", BF16, None),
     ]
 ]
-_NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+_NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
 
 def _compiled(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:

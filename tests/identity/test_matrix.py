@@ -14,7 +14,7 @@ import pytest
 
 from paceline.backends import cpu
 from paceline.backends.options import LoadOptions, PromptWeights
-from paceline.backends.table import Kernels
+from paceline.backends.table import Kernels, fastest_on_processors
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
@@ -32,7 +32,8 @@ ANSWER = 36
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 
-needs_avx512 = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+PROCESSORS = fastest_on_processors() if cpu.runs_here() else Kernels.AVX2
+needs_kernels = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ SCENARIOS = {
 
 
 KINDS = {
-    "cpu-int4": Kind(Kernels.AVX512_BF16, WeightsFormat.INT4),
-    "cpu-int8": Kind(Kernels.AVX512_BF16, WeightsFormat.INT8),
-    "cpu-bf16": Kind(Kernels.AVX512_BF16, WeightsFormat.BF16),
+    "cpu-int4": Kind(PROCESSORS, WeightsFormat.INT4),
+    "cpu-int8": Kind(PROCESSORS, WeightsFormat.INT8),
+    "cpu-bf16": Kind(PROCESSORS, WeightsFormat.BF16),
     "torch-int4-resident": Kind(Kernels.TORCH, WeightsFormat.INT4, PromptWeights.RESIDENT),
     "torch-int4-streamed": Kind(Kernels.TORCH, WeightsFormat.INT4, PromptWeights.STREAMED),
 }
@@ -85,7 +86,7 @@ def matrix() -> Iterator[Any]:
     for kind_id, kind in KINDS.items():
         for scenario_id, scenario in SCENARIOS.items():
             if kind_id == "cpu-int4" or (kind_id != "torch-int4-streamed" and scenario_id in SHORT):
-                marks = [needs_avx512] if kind.kernels is Kernels.AVX512_BF16 else []
+                marks = [needs_kernels] if kind.kernels.compiled else []
                 yield pytest.param(kind, scenario, id=f"{kind_id}-{scenario_id}", marks=marks)
 
 
@@ -104,7 +105,7 @@ class Loaded:
         self.kind = kind
         self.model = model
         self.runners: dict[int, LayerRunner[Any]] = {}
-        weights = model.weights if kind.kernels is Kernels.AVX512_BF16 else Shallow(model.weights)
+        weights = model.weights if kind.kernels.compiled else Shallow(model.weights)
         for threads in (1, 2):
             options = LoadOptions(
                 layers=weights.spec.all_layers,
@@ -115,7 +116,7 @@ class Loaded:
                 prompt_weights=kind.prompt_weights,
             )
             self.runners[threads] = load_runner(kind.kernels, weights, options)
-        self.queue = requests(model)[:: 1 if kind.kernels is Kernels.AVX512_BF16 else 3]  # torch takes its time
+        self.queue = requests(model)[:: 1 if kind.kernels.compiled else 3]  # torch takes its time
         self.alone = self.run(Scenario(batch=1, threads=1))[0]
 
     def run(self, scenario: Scenario) -> tuple[dict[str, tuple[int, ...]], Engine]:

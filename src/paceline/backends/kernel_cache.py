@@ -26,6 +26,7 @@ from pathlib import Path
 from llvmlite import binding
 from numba.core import config
 
+from paceline.backends.cpu import Lowering, lowering_in_use, runs_here
 from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,17 @@ def sources() -> list[Path]:
     return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
 
 
-@cache
 def _version() -> str:
+    return _version_of(lowering_in_use() if runs_here() else None)
+
+
+@cache
+def _version_of(lowering: Lowering | None) -> str:
     digest = hashlib.sha256()
     for source in sources():
         digest.update(source.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
-    digest.update(binding.get_host_cpu_features().flatten().encode())
+    digest.update(f"{binding.get_host_cpu_features().flatten()} {lowering}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -3,7 +3,12 @@
 first that applies        for
 torch-cuda                a CUDA device, bf16 weights; any family
 cpu-avx512bf16            dense families on processors with AVX512-BF16
+cpu-avx512vnni            ... with AVX512-VNNI
+cpu-avxvnni               ... with AVX-VNNI
+cpu-avx2                  ... with AVX2, FMA and F16C
 torch-cpu                 everything else
+
+Those of `cpu` compute the same bytes (docs/arithmetic.md), and a processor that has the instructions of one has those of some after it.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from paceline.backends import cpu
+from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, WeightsFormat
@@ -22,12 +28,29 @@ class Kernels(StrEnum):
 
     CUDA = "torch-cuda"
     AVX512_BF16 = "cpu-avx512bf16"
+    AVX512_VNNI = "cpu-avx512vnni"
+    AVX_VNNI = "cpu-avxvnni"
+    AVX2 = "cpu-avx2"
     TORCH = "torch-cpu"
 
     @property
     def device(self) -> DeviceKind:
         """What they run on."""
         return DeviceKind.CUDA if self is Kernels.CUDA else DeviceKind.CPU
+
+    @property
+    def lowering(self) -> Lowering | None:
+        """Instructions that compiled kernels are made of; None: torch runs."""
+        return Lowering(self.removeprefix("cpu-")) if self.startswith("cpu-") else None
+
+    @property
+    def compiled(self) -> bool:
+        return self.lowering is not None
+
+
+def fastest_on_processors() -> Kernels:
+    """What runs dense models on this machine's processors."""
+    return Kernels(f"cpu-{cpu.lowering_in_use()}") if cpu.runs_here() else Kernels.TORCH
 
 
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
@@ -49,11 +72,13 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
         if weights is not WeightsFormat.BF16:
             raise ConfigError(f"--weights {weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
         return Kernels.CUDA
-    reason = cpu.refuses(spec) if cpu.runs_here() else "this processor has no AVX512-BF16"
-    if asked is Kernels.AVX512_BF16 or (asked is None and reason is None):
+    reason = cpu.refuses(spec) if cpu.runs_here() else "this processor has no AVX2"
+    if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in cpu.lowerings_here():
+        reason = f"this processor has no {asked.lowering}"
+    if (asked is not None and asked.compiled) or (asked is None and reason is None):
         if reason is not None:
-            raise ConfigError(f"--device {Kernels.AVX512_BF16} can't run this model here: {reason}", "Leave --device out.")
-        return Kernels.AVX512_BF16
+            raise ConfigError(f"--device {asked} can't run this model here: {reason}", "Leave --device out.")
+        return asked or fastest_on_processors()
     if find_spec("torch") is None:
         raise UnsupportedModel(
             f"This model needs torch here ({reason}), and torch is not installed",

@@ -37,22 +37,16 @@ def working_bytes(kernels: Kernels, spec: ModelSpec, *, max_rows: int, threads: 
         n_blocks: KV blocks.
         logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.
     """
-    match kernels:
-        case Kernels.AVX512_BF16:
-            return cpu_working_bytes(spec, max_rows=max_rows, threads=threads, n_blocks=n_blocks, logits_rows=logits_rows)
-        case Kernels.TORCH | Kernels.CUDA:
-            return torch_working_bytes(spec, max_rows=max_rows, n_blocks=n_blocks, logits_rows=logits_rows)
+    if kernels.compiled:
+        return cpu_working_bytes(spec, max_rows=max_rows, threads=threads, n_blocks=n_blocks, logits_rows=logits_rows)
+    return torch_working_bytes(spec, max_rows=max_rows, n_blocks=n_blocks, logits_rows=logits_rows)
 
 
 def kv_group(kernels: Kernels) -> int:
     """KV blocks whose memory comes together: a pool takes that of whole groups."""
-    match kernels:
-        case Kernels.AVX512_BF16:
-            return NEIGHBOURS
-        case Kernels.CUDA:
-            return WIDEST_BLOCK // BLOCK_TOKENS
-        case Kernels.TORCH:
-            return 1
+    if kernels.compiled:
+        return NEIGHBOURS
+    return WIDEST_BLOCK // BLOCK_TOKENS if kernels is Kernels.CUDA else 1
 
 
 def cutter_of(spec: ModelSpec, threads: int, n_blocks: int) -> Cutter:

@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends import cpu
 from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.options import DeviceKind
-from paceline.backends.table import Kernels
+from paceline.backends.table import Kernels, fastest_on_processors
 from paceline.core.model import WeightsFormat
 from paceline.store.home import Home, read_json_object, write_cache
 
@@ -198,7 +197,7 @@ class LocalDevice:
 
 def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     """This machine's, the fastest first."""
-    kernels = Kernels.AVX512_BF16 if cpu.runs_here() else Kernels.TORCH
+    kernels = fastest_on_processors()
 
     def processors(*weights: WeightsFormat) -> LocalDevice:
         return LocalDevice(kernels, weights, processor_name, total_bytes, lambda: available_bytes(), lambda: memory_rate(home))

@@ -219,7 +219,7 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         device = DeviceKind.CPU
     weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
     kernels = table.choose(spec, weights, asked=settings.device, device=device)
-    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
+    if weights is WeightsFormat.STORED and not kernels.compiled:
         kept = sorted(set(torch_formats(spec, weights, type_of).values()))
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
     return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
@@ -236,10 +236,8 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
     Raises:
         UserError: see `load` of the backends.
     """
-    match kernels:
-        case Kernels.AVX512_BF16:
-            return cpu.load(source, options, progress)
-        case Kernels.TORCH | Kernels.CUDA:
-            from paceline.backends import torch
+    if kernels.lowering is not None:
+        return cpu.load(source, options, progress, lowering=kernels.lowering)
+    from paceline.backends import torch
 
-            return torch.load(source, options, progress, device=kernels.device)
+    return torch.load(source, options, progress, device=kernels.device)

@@ -57,7 +57,7 @@ def load_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int
 
 def _first_load_bytes(kernels: Kernels, kernel_cache: Path | None) -> int:
     """What this process takes once, with the first model that it loads."""
-    if kernels is not Kernels.AVX512_BF16:
+    if not kernels.compiled:
         return 0 if "torch" in sys.modules else TORCH_BYTES
     if "paceline.backends.cpu.runner" in sys.modules:
         return 0
@@ -77,7 +77,7 @@ TypeOf = Callable[[str], str]
 
 def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> Mapping[str, int]:
     """Bytes of each tensor in memory."""
-    if kernels is Kernels.AVX512_BF16:
+    if kernels.compiled:
         return held_bytes(spec, forms_by(weights, type_of))
     return torch_bytes(spec, torch_formats(spec, weights, type_of))
 

@@ -93,7 +93,7 @@ class Packing(Exception):
     """It begins."""
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.backends.cpu import pack, probe, weights
 

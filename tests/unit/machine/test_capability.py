@@ -234,7 +234,7 @@ def test_a_card_is_measured(home: Home) -> None:
     for figure in (card.memory_total_bytes, card.memory_free_bytes, card.memory_bytes_per_s):
         assert figure == two_digits(figure) > 0
     assert card.memory_free_bytes <= card.memory_total_bytes
-    assert str(card.backend) in {"cpu-avx512bf16", "torch-cpu", "torch-cuda"}
+    assert card.backend in set(Kernels)
     assert card.device
     assert card.software
     assert [offer.role for offer in card.models] == [Role.VERIFIER]

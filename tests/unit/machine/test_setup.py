@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends import cpu
 from paceline.backends.options import DeviceKind
-from paceline.backends.table import Kernels
+from paceline.backends.table import Kernels, fastest_on_processors
 from paceline.core.model import WeightsFormat
 from paceline.machine import devices
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
 
-PROCESSORS = Kernels.AVX512_BF16 if cpu.runs_here() else Kernels.TORCH
+PROCESSORS = fastest_on_processors()
 SMALL, LARGE = 200 << 20, 8 << 30
 """The bundled model takes 257 MiB in bf16."""
 

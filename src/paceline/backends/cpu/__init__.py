@@ -1,15 +1,19 @@
-"""Layers in compiled Numba kernels, for processors with AVX512-BF16.
+"""Layers in compiled Numba kernels, for x86 processors from AVX2 on: `Lowering` names the instructions they are made of.
 
 Importing this package compiles nothing and imports no kernel: `load` does, once the kernel cache is known.
 """
 
 from __future__ import annotations
 
+import sys
+from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.errors import ConfigError
 from paceline.core.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,15 +23,59 @@ if TYPE_CHECKING:
 
 MOST_HEAD_DIM = 256
 """What attention's scratch has room for."""
-_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16")
 
 
-def runs_here() -> bool:
-    """Whether this processor has the instructions the kernels are made of."""
+class Lowering(StrEnum):
+    """Instructions that the kernels are made of, the fastest first. All compute the same bytes."""
+
+    AVX512_BF16 = "avx512bf16"
+    AVX512_VNNI = "avx512vnni"
+    AVX_VNNI = "avxvnni"
+    AVX2 = "avx2"
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+_FEATURES = {
+    Lowering.AVX512_BF16: (*_AVX512, "avx512bf16"),
+    Lowering.AVX512_VNNI: _AVX512,
+    Lowering.AVX_VNNI: (*_AVX2, "avxvnni"),
+    Lowering.AVX2: _AVX2,
+}
+_chosen: Lowering | None = None
+
+
+@cache
+def lowerings_here() -> tuple[Lowering, ...]:
+    """Those whose instructions this processor has, the fastest first."""
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
-    return all(features.get(feature, False) for feature in _FEATURES)
+    return tuple(lowering for lowering, needed in _FEATURES.items() if all(features.get(feature, False) for feature in needed))
+
+
+def runs_here() -> bool:
+    """Whether this processor has the instructions of any lowering."""
+    return bool(lowerings_here())
+
+
+def lowering_in_use() -> Lowering:
+    """What this process's kernels are made of."""
+    return _chosen or lowerings_here()[0]
+
+
+def use_lowering(lowering: Lowering) -> None:
+    """Choose what this process's kernels are made of; before the first of them is imported.
+
+    Raises:
+        ConfigError: kernels of another are in use.
+    """
+    global _chosen  # noqa: PLW0603 - one a process, as kernels are
+    if lowering is not lowering_in_use() and "paceline.backends.cpu.lowering" in sys.modules:
+        raise ConfigError(
+            f"--device cpu-{lowering} can't be used: this process runs kernels of {lowering_in_use()}", "Start another process for it."
+        )
+    _chosen = lowering
 
 
 def compiled(folder: Path) -> bool:
@@ -47,15 +95,22 @@ def refuses(spec: ModelSpec) -> str | None:
     return f"{odd[0]} is not a multiple of 32" if odd else None
 
 
-def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> CpuRunner:
+def load(
+    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, *, lowering: Lowering | None = None
+) -> CpuRunner:
     """Load a range of layers.
 
+    Args:
+        lowering: to use; None: what the process uses.
+
     Raises:
+        ConfigError: this process uses kernels of another lowering.
         ModelFileError, UnsupportedModel: from the source.
         OutOfMemory: the KV pool does not fit.
     """
     from paceline.backends import kernel_cache
 
+    use_lowering(lowering or lowering_in_use())
     kernel_cache.use(options.kernel_cache)
     from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
     from paceline.backends.cpu.pack import packer

@@ -19,16 +19,13 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import sizes
-from paceline.backends.cpu.simd import BYTES, F32, I32, I64, B, Emit, F, H, I, Value, lowered
+from paceline.backends.cpu import Lowering, lowering, lowering_in_use, sizes
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import F32, I32, I64, B, Emit, F, H, I, Value
 from paceline.backends.cpu.sizes import BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE
 
-FUSED = int(binding.get_host_cpu_name().startswith("znver"))
-"""1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors; on Intel's it does half as much."""
-
-_FLUSH = 0x8040
-"""Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
-
+FUSED = int(lowering_in_use() is Lowering.AVX512_BF16 and binding.get_host_cpu_name().startswith("znver"))
+"""1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors that have it; on Intel's it does half as much."""
 
 record_bytes = njit(nogil=True)(sizes.record_bytes)
 scratch_bytes = njit(nogil=True)(sizes.scratch_bytes)
@@ -39,13 +36,7 @@ def flush_denormals(_):
     """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
-        control = e.var(ir.Constant(I32, 0))
-        place = e.b.bitcast(control, BYTES)
-        e.call("llvm.x86.sse.stmxcsr", ir.VoidType(), place)
-        before = e.b.load(control)
-        e.b.store(e.b.or_(before, ir.Constant(I32, _FLUSH)), control)
-        e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), place)
-        return before
+        return lowering.flush_denormals(e)
 
     return lowered(body, types.int32)
 
@@ -53,7 +44,7 @@ def flush_denormals(_):
 @intrinsic
 def restore_denormals(_, before):
     def body(e: Emit, args: Sequence[Value]) -> None:
-        e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), e.b.bitcast(e.var(args[0]), BYTES))
+        lowering.restore_denormals(e, args[0])
 
     return lowered(body, types.void, types.int32)
 

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import F32, I32, I64, LANES, Emit, F, I, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import F32, I32, I64, LANES, Emit, F, I, Value
 from paceline.engine.arithmetic import EXP2, LOG2E, WEIGHT_BITS, WEIGHTLESS
 
 BLOCK = 64

@@ -19,7 +19,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Layout, Scales
-from paceline.backends.cpu.simd import I8, I16, Emit, I, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import I8, I16, Emit, I, Value
 from paceline.backends.kernel_cache import in_use
 from paceline.core.weights import TENSOR_TYPES
 
@@ -63,9 +64,7 @@ class _Rows:
     def word(self, place: int) -> Value:
         """The 32 bits at a place of the block: I."""
         if place not in self._read:
-            address, once = self._e.at(self._blocks, place), ir.Constant(I.element, 1)
-            gather = "llvm.x86.avx512.mask.gather.dpi.512"
-            self._read[place] = self._e.call(gather, I, self._e.const_i(0), address, self._at, self._some, once)
+            self._read[place] = self._e.gather(self._e.at(self._blocks, place), self._at, self._some)
         return self._read[place]
 
     def bits(self, place: int, shift: int) -> Value:

@@ -27,7 +27,8 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import I32, Emit, H, I, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import I32, Emit, H, I, Value
 from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
 from paceline.core.ids import BlockId
 

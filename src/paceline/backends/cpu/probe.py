@@ -73,7 +73,7 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
     def to_bytes(x_TD: npt.NDArray[np.uint16]) -> bytes:
         return x_TD.tobytes()
 
-    label = f"arithmetic-{ARITHMETIC}-cpu-avx512bf16-{'-'.join(form.name for form in sorted(forms))}"
+    label = f"arithmetic-{ARITHMETIC}-cpu-{'-'.join(form.name for form in sorted(forms))}"
     measured = numerics.measure(make, source, {1, threads}, to_bytes, label, BEHIND)
     if not measured.holds_identity:
         raise PacelineError(

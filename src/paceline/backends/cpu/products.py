@@ -13,7 +13,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
-from paceline.backends.cpu.simd import I64, Emit, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import I64, Emit, Value
 from paceline.backends.cpu.sizes import TILE_BLOCKS
 from paceline.backends.cpu.tiles import EXPANDED_BYTES, MOST_SEGMENTS, expand, tile
 from paceline.backends.kernel_cache import in_use

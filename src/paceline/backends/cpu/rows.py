@@ -18,7 +18,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Scales
-from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value, lowered, read, read_half, write
+from paceline.backends.cpu.lowering import lowered, read, read_half, write
+from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value
 from paceline.backends.ggml.plain import bf16_bits
 from paceline.backends.kernel_cache import in_use
 

@@ -49,7 +49,7 @@ class _Arrays:
 
 
 class CpuRunner:
-    """A `LayerRunner` on AVX512-BF16 processors.
+    """A `LayerRunner` in compiled kernels.
 
     Args:
         model: packed weights of a range of layers.

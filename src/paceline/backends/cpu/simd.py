@@ -1,22 +1,21 @@
-"""A thin vocabulary over llvmlite for 512-bit kernels: what Numba itself can't say.
+"""A thin vocabulary over llvmlite for kernels of 16 lanes: what Numba itself can't say.
 
 An `@intrinsic` body gets an `Emit` and writes straight-line vector code with it. Nothing here knows about models.
 Every operation is the IEEE one named (no fast-math, no reassociation), so a kernel's order of operations is its bytes.
-At the end, numbers of some bits at any address, for compiled code that packs weights and reads rows back out of records.
+What is said otherwise on other processors is in `lowering`.
 
 Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses are i64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 from llvmlite import binding, ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import cgutils
 
 binding.initialize_native_asmparser()
 
@@ -51,6 +50,18 @@ _EXP2 = (1.3264728e-3, 9.6715130e-3, 5.5507336e-2, 2.4022242e-1, 6.9314700e-1)
 
 Value = Any
 """An llvmlite value; llvmlite ships no types."""
+
+
+class ByteSums(Protocol):
+    """A sum that grows by products of bytes."""
+
+    def add(self, a: Value, b: Value) -> None:
+        """Add to lane i the four bytes of lane i of a (unsigned) times b (signed)."""
+        ...
+
+    def total(self) -> Value:
+        """I."""
+        ...
 
 
 class Emit:
@@ -126,21 +137,46 @@ class Emit:
 
     # --- arithmetic
 
-    def dp(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1]: VDPBF16PS."""
-        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", F, acc, a, b)
+    # What differs from one set of instructions to the next: see `lowering`.
 
-    def dp_bytes(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + sum over the four bytes of lane i of a (unsigned) times b (signed): VPDPBUSD. All I."""
-        return self.call("llvm.x86.avx512.vpdpbusd.512", I, acc, a, b)
+    rows_at_once = 8
+    """Rows whose sums of one block of outputs stay in registers."""
+
+    def dp(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1], the odd product first, each fused: VDPBF16PS. Denormals are zero, where `flushed` holds."""
+        raise NotImplementedError
+
+    def flushed(self) -> AbstractContextManager[None]:
+        """Within it, `dp` takes denormals as zero."""
+        raise NotImplementedError
+
+    def byte_sums(self, acc: Value, most: int) -> ByteSums:
+        """Sums of whole numbers that begin with `acc`: I. `most`: the largest unsigned byte."""
+        raise NotImplementedError
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I.
+        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
+        raise NotImplementedError
 
-        Written out, since LLVM makes two instructions of its intrinsic where sums form chains, at half the speed.
-        """
-        instruction = ir.InlineAsm(ir.FunctionType(I, [I, I, I]), "vpdpwssd $3, $2, $0", "=v,0,v,v", side_effect=False)
-        return self.b.call(instruction, [acc, a, b])
+    def to_bf16(self, value: Value) -> Value:
+        """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16."""
+        raise NotImplementedError
+
+    def to_int(self, value: Value) -> Value:
+        """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
+        raise NotImplementedError
+
+    def narrow(self, value: Value, bits: int) -> Value:
+        """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
+        raise NotImplementedError
+
+    def gather(self, base: Value, offsets: Value, some: Value) -> Value:
+        """The 32 bits at `base` + each offset (I, bytes); zero where `some` is not set: I."""
+        raise NotImplementedError
+
+    def exp2(self, x: Value) -> Value:
+        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md)."""
+        raise NotImplementedError
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.call("llvm.fma.v16f32", F, a, b, c)
@@ -148,34 +184,12 @@ class Emit:
     def maximum(self, a: Value, b: Value) -> Value:
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
-    def to_bf16(self, value: Value) -> Value:
-        """F rounded to nearest even, 16 x i16: VCVTNEPS2BF16."""
-        return self.b.bitcast(self.b.fptrunc(value, B16), ir.VectorType(I16, 16))
-
-    def to_int(self, value: Value) -> Value:
-        """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
-        every, current_rounding = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
-        return self.call("llvm.x86.avx512.mask.cvtps2dq.512", I, value, self.const_i(0), every, current_rounding)
-
-    def narrow(self, value: Value, bits: int) -> Value:
-        """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
-        kind, name = (ir.VectorType(I8, 16), "db") if bits == 8 else (ir.VectorType(I16, 16), "dw")
-        return self.call(f"llvm.x86.avx512.mask.pmovs.{name}.512", kind, value, ir.Constant(kind, ir.Undefined), ir.Constant(I16, 0xFFFF))
-
-    def exp2(self, x: Value) -> Value:
-        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md).
-
-        2**r by a minimax polynomial, where x = n + r, n the nearest whole number (ties to even): r is exact, unlike what VREDUCEPS
-        gives for n = floor(x), which it rounds downwards. Then times 2**n by VSCALEFPS, which is exact.
-        """
-        every, nearest, current = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 0), ir.Constant(I32, 4)
-        rest = self.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, nearest, x, every, current)
-        whole = self.b.fsub(x, rest)
+    def power(self, rest: Value) -> Value:
+        """2**r on [-0.5, 0.5] by a minimax polynomial: F."""
         power = self.const(_EXP2[0])
         for coefficient in (*_EXP2[1:], 1.0):
             power = self.fma(power, rest, self.const(coefficient))
-        kept = self.b.bitcast(self.b.fcmp_unordered(">=", x, self.const(-126.0)), I16)
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, whole, self.const(0.0), kept, current)
+        return power
 
     def _fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value:
         for width in (8, 4, 2, 1):
@@ -200,51 +214,6 @@ class Emit:
     # --- control
 
     @contextmanager
-    def loop(self, stop: Value, start: Value | None = None) -> Iterator[Value]:
+    def loop(self, stop: Value, start: Value | None = None) -> Generator[Value]:
         with cgutils.for_range(self.b, stop, start=start, intp=I64) as frame:
             yield frame.index
-
-
-Body = Callable[[Emit, Sequence[Value]], Value | None]
-
-
-def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-    """What an `@intrinsic` returns: its signature and its code. `body` sees the arguments that are not literals."""
-    values = [i for i, kind in enumerate(arguments) if not isinstance(kind, types.IntegerLiteral)]
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Any:
-        value = body(Emit(builder), [args[i] for i in values])
-        return context.get_dummy_value() if value is None else value
-
-    return result(*arguments), codegen
-
-
-@intrinsic(prefer_literal=True)
-def read(_, bits, address):
-    """The unsigned number of `bits` bits at an address."""
-    kind = ir.IntType(bits.literal_value)
-
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.zext(e.load(kind, args[0]), I64)
-
-    return lowered(body, types.int64, bits, types.int64)
-
-
-@intrinsic(prefer_literal=True)
-def write(_, bits, address, value):
-    kind = ir.IntType(bits.literal_value)
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(e.b.trunc(args[1], kind), args[0])
-
-    return lowered(body, types.void, bits, types.int64, types.int64)
-
-
-@intrinsic
-def read_half(_, address):
-    """The IEEE half float at an address, as fp32."""
-
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
-
-    return lowered(body, types.float32, types.int64)

@@ -14,7 +14,8 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import I32, I64, Emit, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import I32, I64, Emit, Value
 
 PHASE, DONE, WORD = 0, 8, 8
 """Places in the control array (int64), a cache line apart: the word, and the tasks finished so far (only grows)."""

@@ -9,6 +9,7 @@ Strides and offsets are bytes. Shapes: M rows, NB blocks of 16 outputs, G groups
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 from llvmlite import ir
@@ -16,7 +17,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
-from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, Value, lowered
+from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.simd import I8, I32, I64, B, ByteSums, Emit, F, H, I, Value
 from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
@@ -124,12 +126,21 @@ class _Expanded:
         return e.load(F, self._base, at, align=64), e.load(F, self._base, at + 64, align=64) if self._has_offset else None
 
 
-def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value:
-    if inputs is Inputs.INT8:
-        return e.dp_bytes(acc, weights, x)
-    if inputs is Inputs.INT16:
-        return e.dp_words(acc, weights, x)
-    return e.dp(acc, e.b.bitcast(weights, B), e.b.bitcast(x, B))
+class _PairSums:
+    """A sum that grows by products of pairs of words or bf16 numbers."""
+
+    def __init__(self, e: Emit, inputs: Inputs, acc: Value) -> None:
+        self._e, self._inputs, self._acc = e, inputs, acc
+
+    def add(self, a: Value, b: Value) -> None:
+        e = self._e
+        if self._inputs is Inputs.INT16:
+            self._acc = e.dp_words(self._acc, a, b)
+        else:
+            self._acc = e.dp(self._acc, e.b.bitcast(a, B), e.b.bitcast(b, B))
+
+    def total(self) -> Value:
+        return self._acc
 
 
 class _Tile:
@@ -157,7 +168,7 @@ class _Tile:
             for total in self._totals():
                 b.store(e.const(0.0), total)
             first, stop = (e.load(I64, bounds, b.add(e.mul(s, 8), e.i64(8 * end)), align=8) for end in range(2))
-            with e.loop(stop, first) as group:
+            with e.flushed() if self._layout.inputs is Inputs.BF16 else nullcontext(), e.loop(stop, first) as group:
                 self._add_group(w_n, x, group)
             # The segments so far form whole subtrees; what this one completes are as many as its number ends in ones.
             with e.loop(b.cttz(b.add(s, e.i64(1)), ir.Constant(ir.IntType(1), 1))):
@@ -237,12 +248,20 @@ class _Tile:
     def _sums(self, record_n: list[_Record] | list[_Expanded], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
         """`acc` plus the products of some words, [M][NB]."""
         e = self._e
-        for word in words:
-            codes = [record.codes(word) for record in record_n]
-            for m in self._rows:
-                repeated = e.splat(e.load(I32, x_g, self._at(m, 4 * word)), I)
-                acc[m] = [_dot(e, self._layout.inputs, acc[m][n], codes[n], repeated) for n in self._blocks]
-        return acc
+        sums = [[self._sum(value) for value in row] for row in acc]
+        for first in range(0, len(self._rows), e.rows_at_once):
+            for word in words:
+                codes = [record.codes(word) for record in record_n]
+                for m in self._rows[first : first + e.rows_at_once]:
+                    repeated = e.splat(e.load(I32, x_g, self._at(m, 4 * word)), I)
+                    for n in self._blocks:
+                        sums[m][n].add(codes[n], repeated)
+        return [[value.total() for value in row] for row in sums]
+
+    def _sum(self, acc: Value) -> ByteSums:
+        if self._layout.inputs is Inputs.INT8:
+            return self._e.byte_sums(acc, (1 << self._layout.bits) - 1)
+        return _PairSums(self._e, self._layout.inputs, acc)
 
 
 @intrinsic(prefer_literal=True)

@@ -23,7 +23,7 @@ LONG = 1900
 """More than three segments of attention: what one row looks at is cut into pieces."""
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 @pytest.mark.parametrize("count", [1, 40])
 def test_a_step_given_up_at_any_time_changes_nothing_that_follows(count: int) -> None:
     case = RunnerCase(

@@ -57,7 +57,7 @@ def test_torch_holds_each_matrix_in_the_nearest_format_and_five_bits_never_becom
     assert whole[EMBEDDING] == ("bf16" if expected == "bf16" else "int8")
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 @pytest.mark.parametrize("form", [Form.Q4_1, Form.Q6_K, Form.BF16])
 def test_records_are_the_same_on_any_number_of_threads_and_take_what_was_planned(form: Form) -> None:
     from paceline.backends.cpu.probe import SeededBlocks
@@ -74,7 +74,7 @@ def test_records_are_the_same_on_any_number_of_threads_and_take_what_was_planned
     assert len(seen) > 3
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 def test_a_pool_must_fit_with_the_whole_groups_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     source = SeededWeights(SPEC)
     weights = part_bytes(held_bytes(SPEC, forms_by(WeightsFormat.BF16, source.type_of)), SPEC.all_layers, edges=True)
@@ -83,7 +83,7 @@ def test_a_pool_must_fit_with_the_whole_groups_that_it_has(monkeypatch: pytest.M
         cpu.load(source, LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, BLOCK_TOKENS, 1))
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 def test_a_load_that_is_given_up_ends() -> None:
     from paceline.backends.cpu.weights import pack_model
 

@@ -162,7 +162,7 @@ def test_any_sizes_give_the_bytes_of_one_node(torch_alone: dict[str, list[int]],
     head.close()
 
 
-@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 def test_compiled_kernels_and_torch_meet_whatever_their_blocks() -> None:
     head = load_here(cpu.load, OWN)
     rest = torch.load(SeededWeights(SPEC), LoadOptions(LayerRange(2, 6), WeightsFormat.INT4, TOKENS // 16, edges=False))

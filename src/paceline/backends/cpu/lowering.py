@@ -1,0 +1,283 @@
+"""How the operations of `simd` are said in the instructions of a processor: a class a set of instructions, all with the same bits.
+
+What LLVM splits by itself, vectors of 16 lanes into two of 8, is written once, in `simd`. Which class applies is `cpu.lowering_in_use`.
+At the end, numbers of some bits at any address, for compiled code that packs weights and reads rows back out of records.
+
+avx512bf16   VDPBF16PS, VPDPBUSD, VPDPWSSD, VCVTNEPS2BF16, VREDUCEPS, VSCALEFPS
+avx512vnni   VPDPBUSD, VPDPWSSD; products of bf16 pairs as two fused multiply-adds in fp32, with denormals flushed by MXCSR
+avxvnni      VPDPBUSD and VPDPWSSD on 8 lanes; the rest as avx2
+avx2         VPMADDUBSW, whose sums of two products of codes below 64 do not saturate, and VPMADDWD
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from paceline.backends.cpu import Lowering, lowering_in_use, runs_here
+from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, ByteSums, Emit, F, I, Value
+
+_FLUSH = 0x8040
+"""Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
+_ALL_LANES, _CURRENT_ROUNDING = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
+_LOW, _HIGH = range(8), range(8, 16)
+
+
+def flush_denormals(e: Emit) -> Value:
+    """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
+    control = e.var(ir.Constant(I32, 0))
+    place = e.b.bitcast(control, BYTES)
+    e.call("llvm.x86.sse.stmxcsr", ir.VoidType(), place)
+    before = e.b.load(control)
+    e.b.store(e.b.or_(before, ir.Constant(I32, _FLUSH)), control)
+    e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), place)
+    return before
+
+
+def restore_denormals(e: Emit, before: Value) -> None:
+    e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), e.b.bitcast(e.var(before), BYTES))
+
+
+class _Halves(Emit):
+    """Eight lanes an instruction."""
+
+    def halves(self, value: Value) -> list[Value]:
+        """The lower and the upper half of a vector's lanes, of as many bits each."""
+        n = value.type.count // 2
+        undefined = ir.Constant(value.type, ir.Undefined)
+        masks = [ir.Constant(ir.VectorType(I32, n), [ir.Constant(I32, i + first) for i in range(n)]) for first in (0, n)]
+        return [self.b.shuffle_vector(value, undefined, mask) for mask in masks]
+
+    def whole(self, halves: Sequence[Value]) -> Value:
+        n = 2 * halves[0].type.count
+        return self.b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, n), [ir.Constant(I32, i) for i in range(n)]))
+
+    def by_halves(self, name: str, result: Any, *arguments: Value) -> Value:
+        """A call of an instruction of 256 bits for each half. `result`: the type of one."""
+        return self.whole([self.call(name, result, *part) for part in zip(*map(self.halves, arguments), strict=True)])
+
+
+class _Widened(Emit):
+    """Products of bf16 pairs by FMA in fp32, and bf16 in whole numbers."""
+
+    def dp(self, acc: Value, a: Value, b: Value) -> Value:
+        (odd, even), (other_odd, other_even) = (self._widened(each) for each in (a, b))
+        return self.fma(even, other_even, self.fma(odd, other_odd, acc))
+
+    def _widened(self, pairs: Value) -> tuple[Value, Value]:
+        b, line = self.b, self.b.bitcast(pairs, I)
+        return b.bitcast(b.and_(line, self.const_i(-0x10000)), F), b.bitcast(b.shl(line, self.const_i(16)), F)
+
+    @contextmanager
+    def flushed(self) -> Generator[None]:
+        before = flush_denormals(self)
+        yield
+        restore_denormals(self, before)
+
+    def to_bf16(self, value: Value) -> Value:
+        b = self.b
+        bits = b.bitcast(value, I)
+        upper = b.lshr(bits, self.const_i(16))
+        rounded = b.lshr(b.add(b.add(bits, self.const_i(0x7FFF)), b.and_(upper, self.const_i(1))), self.const_i(16))
+        size = b.and_(bits, self.const_i(0x7FFFFFFF))
+        rounded = b.select(b.icmp_signed("<", size, self.const_i(0x00800000)), b.and_(upper, self.const_i(0x8000)), rounded)
+        rounded = b.select(b.icmp_signed(">", size, self.const_i(0x7F800000)), b.or_(upper, self.const_i(0x40)), rounded)
+        return b.trunc(rounded, ir.VectorType(I16, 16))
+
+
+class _Avx2(_Halves, _Widened):
+    """Sums of bytes by words of 16 bits."""
+
+    rows_at_once = 4
+
+    def byte_sums(self, acc: Value, most: int) -> ByteSums:
+        return _WordSums(self, acc, most)
+
+    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
+        return self.b.add(acc, self.add_pairs(*(self.b.bitcast(each, ir.VectorType(I16, 32)) for each in (a, b))))
+
+    def add_pairs(self, a: Value, b: Value) -> Value:
+        """Products of signed words, neighbours added: VPMADDWD."""
+        return self.by_halves("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), a, b)
+
+    def to_int(self, value: Value) -> Value:
+        return self.by_halves("llvm.x86.avx.cvt.ps2dq.256", ir.VectorType(I32, 8), value)
+
+    def narrow(self, value: Value, bits: int) -> Value:
+        most = 2 ** (bits - 1) - 1
+        for limit, beyond in ((most, ">"), (-most - 1, "<")):
+            value = self.b.select(self.b.icmp_signed(beyond, value, self.const_i(limit)), self.const_i(limit), value)
+        return self.b.trunc(value, ir.VectorType(ir.IntType(bits), 16))
+
+    def gather(self, base: Value, offsets: Value, some: Value) -> Value:
+        kind, once = ir.VectorType(I32, 8), ir.Constant(I8, 1)
+        zero = ir.Constant(kind, [ir.Constant(I32, 0)] * 8)
+        parts = zip(self.halves(offsets), self.halves(self.b.sext(some, I)), strict=True)
+        return self.whole([self.call("llvm.x86.avx2.gather.d.d.256", kind, zero, base, *part, once) for part in parts])
+
+    def exp2(self, x: Value) -> Value:
+        """As the arithmetic has it. Above 200 it is infinite anyway, and x - n would not be a number there where x is infinite.
+
+        Times 2**n in two factors, each of them a number of fp32: no product is denormal, so that only the last may be rounded, to infinity.
+        """
+        b = self.b
+        bounded = b.select(b.fcmp_ordered(">", x, self.const(200.0)), self.const(200.0), x)
+        whole = self.call("llvm.rint.v16f32", F, bounded)
+        power = self.power(b.fsub(bounded, whole))
+        n = self.to_int(whole)
+        half = b.ashr(n, self.const_i(1))
+        for part in (half, b.sub(n, half)):
+            power = b.fmul(power, b.bitcast(b.shl(b.add(part, self.const_i(127)), self.const_i(23)), F))
+        return b.select(b.fcmp_unordered(">=", x, self.const(-126.0)), power, self.const(0.0))
+
+
+class _WordSums:
+    """Sums of bytes that gather in words of 16 bits for as long as none can overflow: VPMADDUBSW."""
+
+    def __init__(self, e: _Avx2, acc: Value, most: int) -> None:
+        self._e, self._acc, self._words, self._added = e, acc, None, 0
+        self._room: Final = 0x7FFF // (2 * most * 127)
+
+    def add(self, a: Value, b: Value) -> None:
+        e, bytes_ = self._e, ir.VectorType(I8, 64)
+        products = e.by_halves("llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), *(e.b.bitcast(each, bytes_) for each in (a, b)))
+        if self._added == self._room:
+            self._acc, self._words, self._added = self.total(), None, 0
+        self._words = products if self._words is None else e.b.add(self._words, products)
+        self._added += 1
+
+    def total(self) -> Value:
+        if self._words is None:
+            return self._acc
+        ones = ir.Constant(self._words.type, [ir.Constant(I16, 1)] * 32)
+        return self._e.b.add(self._acc, self._e.add_pairs(self._words, ones))
+
+
+class _AvxVnni(_Avx2):
+    """As AVX2, with sums of bytes and of words in one instruction: the VPDPBUSD and VPDPWSSD of 256 bits."""
+
+    def byte_sums(self, acc: Value, most: int) -> ByteSums:  # noqa: ARG002 - sums of 32 bits
+        return _LongSums(self, acc, "llvm.x86.avx512.vpdpbusd.256")
+
+    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
+        return self.by_halves("llvm.x86.avx512.vpdpwssd.256", ir.VectorType(I32, 8), acc, a, b)
+
+
+class _LongSums:
+    """Sums of bytes in 32 bits: VPDPBUSD."""
+
+    def __init__(self, e: Emit, acc: Value, name: str) -> None:
+        self._e, self._acc, self._name = e, acc, name
+
+    def add(self, a: Value, b: Value) -> None:
+        e = self._e
+        if isinstance(e, _Halves):
+            self._acc = e.by_halves(self._name, ir.VectorType(I32, 8), self._acc, a, b)
+        else:
+            self._acc = e.call(self._name, I, self._acc, a, b)
+
+    def total(self) -> Value:
+        return self._acc
+
+
+class _Avx512(Emit):
+    """What all with 512 bits and VNNI have."""
+
+    def byte_sums(self, acc: Value, most: int) -> ByteSums:  # noqa: ARG002 - sums of 32 bits
+        return _LongSums(self, acc, "llvm.x86.avx512.vpdpbusd.512")
+
+    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
+        # Written out, since LLVM makes two instructions of its intrinsic where sums form chains, at half the speed.
+        instruction = ir.InlineAsm(ir.FunctionType(I, [I, I, I]), "vpdpwssd $3, $2, $0", "=v,0,v,v", side_effect=False)
+        return self.b.call(instruction, [acc, a, b])
+
+    def to_int(self, value: Value) -> Value:
+        return self.call("llvm.x86.avx512.mask.cvtps2dq.512", I, value, self.const_i(0), _ALL_LANES, _CURRENT_ROUNDING)
+
+    def narrow(self, value: Value, bits: int) -> Value:
+        kind, name = (ir.VectorType(I8, 16), "db") if bits == 8 else (ir.VectorType(I16, 16), "dw")
+        return self.call(f"llvm.x86.avx512.mask.pmovs.{name}.512", kind, value, ir.Constant(kind, ir.Undefined), _ALL_LANES)
+
+    def gather(self, base: Value, offsets: Value, some: Value) -> Value:
+        return self.call("llvm.x86.avx512.mask.gather.dpi.512", I, self.const_i(0), base, offsets, some, ir.Constant(I32, 1))
+
+    def exp2(self, x: Value) -> Value:
+        """r by VREDUCEPS to the nearest, which is exact, unlike what it gives for n = floor(x), rounding downwards. Times 2**n by VSCALEFPS: exact."""
+        rest = self.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, ir.Constant(I32, 0), x, _ALL_LANES, _CURRENT_ROUNDING)
+        whole, power = self.b.fsub(x, rest), self.power(rest)
+        kept = self.b.bitcast(self.b.fcmp_unordered(">=", x, self.const(-126.0)), I16)
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, whole, self.const(0.0), kept, _CURRENT_ROUNDING)
+
+
+class _Avx512Vnni(_Widened, _Avx512):
+    pass
+
+
+class _Avx512Bf16(_Avx512):
+    def dp(self, acc: Value, a: Value, b: Value) -> Value:
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", F, acc, a, b)
+
+    def flushed(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def to_bf16(self, value: Value) -> Value:
+        return self.b.bitcast(self.b.fptrunc(value, B16), ir.VectorType(I16, 16))
+
+
+_LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
+    Lowering.AVX512_BF16: _Avx512Bf16,
+    Lowering.AVX512_VNNI: _Avx512Vnni,
+    Lowering.AVX_VNNI: _AvxVnni,
+    Lowering.AVX2: _Avx2,
+}
+_EMIT: Final = _LOWERINGS[lowering_in_use()] if runs_here() else Emit
+"""Elsewhere kernels run that need none of these operations: the sampler's."""
+
+Body = Callable[[Emit, Sequence[Value]], Value | None]
+
+
+def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
+    """What an `@intrinsic` returns: its signature and its code. `body` sees the arguments that are not literals."""
+    values = [i for i, kind in enumerate(arguments) if not isinstance(kind, types.IntegerLiteral)]
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Any:
+        value = body(_EMIT(builder), [args[i] for i in values])
+        return context.get_dummy_value() if value is None else value
+
+    return result(*arguments), codegen
+
+
+@intrinsic(prefer_literal=True)
+def read(_, bits, address):
+    """The unsigned number of `bits` bits at an address."""
+    kind = ir.IntType(bits.literal_value)
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.zext(e.load(kind, args[0]), I64)
+
+    return lowered(body, types.int64, bits, types.int64)
+
+
+@intrinsic(prefer_literal=True)
+def write(_, bits, address, value):
+    kind = ir.IntType(bits.literal_value)
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(e.b.trunc(args[1], kind), args[0])
+
+    return lowered(body, types.void, bits, types.int64, types.int64)
+
+
+@intrinsic
+def read_half(_, address):
+    """The IEEE half float at an address, as fp32."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
+
+    return lowered(body, types.float32, types.int64)
