@@ -235,7 +235,7 @@ _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
     Lowering.AVX_VNNI: _AvxVnni,
     Lowering.AVX2: _Avx2,
 }
-_EMIT: Final = _LOWERINGS[lowering_in_use()] if runs_here() else Emit
+EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use()] if runs_here() else Emit
 """Elsewhere kernels run that need none of these operations: the sampler's."""
 
 Body = Callable[[Emit, Sequence[Value]], Value | None]
@@ -246,7 +246,7 @@ def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[...
     values = [i for i, kind in enumerate(arguments) if not isinstance(kind, types.IntegerLiteral)]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Any:
-        value = body(_EMIT(builder), [args[i] for i in values])
+        value = body(EMIT(builder), [args[i] for i in values])
         return context.get_dummy_value() if value is None else value
 
     return result(*arguments), codegen

@@ -13,7 +13,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
-from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.lowering import EMIT, lowered
 from paceline.backends.cpu.simd import I64, Emit, Value
 from paceline.backends.cpu.sizes import TILE_BLOCKS
 from paceline.backends.cpu.tiles import EXPANDED_BYTES, MOST_SEGMENTS, expand, tile
@@ -40,8 +40,8 @@ def product(form: Form) -> int:
     """
     kind, layout = int(form), LAYOUT[form]
     expands = int(layout.inputs is Inputs.INT8)
-    # With sub-scales, a second block's sums would leave the registers.
-    tile_blocks = 1 if layout.scales is Scales.SUB_SCALES else TILE_BLOCKS
+    # With sub-scales, or in 16 registers of 8 lanes, a second block's sums would leave the registers.
+    tile_blocks = 1 if layout.scales is Scales.SUB_SCALES or EMIT.rows_at_once < PANEL else TILE_BLOCKS
     panel_group_bytes = PANEL * GROUP_BYTES[layout.inputs]
 
     def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments, room):

@@ -1,0 +1,58 @@
+"""Every lowering that this processor has the instructions of computes the same bytes, and they are those that other processors compute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.backends import cpu
+from paceline.backends.cpu import Lowering
+from paceline.backends.options import LoadOptions
+from paceline.backends.table import Kernels, choose, fastest_on_processors
+from paceline.core.errors import ConfigError
+from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
+
+SPEC = ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True)
+IDENTITY = "161051489bfd30a5"
+"""The numerics id of all forms, as an AMD EPYC of Zen 3 computed it."""
+MEASURE = """
+import sys
+from paceline.backends import cpu
+cpu.use_lowering(cpu.Lowering(sys.argv[1]))
+from paceline.backends import kernel_cache
+from paceline.store.home import Home
+kernel_cache.use(Home.from_environment().kernels)
+from tests.unit.backends.cpu.test_lowerings import SPEC
+from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.probe import numerics_id
+print(numerics_id(SPEC, set(Form), 2))
+"""
+
+if not cpu.runs_here():
+    pytest.skip("this processor has no AVX2", allow_module_level=True)
+
+
+@pytest.mark.parametrize("lowering", cpu.lowerings_here())
+def test_all_forms_have_one_numerics_id_everywhere(lowering: Lowering) -> None:
+    process = subprocess.run([sys.executable, "-c", MEASURE, lowering], capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == IDENTITY, process.stderr
+
+
+def test_the_table_takes_the_fastest_and_what_is_asked_for() -> None:
+    fastest, *_ = here = [Kernels(f"cpu-{lowering}") for lowering in cpu.lowerings_here()]
+    assert fastest is fastest_on_processors() is choose(SPEC, WeightsFormat.STORED)
+    for kernels in here:
+        assert choose(SPEC, WeightsFormat.STORED, asked=kernels) is kernels
+    for lowering in set(Lowering) - set(cpu.lowerings_here()):
+        with pytest.raises(ConfigError, match=f"--device cpu-{lowering} can't run this model here: this processor has no {lowering}"):
+            choose(SPEC, WeightsFormat.STORED, asked=Kernels(f"cpu-{lowering}"))
+
+
+def test_one_process_runs_one_lowering() -> None:
+    from paceline.backends.cpu import lowering as imported  # noqa: F401 - what fixes the choice
+
+    other = next(each for each in Lowering if each is not cpu.lowering_in_use())
+    with pytest.raises(ConfigError, match="this process runs kernels of"):
+        cpu.load(None, LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, 16, 1), lowering=other)  # type: ignore[arg-type]
