@@ -27,7 +27,7 @@ from paceline.core.errors import (
 )
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import figures, headline
-from paceline.fleet.plan import ALONE, Choice, Plan, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, Plan, Way
 from paceline.fleet.standing import Standing
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
@@ -38,8 +38,7 @@ from paceline.store.catalog import ModelLocation, resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time
-from paceline.ways.pipeline.routes.choosing import typical_request
+from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.splits import PIPELINE
@@ -178,24 +177,13 @@ def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked:
     shapes = [offer.shape for offer in (own.models if own is not None else ()) if offer.model_id == name and offer.shape is not None]
     for shape in shapes:
         check_layers(asked.order, name, shape.n_layers)
-    prompt, answer = typical_request(settings.context or min((shape.max_context for shape in shapes), default=1 << 31))
-    order = asked.order
-    request = PlanRequest(
-        name,
-        settings.weights or "",
-        prompt,
-        answer,
+    context = settings.context or min((shape.max_context for shape in shapes), default=1 << 31)
+    request = replace(
+        request_of(asked.order, name, settings.weights or "", access.node_id, context),
         ways=asked.ways,
-        pins=order.pins,
         proposer=settings.draft_on,
         draft_model=asked.draft_model,
-        objective=order.objective,
         kv_tokens=settings.context or 0,
-        orchestrator=access.node_id,
-        orchestrator_layers=0 if order.own_layers is None and not order.settings.allow_self_as_shard else order.own_layers,
-        min_host_trust=order.settings.min_host_trust,
-        allows_unlike=order.settings.allow_unlike,
-        max_shards=order.settings.max_shards_per_request,
     )
     return plan(cards, request, access.trust())
 

@@ -103,6 +103,31 @@ class PipelineOrder:
     """What the node's plan chose, which is what is built; None: it is planned here."""
 
 
+def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId, context: int) -> PlanRequest:
+    """What the plan is asked for a pipeline that begins on `own`, as it was ordered.
+
+    Args:
+        model, weights: as `PlanRequest` has them.
+        context: tokens of the longest request.
+    """
+    prompt, answer = typical_request(context)
+    settings = order.settings
+    return PlanRequest(
+        model,
+        weights,
+        prompt,
+        answer,
+        ways=frozenset({PIPELINE}),
+        pins=order.pins,
+        objective=order.objective,
+        orchestrator=own,
+        orchestrator_layers=0 if order.own_layers is None and not settings.allow_self_as_shard else order.own_layers,
+        min_host_trust=settings.min_host_trust,
+        allows_unlike=settings.allow_unlike,
+        max_shards=settings.max_shards_per_request,
+    )
+
+
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
     """What no machine that may yet come could mend.
 
@@ -159,20 +184,10 @@ def _planned(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Cloc
         PlacementError: none came in time.
     """
     name = setup.opened.name
-    prompt, answer = typical_request(longest_context(setup))
-    request = PlanRequest(
-        setup.digest,
-        setup.weights,
-        prompt,
-        answer,
-        ways=frozenset({PIPELINE}),
-        pins=order.pins,
-        objective=order.objective,
+    request = replace(
+        request_of(order, setup.digest, setup.weights, fleet.node_id, longest_context(setup)),
         kv_tokens=setup.settings.context or 0,
         rows=max(LEAST_ROWS, setup.most.max_rows),
-        orchestrator=fleet.node_id,
-        orchestrator_layers=order.own_layers,
-        min_host_trust=order.settings.min_host_trust,
         called=name,
     )
 

@@ -10,14 +10,15 @@ import pytest
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, OutOfMemory, PlacementError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.fleet.plan import Pin
+from paceline.fleet.card import NodeCard
+from paceline.fleet.plan import Objective, Pin, PlanRequest
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import build as orders
-from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers
+from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers, request_of
 
 BEE = NodeId("bee")
 
@@ -79,3 +80,35 @@ def test_where_too_little_memory_is_here_and_no_machine_takes_more_what_is_short
     monkeypatch.setattr(orders, "_planned", planned)
     with pytest.raises(OutOfMemory, match="KV of 3 layers needs"):
         orders.fitting(cast("Any", None), order(None), cast("Any", SimpleNamespace(room=room)), SystemClock())
+
+
+def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_of_the_plan, rooms = list[PlanRequest](), [OutOfMemory("KV of 3 layers needs 3.0 GiB"), "room"]
+
+    def plan(_: object, request: PlanRequest, *__: object) -> Any:
+        asked_of_the_plan.append(request)
+        return SimpleNamespace(chosen=SimpleNamespace(stages=[SimpleNamespace(layers=range(2))]))
+
+    def room(_: LayerRange) -> object:
+        found = rooms.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(orders, "plan", plan)
+    settings = PipelineSettings(allow_unlike=True, max_shards_per_request=2, min_host_trust=Trust.)
+    planned = SimpleNamespace(stages=[SimpleNamespace(layers=range(3))])
+    asked = PipelineOrder(settings, (Pin(BEE),), objective=Objective.THROUGHPUT, planned=cast("Any", planned))
+    fleet = SimpleNamespace(node_id=NodeId("me"), cards=list[NodeCard], trust=dict[NodeId, Trust])
+    setup = MagicMock(digest="d" * 64, weights="int4", room=room)
+    setup.settings.context, setup.most.max_rows = 4096, 64
+    _, own, _ = orders.fitting(cast("Any", fleet), asked, setup, SystemClock())
+    assert own == LayerRange(0, 2)
+    (request,) = asked_of_the_plan
+    assert (request.allows_unlike, request.max_shards, request.min_host_trust) == (True, 2, Trust.)
+    assert (request.pins, request.objective, request.orchestrator_layers) == ((Pin(BEE),), Objective.THROUGHPUT, 2)
+
+
+def test_who_may_hold_no_layers_of_its_own_pipeline_is_given_none() -> None:
+    asked = PipelineOrder(PipelineSettings(allow_self_as_shard=False))
+    assert request_of(asked, "m", "", NodeId("me"), 4096).orchestrator_layers == 0
