@@ -96,7 +96,7 @@ def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch:
         return found
 
     monkeypatch.setattr(orders, "plan", plan)
-    settings = PipelineSettings(allow_unlike=True, max_shards_per_request=2, min_host_trust=Trust.)
+    settings = PipelineSettings(allow_unlike=True, max_shards_per_request=2, min_host_trust=Trust.TRUSTED)
     planned = SimpleNamespace(stages=[SimpleNamespace(layers=range(3))])
     asked = PipelineOrder(settings, (Pin(BEE),), objective=Objective.THROUGHPUT, planned=cast("Any", planned))
     fleet = SimpleNamespace(node_id=NodeId("me"), cards=list[NodeCard], trust=dict[NodeId, Trust])
@@ -105,7 +105,7 @@ def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch:
     _, own, _ = orders.fitting(cast("Any", fleet), asked, setup, SystemClock())
     assert own == LayerRange(0, 2)
     (request,) = asked_of_the_plan
-    assert (request.allows_unlike, request.max_shards, request.min_host_trust) == (True, 2, Trust.)
+    assert (request.allows_unlike, request.max_shards, request.min_host_trust) == (True, 2, Trust.TRUSTED)
     assert (request.pins, request.objective, request.orchestrator_layers) == ((Pin(BEE),), Objective.THROUGHPUT, 2)
 
 
