@@ -397,7 +397,7 @@ class Engine:
         return GenerationChunk(seq.request.request_id, seq.index, (), "", finish_reason=reason, error=error, code=code)
 
     def _forget(self, seq: SequenceState, reason: FinishReason) -> None:
-        self._scheduler.end(seq)
+        self._scheduler.end(seq, failed=reason is FinishReason.ERROR)
         self._drafting.end(seq)
         self._finished[reason.value] += 1
         self._n_live -= 1

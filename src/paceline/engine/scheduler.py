@@ -105,8 +105,14 @@ class Scheduler:
         insort(self.waiting, seq, key=attrgetter("turn"))
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
-    def end(self, seq: SequenceState) -> None:
-        """A sequence is over; its blocks are given back now, or when the batch it is in is collected."""
+    def end(self, seq: SequenceState, *, failed: bool = False) -> None:
+        """A sequence is over; its blocks are given back now, or when the batch it is in is collected.
+
+        Args:
+            failed: what its last rows left is not to be shared.
+        """
+        if failed:
+            seq.n_publishable = 0
         if seq.phase is Phase.WAITING:
             self.waiting.remove(seq)
         elif seq.phase is Phase.RUNNING:
@@ -153,18 +159,16 @@ class Scheduler:
             seq.flights -= 1
             seq.void = max(0, seq.void - 1)
             seq.is_settled = True
-            if seq.phase is Phase.ENDED:
-                if not seq.flights:
-                    self._draining.remove(seq)
-                    self._release(seq)
-                continue
             if seq.n_published < seq.n_publishable:
                 end = step.first_position + len(step.token_ids)
                 named = self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
                 if self.kv is not None and not seq.request.caller:
                     self.kv.offer(named)
             if not seq.flights:
-                if seq.preempt_when_collected:
+                if seq.phase is Phase.ENDED:
+                    self._draining.remove(seq)
+                    self._release(seq)
+                elif seq.preempt_when_collected:
                     self._draining.remove(seq)
                     self._preempt(seq)
                 else:

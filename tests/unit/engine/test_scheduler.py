@@ -225,6 +225,11 @@ class TestPrefixes:
         turn = GenerationRequest(RequestId("b"), (*request("a", 2).prompt_ids, *first.token_ids), 2, ignore_eos=True)
         assert bench.run(turn)[RequestId("b"), 0].cached_tokens == 8
 
+    def test_an_answer_of_one_token_leaves_all_full_blocks_of_its_prompt(self) -> None:
+        bench = EngineBench(one_path=True, prefill_chunk=16)
+        bench.run(request("a", 9, 1))
+        assert bench.run(request("b", 9, 3))[RequestId("b"), 0].cached_tokens == 8
+
     def test_off_means_off(self) -> None:
         bench = EngineBench(prefix_cache=False)
         bench.run(request("a", 12, 2))
