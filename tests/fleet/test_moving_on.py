@@ -38,9 +38,14 @@ class Trio:
         return client_of(self.door)
 
     def serving(self) -> Machine:
-        """The one that runs an answer now."""
-        found = [machine for machine in self.runs if machine.is_up and metric(machine, "paceline_requests_running")]
-        assert len(found) == 1
+        """The one that runs an answer now. Another may still be ending the one before."""
+        found: list[Machine] = []
+
+        def is_alone() -> bool:
+            found[:] = [machine for machine in self.runs if machine.is_up and metric(machine, "paceline_requests_running")]
+            return len(found) == 1
+
+        until(is_alone)
         return found[0]
 
     def heal(self) -> None:

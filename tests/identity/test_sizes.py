@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.fakes.seeded_models import shape, write_folder, write_gguf
-from tests.identity.test_matrix import needs_avx512
+from tests.identity.test_matrix import needs_kernels
 from tests.identity.test_pipeline import run
 
 from paceline.core.clock import SystemClock
@@ -28,7 +28,7 @@ from paceline.machine.setup import set_up
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.search import PipelineLimits
 
-pytestmark = [needs_avx512, pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
+pytestmark = [needs_kernels, pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
 
 WHOLE = os.environ.get("PACELINE_SIZES") == "whole"
 SPEC = shape("llama-1b") if WHOLE else shape("llama-1b", n_layers=3, vocab=4096)

@@ -106,11 +106,7 @@ class Scheduler:
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState, *, failed: bool = False) -> None:
-        """A sequence is over; its blocks are given back now, or when the batch it is in is collected.
-
-        Args:
-            failed: what its last rows left is not to be shared.
-        """
+        """A sequence is over; its blocks are given back now, or when the batch it is in is collected. What `failed` rows left is not shared."""
         if failed:
             seq.n_publishable = 0
         if seq.phase is Phase.WAITING:

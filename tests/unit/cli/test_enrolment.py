@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -111,11 +112,9 @@ def memory_of(pid: int) -> Iterator[bytes]:
 @pytest.mark.skipif(sys.platform != "linux", reason="where a process can be looked into")
 def test_the_process_that_serves_strangers_does_not_have_the_cas_key(start_paceline: Start, tmp_path: Path) -> None:
     homes = [str(tmp_path / name) for name in ("a", "b")]
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
+    port = str(20_000 + os.getpid() % 10_000)  # below those that the system hands out, to other tests too
     begun = start_paceline("init", "--name", "attic", "--join-port", port, "--address", "127.0.0.1", PACELINE_HOME=homes[0])
-    assert begun.wait(300) == 0
+    assert begun.wait(300) == 0, begun.communicate()
     serving = start_paceline("token", "--uses", "2", "--address", "127.0.0.1", PACELINE_HOME=homes[0])
     assert serving.stdout is not None
     text = "".join(serving.stdout.readline() for _ in range(3))

@@ -235,8 +235,8 @@ _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
     Lowering.AVX_VNNI: _AvxVnni,
     Lowering.AVX2: _Avx2,
 }
-EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use()] if runs_here() else Emit
-"""Elsewhere kernels run that need none of these operations: the sampler's."""
+EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use()] if runs_here() else _Avx2
+"""Elsewhere, what runs needs no instruction of any: the sampler's kernels."""
 
 Body = Callable[[Emit, Sequence[Value]], Value | None]
 

@@ -9,6 +9,7 @@ Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses ar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class ByteSums(Protocol):
         ...
 
 
-class Emit:
+class Emit(ABC):
     """Writes vector instructions at the builder's position."""
 
     def __init__(self, builder: Any) -> None:
@@ -142,41 +143,50 @@ class Emit:
     rows_at_once = 8
     """Rows whose sums of one block of outputs stay in registers."""
 
+    @abstractmethod
     def dp(self, acc: Value, a: Value, b: Value) -> Value:
         """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1], the odd product first, each fused: VDPBF16PS. Denormals are zero, where `flushed` holds."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def flushed(self) -> AbstractContextManager[None]:
         """Within it, `dp` takes denormals as zero."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def byte_sums(self, acc: Value, most: int) -> ByteSums:
         """Sums of whole numbers that begin with `acc`: I. `most`: the largest unsigned byte."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def to_bf16(self, value: Value) -> Value:
         """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def to_int(self, value: Value) -> Value:
         """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def narrow(self, value: Value, bits: int) -> Value:
         """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
         """The 32 bits at `base` + each offset (I, bytes); zero where `some` is not set: I."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def exp2(self, x: Value) -> Value:
         """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md)."""
-        raise NotImplementedError
+        ...
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.call("llvm.fma.v16f32", F, a, b, c)
