@@ -394,9 +394,23 @@ def weights_examples() -> Iterator[Example]:
 def kv_examples() -> Iterator[Example]:
     for message in (
         kv_pb2.WatchPrefixesRequest(digest=SHA, numerics_id="n"),
-        kv_pb2.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), marks=bytes(range(16))),
+        kv_pb2.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), marks=bytes(range(16)), prefills=True),
         kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), keys=bytes(range(32)), tensor_port=8155, ticket=bytes(32)),
         kv_pb2.FetchBlocksResponse(n_blocks=2),
+        kv_pb2.PrefillRequest(
+            request_id="r",
+            epoch=7,
+            digest=SHA,
+            numerics_id="n",
+            layout=bytes(16),
+            prompt_ids=range(32),
+            keys=bytes(range(32)),
+            tp_size=1,
+            tensor_port=8155,
+            ticket=bytes(32),
+            lease_ms=30_000,
+        ),
+        kv_pb2.PrefillResponse(epoch=7, n_blocks=2, completion="r:1"),
     ):
         yield plain("rich", message)
         yield plain("minimal", type(message)())

@@ -26,6 +26,7 @@ from paceline.cli.options import (
     MaxRunning,
     PinDraft,
     PrefillChunk,
+    Role,
     StepBudgetMs,
     Threads,
     Weights,
@@ -126,6 +127,7 @@ def up(
     ] = False,
     kv_tokens: KvTokens = None,
     kv_disk: KvDisk = None,
+    role: Role = None,
     device: Device = None,
     threads: Threads = None,
     max_running: MaxRunning = 32,
@@ -299,7 +301,7 @@ def up(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age, embeddings, () if no_model else tuple(more)),
-        *(on_demand, None if models_memory is None else int(models_memory * GIB), disk_size(kv_disk), ways, allow_unlike),
+        *(on_demand, None if models_memory is None else int(models_memory * GIB), disk_size(kv_disk), ways, allow_unlike, role),
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers

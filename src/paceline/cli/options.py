@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from paceline.backends.table import Kernels
 from paceline.core.errors import ConfigError
 from paceline.core.model import WeightsFormat
+from paceline.machine.settings import PrefillRole
 
 WHY = {
     "int_parsing": "is no whole number",
@@ -60,6 +61,14 @@ KvDisk = Annotated[
         metavar="SIZE",
         help="Keep KV on this disk, at most so much: 20GB, say. Prompts are then known after a restart, to whoever reads the disk too.",
         rich_help_panel="Model",
+    ),
+]
+Role = Annotated[
+    PrefillRole | None,
+    typer.Option(
+        "--role",
+        help="In a fleet: compute prompts for others (prefill), have others compute this machine's (decode), or both, where it is faster. Default: both.",
+        rich_help_panel="Fleet",
     ),
 ]
 Context = Annotated[

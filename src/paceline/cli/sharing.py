@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from paceline.cli.api_options import ApiOptions
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.fleet.card import NodeCard
-from paceline.machine.settings import NodeSettings
+from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.store.home import Home
 
@@ -63,6 +63,8 @@ class SharingOptions:
     ways: str = ""
     """Those that the plan may choose of, as a person wrote them; empty: all."""
     allow_unlike: bool | None = None
+    role: PrefillRole | None = None
+    """None: what config.toml says."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -111,7 +113,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
 def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
     _check_names(settings, sharing.propose)
     from paceline.cli.up import run_up
-    from paceline.machine.config_file import read_pipeline_settings
+    from paceline.machine.config_file import read_settings
     from paceline.store.home import Home
 
     if settings is None and (sharing.pipeline or sharing.pins):
@@ -122,7 +124,10 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards) or elsewhere
     if asked and sharing.more:
         raise ConfigError("--pipeline, --pin and --own-layers spread one model, and --model names several", "Leave the others out.")
-    configured = read_pipeline_settings(Home.from_environment())
+    said = read_settings(Home.from_environment())
+    configured = said.pipeline
+    if settings is not None:
+        settings = replace(settings, role=sharing.role or said.kv.role)
     several = partial(run_up, more=sharing.more, on_demand=sharing.on_demand, memory_bytes=sharing.memory_bytes)
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.sequence import SequenceState
@@ -47,8 +48,12 @@ class KvFetch(Protocol):
 class KvSource(Protocol):
     """Where blocks are kept. For the engine's thread; what it does takes place in others."""
 
-    def run_of(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of a chain it expects to have, from the first on, if to fetch them pays."""
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
+        """How many blocks of a chain it expects to have, from the first on, if to fetch them pays.
+
+        Args:
+            request: whose prompt these blocks end, and which may be shown to who computes it elsewhere; None: there is none.
+        """
         ...
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
@@ -98,7 +103,9 @@ class KvTraffic:
 
     def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
         """Have what there is of a sequence's next blocks brought into them."""
-        if n := self._source.run_of(keys):
+        request, whole = seq.request, len(seq.tokens) == seq.n_prompt
+        shown = whole and not request.caller and not request.cache_salt and not request.scores_prompt
+        if n := self._source.run_of(keys, request if shown else None):
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
             seq.flights += 1
 
@@ -171,7 +178,9 @@ class KvLoans:
         self.prefixes = UsedPrefixes()
         self.out: dict[KvLoan, None] = {}
         """For the engine's thread alone."""
-        self._asked: deque[tuple[Sequence[bytes], Future[KvLoan]]] = deque()
+        self._asked: deque[tuple[Sequence[bytes], bool, Future[KvLoan]]] = deque()
+        self._awaited: list[tuple[Sequence[bytes], bool, Future[KvLoan]]] = []
+        """The first of whose blocks is not computed yet. For the engine's thread alone."""
         self._returned: deque[KvLoan] = deque()
         self._chains: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
         """Marks of each prefix, by the last of them."""
@@ -181,10 +190,14 @@ class KvLoans:
         """Whether the engine's thread has something to do here."""
         return bool(self._asked or self._returned)
 
-    def ask(self, keys: Sequence[bytes]) -> Future[KvLoan]:
-        """Borrow the blocks of these names that are known. What comes is to be given back."""
+    def ask(self, keys: Sequence[bytes], *, when_computed: bool = False) -> Future[KvLoan]:
+        """Borrow the blocks of these names that are known. What comes is to be given back.
+
+        Args:
+            when_computed: wait until the first of them is; who waits no more cancels.
+        """
         future = Future[KvLoan]()
-        self._asked.append((keys, future))
+        self._asked.append((keys, when_computed, future))
         self.wake()
         return future
 
@@ -198,9 +211,13 @@ class KvLoans:
             loan = self._returned.popleft()
             if self.out.pop(loan, loan) is None:
                 pool.give_back(loan.blocks.values())
+        asked, self._awaited = self._awaited, []
         while self._asked:
-            keys, future = self._asked.popleft()
-            if future.set_running_or_notify_cancel():
+            asked.append(self._asked.popleft())
+        for keys, when_computed, future in asked:
+            if when_computed and not future.cancelled() and pool.cache.find(keys[0]) is None:
+                self._awaited.append((keys, when_computed, future))
+            elif future.set_running_or_notify_cancel():
                 found = {key: block for key in keys if (block := pool.cache.find(key)) is not None}
                 for block in found.values():
                     pool.share(block)

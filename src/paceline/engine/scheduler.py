@@ -169,6 +169,7 @@ class Scheduler:
                     self._preempt(seq)
                 else:
                     self._trim(seq)
+        self._loans.settle(self.pool)
 
     def recalled(self, planned: PlannedBatch) -> None:
         """A batch of prompts alone was given up: what it was to run is run again, and less of it at a time for a while."""

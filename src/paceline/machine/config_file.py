@@ -1,4 +1,4 @@
-"""What a person sets in `$PACELINE_HOME/config.toml`: tables `[trust]`, `[pipeline]` and `[pipeline.host]`.
+"""What a person sets in `$PACELINE_HOME/config.toml`: tables `[trust]`, `[kv]`, `[pipeline]` and `[pipeline.host]`.
 
 Law: nothing is guessed. A key that does not exist, a value of another type or out of its range is a `ConfigError` that names file and key
 and says what is allowed; no file means the defaults. docs/configuration.md has the table.
@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.ids import Trust
 from paceline.core.model import ActivationDtype
 from paceline.fleet.eligibility import TrustPolicy
+from paceline.machine.settings import PrefillRole
 from paceline.store.home import Home
 
 CONFIG_FILE = "config.toml"
@@ -39,6 +40,13 @@ class TrustSettings(_Table):
     """Machines below it get no models from this one."""
     min_kv_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it get no KV from this one and give it none: they would learn whether a prompt that they know was asked here, and decide answers."""
+
+
+class KvSettings(_Table):
+    """`[kv]`: KV that this machine and others share."""
+
+    role: Annotated[PrefillRole, _WORD] = PrefillRole.BOTH
+    """Whether this machine computes prompts for others, has its own computed by them, or both, where that is measured to be faster."""
 
 
 class HostSettings(_Table):
@@ -114,6 +122,7 @@ class Settings(_Table):
     """All of the file."""
 
     trust: TrustSettings = TrustSettings()
+    kv: KvSettings = KvSettings()
     pipeline: PipelineSettings = PipelineSettings()
 
     @property
@@ -165,7 +174,12 @@ def read_settings(home: Home) -> Settings:
         raise _explained(path, error) from error
 
 
-TABLES: Final[dict[str, type[BaseModel]]] = {"trust": TrustSettings, "pipeline": PipelineSettings, "pipeline.host": HostSettings}
+TABLES: Final[dict[str, type[BaseModel]]] = {
+    "trust": TrustSettings,
+    "kv": KvSettings,
+    "pipeline": PipelineSettings,
+    "pipeline.host": HostSettings,
+}
 
 
 def _explained(path: Path, error: ValidationError) -> ConfigError:

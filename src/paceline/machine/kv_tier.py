@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from paceline.core.clock import Clock
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange
 from paceline.store.kv_folder import BLOCK_COUNTS, KvFolder
@@ -166,7 +167,8 @@ class DiskTier:
     def kept_bytes(self) -> int:
         return self._folder.total_bytes
 
-    def run_of(self, keys: Sequence[bytes]) -> int:
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
+        del request
         return 0 if self._clock.monotonic() < self._rests_until else self._folder.run_of(keys)
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> DiskFetch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from paceline.backends.table import Kernels
 from paceline.core.ids import NodeId
@@ -10,6 +11,16 @@ from paceline.core.model import WeightsFormat
 
 DEFAULT_MODEL = "smollm2-135m"
 """The bundled one."""
+
+
+class PrefillRole(StrEnum):
+    """What a node does of prompts that two could compute."""
+
+    PREFILL = "prefill"
+    """It computes them for others, and its own itself."""
+    DECODE = "decode"
+    """It has its own computed by others, and computes none for them."""
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,8 @@ class NodeSettings:
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     kv_disk_bytes: int = 0
     """Of this machine's disk, for KV that outlives the process, of all models together; 0: none. What was asked and answered can be read from it."""
+    role: PrefillRole = PrefillRole.BOTH
+    """In a fleet."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
     draft_on: NodeId | None = None

@@ -47,4 +47,6 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways)
     built.loans.wake = host.wake
     peers = built.beside if isinstance(built.beside, PeerKv) else None
+    if peers is not None:
+        peers.role = settings.role
     return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.kv, kept, peers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 from tests.fakes.engines import VOCAB, EngineBench
@@ -123,3 +124,36 @@ def test_what_is_computed_for_others_is_told_only_where_they_share() -> None:
     assert loans.prefixes.marks[0] == keys_of(prompt)[-1]
     assert bench.run(request("c", prompt))[RequestId("c"), 0].cached_tokens > 0
     assert bench.run(request("d", prompt, "other"))[RequestId("d"), 0].cached_tokens == 0
+
+
+def test_a_request_for_its_prompt_alone_leaves_every_whole_block() -> None:
+    loans, prompt = KvLoans(), list(range(1, 21))
+    bench = EngineBench(loans=loans)
+    bench.run(replace(request("a", prompt), max_tokens=1))
+    found = loans.ask(keys_of(prompt))
+    bench.engine.submit()
+    assert list(found.result(0).blocks) == keys_of(prompt)
+    loans.give_back(found.result(0))
+    bench.run()
+
+
+def test_blocks_are_lent_as_soon_as_they_are_computed() -> None:
+    loans, prompt = KvLoans(), list(range(1, 21))
+    bench = EngineBench(loans=loans)
+    keys = keys_of(prompt)
+    asked = [loans.ask(keys[place:], when_computed=True) for place in range(len(keys))]
+    gone = loans.ask(keys, when_computed=True)
+    bench.run(request("b", prompt[::-1]))  # steps, and what is asked for stays away
+    assert not any(one.done() for one in asked)
+    assert gone.cancel()
+    bench.add(replace(request("a", prompt), max_tokens=1))
+    lent = list[int]()
+    while bench.engine.has_work:
+        bench.step()
+        lent.append(sum(one.done() for one in asked))
+    assert lent[0] == 2
+    assert lent[-1] == len(keys), "a chunk of eight at a time"
+    for one in asked:
+        loans.give_back(one.result(0))
+    bench.run()
+    assert not loans.out

@@ -6,8 +6,10 @@ without knowing what it holds. The blocks themselves go over a tensor stream (do
 16-bit numbers each, behind a header of its key and the CRC-32 of its bytes, as 4 bytes, the first byte first; in the order asked for.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -52,6 +54,7 @@ class WatchPrefixesResponse(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rises with each message of one start of the callee."""
     block_tokens: _builtins.int
@@ -60,6 +63,8 @@ class WatchPrefixesResponse(_message.Message):
     """Names what blocks have in common that may be copied from node to node: model, numerics, layers, layout and size."""
     marks: _builtins.bytes
     """The first 8 bytes of keys, of at most 64 blocks: too few to ask for what one does not know."""
+    prefills: _builtins.bool
+    """The callee computes prompts for others, too: see Prefill."""
     def __init__(
         self,
         *,
@@ -67,10 +72,11 @@ class WatchPrefixesResponse(_message.Message):
         block_tokens: _builtins.int = ...,
         layout: _builtins.bytes = ...,
         marks: _builtins.bytes = ...,
+        prefills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "prefills", b"prefills", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -132,3 +138,92 @@ class FetchBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchBlocksResponse: _TypeAlias = FetchBlocksResponse  # noqa: Y015
+
+@_typing.final
+class PrefillRequest(_message.Message):
+    """The first message of a call registers; those that follow are heartbeats, and have request_id and epoch alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    NUMERICS_ID_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
+    TENSOR_PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The caller's own. The callee's completion names it."""
+    epoch: _builtins.int
+    """Rises with each call of one start of the caller. What has another is of a call that is over."""
+    digest: _builtins.str
+    numerics_id: _builtins.str
+    layout: _builtins.bytes
+    keys: _builtins.bytes
+    """The blocks that the caller lacks, 16 bytes each: the last of the prompt's; at most 4096."""
+    tp_size: _builtins.int
+    """Ranks among which the caller's layers are shared: 1."""
+    tensor_port: _builtins.int
+    """Where the blocks are to be sent, as in FetchBlocksRequest."""
+    ticket: _builtins.bytes
+    lease_ms: _builtins.int
+    """Without a heartbeat for so long, the callee stops; at most 30 seconds."""
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens of whole blocks, from the first on."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        numerics_id: _builtins.str = ...,
+        layout: _builtins.bytes = ...,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
+        tp_size: _builtins.int = ...,
+        tensor_port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillResponse(_message.Message):
+    """At once when the stream of blocks stands, then one a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    N_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    n_blocks: _builtins.int
+    """Blocks sent so far."""
+    completion: _builtins.str
+    """In the last message, once all were sent: "<request_id>:<tp_size>"."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        n_blocks: _builtins.int = ...,
+        completion: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "epoch", b"epoch", "n_blocks", b"n_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015

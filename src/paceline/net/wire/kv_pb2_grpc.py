@@ -45,6 +45,11 @@ class KvServiceStub:
                 request_serializer=paceline_dot_v1_dot_kv__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_kv__pb2.FetchBlocksResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.stream_stream(
+                '/paceline.v1.KvService/Prefill',
+                request_serializer=paceline_dot_v1_dot_kv__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_kv__pb2.PrefillResponse.FromString,
+                _registered_method=True)
 
 
 class KvServiceServicer:
@@ -65,6 +70,14 @@ class KvServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefill(self, request_iterator, context):
+        """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
+        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_KvServiceServicer_to_server(servicer, server):
                     servicer.FetchBlocks,
                     request_deserializer=paceline_dot_v1_dot_kv__pb2.FetchBlocksRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_kv__pb2.FetchBlocksResponse.SerializeToString,
+            ),
+            'Prefill': grpc.stream_stream_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=paceline_dot_v1_dot_kv__pb2.PrefillRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_kv__pb2.PrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class KvService:
             '/paceline.v1.KvService/FetchBlocks',
             paceline_dot_v1_dot_kv__pb2.FetchBlocksRequest.SerializeToString,
             paceline_dot_v1_dot_kv__pb2.FetchBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.KvService/Prefill',
+            paceline_dot_v1_dot_kv__pb2.PrefillRequest.SerializeToString,
+            paceline_dot_v1_dot_kv__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

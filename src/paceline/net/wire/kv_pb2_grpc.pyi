@@ -23,6 +23,10 @@ class KvServiceStub:
     """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model alone."""
     FetchBlocks: _aio.UnaryUnaryMultiCallable[_kv_pb2.FetchBlocksRequest, _kv_pb2.FetchBlocksResponse]
     """RESOURCE_EXHAUSTED where the callee gives blocks to as many as it will."""
+    Prefill: _aio.StreamStreamMultiCallable[_kv_pb2.PrefillRequest, _kv_pb2.PrefillResponse]
+    """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
+    the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+    """
 
 class KvServiceServicer(metaclass=_abc_1.ABCMeta):
     """For nodes that may share KV. All others: PERMISSION_DENIED."""
@@ -42,5 +46,15 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_kv_pb2.FetchBlocksRequest, _abc.Awaitable[_kv_pb2.FetchBlocksResponse]],
     ) -> _abc.Awaitable[_kv_pb2.FetchBlocksResponse]:
         """RESOURCE_EXHAUSTED where the callee gives blocks to as many as it will."""
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request_iterator: _abc.AsyncIterator[_kv_pb2.PrefillRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_kv_pb2.PrefillRequest], _abc.AsyncIterator[_kv_pb2.PrefillResponse]],
+    ) -> _abc.AsyncIterator[_kv_pb2.PrefillResponse]:
+        """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
+        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+        """
 
 def add_KvServiceServicer_to_server(servicer: KvServiceServicer, server: _aio.Server) -> None: ...

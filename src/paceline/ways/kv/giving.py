@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import grpc
 import grpc.aio
 
-from paceline.core.errors import FleetError, NotTrusted
+from paceline.core.errors import FleetError, NotTrusted, PacelineError
 from paceline.engine.kv_source import KvLoan
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
@@ -27,6 +27,8 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServicer_to_server
+from paceline.ways.kv.lease import MOST_LEASES, KvLeases, LeaseEnd
+from paceline.ways.kv.prefilling import Prefilling, read_registration
 from paceline.ways.kv.price import MARK_BYTES
 from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
 
@@ -65,6 +67,10 @@ class KvOwner(Protocol):
         """How to open a stream to a node that asked; what it returns blocks."""
         ...
 
+    def prefilled(self, why: LeaseEnd) -> None:
+        """Hear how a prompt of another node ended."""
+        ...
+
     def given(self, n_blocks: int, n_bytes: int) -> None:
         """Hear what was sent. In other threads."""
         ...
@@ -78,6 +84,7 @@ class KvServicer(KvServiceServicer):
         self._threads = ThreadPoolExecutor(MOST_GIVEN, "paceline-kv-give")
         self._watches, self._served = Counter[str](), Counter[str]()
         self._senders: set[TensorSender] = set()
+        self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES, "paceline-kv-push")
 
     # Written to the context: a coroutine that is cancelled ends at once, a generator when it is collected.
     async def WatchPrefixes(self, request: wire.WatchPrefixesRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -90,9 +97,10 @@ class KvServicer(KvServiceServicer):
             while kv in self._owner.models():
                 prefixes = kv.loans.prefixes
                 marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks)
-                await context.write(
-                    wire.WatchPrefixesResponse(version=prefixes.version, block_tokens=kv.block_tokens, layout=kv.layout, marks=marks)
+                said = wire.WatchPrefixesResponse(
+                    version=prefixes.version, block_tokens=kv.block_tokens, layout=kv.layout, marks=marks, prefills=kv.prefills
                 )
+                await context.write(said)
                 await asyncio.sleep(PAUSE_S)
                 await self._owner.used(kv, prefixes.version)
         finally:
@@ -131,8 +139,38 @@ class KvServicer(KvServiceServicer):
         self._served[caller.node_id] -= 1
         return wire.FetchBlocksResponse()
 
+    async def Prefill(self, requests: AsyncIterator[wire.PrefillRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        caller = await self._admitted(context)
+        reading = aiter(requests)
+        first = await anext(reading, wire.PrefillRequest())
+        kv = await self._model(first.digest, first.numerics_id, context)
+        if not kv.prefills:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node computes no prompts for others")
+        try:
+            said = await asyncio.to_thread(read_registration, first, kv)
+            now = asyncio.get_running_loop().time()
+            lease = self._leases.take_lease(caller.node_id, said.request_id, said.epoch, said.lease_s, now)
+            work: Prefilling | None = None
+            try:
+                work = Prefilling(kv, said, lease, self._owner.dial(caller, said.port, said.ticket))
+                await work.run(reading, context, self._pushers, self._leases)
+            finally:
+                self._leases.give_back(lease)
+                assert lease.ended is not None, "it was given back"
+                self._owner.prefilled(lease.ended)
+                if work is not None:
+                    self._owner.given(work.sent, work.sent * kv.block_bytes)
+        except PacelineError as error:
+            await abort(context, error)
+        if lease.ended is not LeaseEnd.WHOLE:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if lease.ended is LeaseEnd.EXPIRED else grpc.StatusCode.ABORTED
+            await context.abort(code, f"the prompt is not computed to its end: {lease.ended}")
+
     def close(self) -> None:
         """Leave those that are served. Idempotent."""
+        for lease in tuple(self._leases.live.values()):
+            lease.end(LeaseEnd.LEFT)
+        self._pushers.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for sender in tuple(self._senders):
             sender.close()
@@ -212,5 +250,6 @@ def kv_service(servicer: KvServicer) -> Service:
     limits = {
         "KvService/WatchPrefixes": Limit(KIB, 8),
         "KvService/FetchBlocks": Limit(72 * KIB, 16),
+        "KvService/Prefill": Limit(1024 * KIB, 16, bulk=6),
     }
     return Service(partial(add_KvServiceServicer_to_server, servicer), limits)

@@ -20,6 +20,10 @@ OPENING_S, ROUND_TRIPS = 0.02, 4
 """From asking until the first block is on its way, beside the link's round trips: a call, and a connection with its handshake."""
 
 
+LAST_TOKENS = 512
+"""Of a prompt, whose blocks are on their way once all is computed: as many as one step runs."""
+
+
 def marked(marks: Container[bytes], keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
     """Marks that are of a chain, and how many blocks lie before the end of each."""
     return [(place, mark) for place, key in enumerate(keys, start=1) if (mark := key[:MARK_BYTES]) in marks]
@@ -74,3 +78,55 @@ def price(
         return None
     rate = seen_bytes_per_s or link.bytes_per_s
     return KvPrice(OPENING_S + ROUND_TRIPS * link.rtt_s, block_bytes / max(rate, 1.0), block_tokens / offer.prefill_tokens_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrice:
+    """Of a prompt that another node computes, block by block."""
+
+    opening_s: float
+    moved_s: float
+    """One block over the link."""
+    there_s: float
+    """To compute one there."""
+    here_s: float
+    last_blocks: int
+    """That are on their way once all are computed."""
+
+    def pushed_s(self, n_there: int, n_moved: int) -> float:
+        """Until so many blocks are here, of so many that are computed there."""
+        return self.opening_s + max(n_there * self.there_s, n_moved * self.moved_s) + min(n_moved, self.last_blocks) * self.moved_s
+
+    def saved_s(self, n_there: int, n_moved: int) -> float:
+        """What that saves; 0 where it is not worth it."""
+        pushed_s, here_s = self.pushed_s(n_there, n_moved), n_moved * self.here_s
+        return here_s - pushed_s if here_s >= FASTER * pushed_s else 0.0
+
+    @property
+    def least_blocks(self) -> int | None:
+        """The shortest prompt that is worth it, where all of it is new; None: none is."""
+        each_s = self.here_s / FASTER - max(self.there_s, self.moved_s)
+        if each_s - self.moved_s > 0 and (least := max(1, ceil(self.opening_s / (each_s - self.moved_s)))) <= self.last_blocks:
+            return least
+        return max(self.last_blocks, ceil((self.opening_s + self.last_blocks * self.moved_s) / each_s)) if each_s > 0 else None
+
+    def words(self, block_tokens: int) -> str:
+        """Why prompts are computed there, or not."""
+        there, here = (two_digits(block_tokens / seconds) for seconds in (max(self.there_s, self.moved_s), self.here_s))
+        least = self.least_blocks
+        if least is None:
+            return f"prompts are not computed there: {there:g} tokens a second come from there, and {here:g} are computed here"
+        return f"prompts of {least * block_tokens} new tokens or more are computed there: {there:g} a second come, and {here:g} are computed here"
+
+
+def prefill_price(cost: KvPrice, block_tokens: int, there: ModelOffer | None) -> PrefillPrice | None:
+    """What it costs to have prompts computed at a node; None where too little is known.
+
+    Args:
+        cost: of its blocks that are computed already.
+        there: of the model, at that node. What runs there takes its share.
+    """
+    if there is None or there.prefill_tokens_per_second <= 0:
+        return None
+    there_s = block_tokens / there.prefill_tokens_per_second * (1 + there.under_way)
+    return PrefillPrice(cost.opening_s, cost.fetched_s, there_s, cost.computed_s, ceil(LAST_TOKENS / block_tokens))

@@ -19,26 +19,30 @@ import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PacelineError, StreamCorrupt
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
+from paceline.core.inference import ChunkStream
 from paceline.core.metrics import Metrics, Row, counter, gauge
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.messages import Effect
+from paceline.machine.settings import PrefillRole
 from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import Service
 from paceline.net.tensor.dialling import dial, tensor_addresses
-from paceline.net.tensor.ends import TensorReceiver, TensorSender
-from paceline.net.tensor.listener import ExpectedStream
+from paceline.net.tensor.ends import TensorSender
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.ways.kv.giving import KvServicer, kv_service
-from paceline.ways.kv.price import MARK_BYTES, KvPrice, marked, price, run_of
-from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, receive_blocks
+from paceline.ways.kv.lease import LeaseEnd
+from paceline.ways.kv.price import MARK_BYTES, KvPrice, marked, prefill_price, price, run_of
+from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
+from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, Receiving
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +55,6 @@ MOST_MODELS: Final = 16
 RETRY_S: Final = 5.0
 MOST_RETRY_S: Final = 120.0
 """After a peer told nothing, or no more, it is asked again, each time later."""
-REST_S: Final = 10.0
-WRONG_REST_S: Final = 600.0
-"""For which a peer is not asked that was too slow or went away, or that sent other blocks than those asked for."""
 LEARNS_FROM: Final = 8
 """Blocks of the shortest fetch that says how fast blocks come."""
 SEEN_S: Final = 300.0
@@ -72,6 +73,7 @@ class ToldPrefixes:
     block_tokens: int
     layout: bytes
     marks: frozenset[bytes]
+    prefills: bool
 
 
 class KvMeter:
@@ -86,6 +88,12 @@ class KvMeter:
         """Told by peers, now."""
         self.least_tokens: Mapping[NodeId, int] = {}
         """From which on KV is fetched, by node."""
+        self.pushes = Counter[str]()
+        """Prompts that others were to compute, by how that ended."""
+        self.prefills = Counter[str]()
+        """Prompts of others, likewise."""
+        self.least_pushed: Mapping[NodeId, int] = {}
+        """New tokens of a prompt, from which on it is computed elsewhere, by node."""
 
 
 # fmt: off
@@ -95,6 +103,9 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     counter("paceline_kv_peer_bytes", "Bytes of these blocks.", lambda meter: dict(meter.bytes), "what"),
     gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
     gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
+    counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
+    counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
+    gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere.", lambda meter: dict(meter.least_pushed), "node"),
 )
 # fmt: on
 
@@ -104,6 +115,8 @@ class KvSharing:
 
     def __init__(self, fleet: FleetNode, clock: Clock) -> None:
         self._fleet, self._clock = fleet, clock
+        self._epoch = int(clock.wall() * 1e6)
+        """Of the last push. Begins behind those of an earlier start."""
         self._loop = asyncio.get_running_loop()
         self._used: dict[PeerKv, asyncio.Event] = {}
         """Set, and another put in its place, when a model's prefixes change."""
@@ -114,8 +127,8 @@ class KvSharing:
         self._resting: dict[NodeId, float] = {}
         self._seen: dict[NodeId, tuple[float, float]] = {}
         """Bytes a second of the last fetch, and when that was."""
-        self._said: dict[tuple[NodeId, str], str] = {}
-        """Of each peer and model, what was logged of its price last."""
+        self._said: dict[tuple[NodeId, str, str], str] = {}
+        """Of each peer and model, what was logged of its prices last."""
         self._prices: dict[_Told, KvPrice] = {}
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
@@ -129,9 +142,14 @@ class KvSharing:
         self._guard = guard
         return kv_service(self._servicer)
 
-    def attach(self, kv: PeerKv) -> None:
-        """Share the KV of an engine of this node."""
+    def attach(self, kv: PeerKv, compute: Callable[[GenerationRequest], ChunkStream] | None = None) -> None:
+        """Share the KV of an engine of this node.
+
+        Args:
+            compute: runs prompts of others there; None: none are run.
+        """
         if kv not in self._used:
+            kv.compute = compute
             self._used[kv] = asyncio.Event()
             kv.loans.on_used = partial(self._on_loop, partial(self._changed, kv))
             self._look_soon()
@@ -199,6 +217,10 @@ class KvSharing:
         identity, voids = self._fleet.identity, self._fleet.gossip.voids
         return lambda: dial(addresses, to, ticket, identity, voids, _soon(DIAL_S))
 
+    def prefilled(self, why: LeaseEnd) -> None:
+        """See `KvOwner`."""
+        self.meter.prefills[why] += 1
+
     def given(self, n_blocks: int, n_bytes: int) -> None:
         """See `KvOwner`."""
         self._on_loop(partial(self._count, "given", n_blocks, n_bytes))
@@ -265,7 +287,9 @@ class KvSharing:
                     ):
                         marks = [said.marks[at : at + MARK_BYTES] for at in range(0, len(said.marks), MARK_BYTES)]
                         if said.block_tokens:
-                            self._told[key] = ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(marks[:MOST_TOLD]))
+                            self._told[key] = ToldPrefixes(
+                                said.version, said.block_tokens, said.layout, frozenset(marks[:MOST_TOLD]), said.prefills
+                            )
                         wait_s = RETRY_S
                         self._look_soon()
             except grpc.aio.AioRpcError as failed:
@@ -282,6 +306,9 @@ class KvSharing:
         links, now = Links(cards), self._clock.monotonic()
         own_offers = {(offer.digest, offer.numerics_id): offer for offer in cards[own].models if _answers(offer)} if own in cards else {}
         self._prices = {}
+        # Who computes a prompt sees it.
+        shown = {card.node_id for card in self._fleet.eligible(Use.ANSWER).cards}
+        pushed = dict[NodeId, int]()
         for kv in self._used:
             peers: list[KvPeer] = []
             for (node_id, *model), told in self._told.items():
@@ -294,22 +321,34 @@ class KvSharing:
                 if cost is None:
                     continue
                 self._prices[node_id, kv.digest, kv.numerics_id] = cost
-                self._say(node_id, kv, cost)
-                if now >= self._resting.get(node_id, 0.0) and cost.least_blocks is not None:
-                    peers.append(KvPeer(node_id, cards[node_id].addresses, told.marks, cost))
+                self._say(node_id, kv, "KV", cost.words(kv.block_tokens))
+                there = next(
+                    (one for one in cards[node_id].models if _answers(one) and (one.digest, one.numerics_id) == tuple(model)), None
+                )
+                prefill = (
+                    prefill_price(cost, kv.block_tokens, there)
+                    if told.prefills and node_id in shown and kv.role is not PrefillRole.PREFILL
+                    else None
+                )
+                if prefill is not None:
+                    self._say(node_id, kv, "prompts", prefill.words(kv.block_tokens))
+                    if prefill.least_blocks is not None:
+                        pushed[node_id] = prefill.least_blocks * kv.block_tokens
+                if now >= self._resting.get(node_id, 0.0) and (cost.least_blocks is not None or prefill is not None):
+                    peers.append(KvPeer(node_id, cards[node_id].addresses, told.marks, cost, prefill))
             kv.show(peers, partial(self._begin_soon, kv))
+        self.meter.least_pushed = pushed
         self.meter.marks = sum(len(told.marks) for told in self._told.values())
         tokens = {kv.digest: kv.block_tokens for kv in self._used}
         self.meter.least_tokens = {
             key[0]: cost.least_blocks * tokens[key[1]] for key, cost in self._prices.items() if cost.least_blocks is not None
         }
 
-    def _say(self, node_id: NodeId, kv: PeerKv, cost: KvPrice) -> None:
-        """Into the log, where whether it is fetched has changed."""
-        words = cost.words(kv.block_tokens)
-        before = self._said.get((node_id, kv.digest))
+    def _say(self, node_id: NodeId, kv: PeerKv, what: str, words: str) -> None:
+        """Into the log, where whether it comes from there has changed."""
+        before = self._said.get((node_id, kv.digest, what))
         if before is None or (" not " in before) != (" not " in words):
-            self._said[node_id, kv.digest] = words
+            self._said[node_id, kv.digest, what] = words
             logger.info("%s: %s", node_id, words)
 
     # --------------------------------------------------------------------------------------------------------- asking for blocks
@@ -322,7 +361,8 @@ class KvSharing:
         if self._stopped:
             fetch.cancel()
             return
-        task = asyncio.create_task(self._fetch(kv, fetch), name=f"KV from {fetch.peer.node_id}")
+        work = self._fetch if fetch.push is None else self._push
+        task = asyncio.create_task(work(kv, fetch), name=f"KV from {fetch.peer.node_id}")
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
@@ -352,7 +392,7 @@ class KvSharing:
     async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch) -> str:
         """Ask for a fetch's blocks, and take them. Returns how it ended."""
         expected = self._fleet.tensors.expect()
-        receiving = _Receiving(expected)
+        receiving = Receiving(expected)
         call: grpc.aio.UnaryUnaryCall[wire.FetchBlocksRequest, wire.FetchBlocksResponse] | None = None
 
         def hang_up() -> None:
@@ -397,32 +437,27 @@ class KvSharing:
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
             self._seen[node_id] = n_bytes / seconds, now
-        rest_s = {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome)
+        self._rest(node_id, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome))
+
+    def _rest(self, node_id: NodeId, rest_s: float | None) -> None:
+        """Ask a peer for nothing for so long; None: it may be asked."""
         if rest_s is not None:
-            self._resting[node_id] = now + rest_s
+            self._resting[node_id] = self._clock.monotonic() + rest_s
             self._loop.call_later(rest_s + 0.1, self._look_soon)
         self._look_soon()
 
-
-class _Receiving:
-    """A stream that is waited for, then read. Closing it ends either."""
-
-    def __init__(self, expected: ExpectedStream) -> None:
-        self._expected = expected
-        self._receiver: TensorReceiver | None = None
-
-    def run(self, fetch: PeerFetch, block_bytes: int) -> None:
-        """In a thread of its own. Raises as `receive_blocks` does."""
-        self._receiver = self._expected.wait(_soon(fetch.most_s))
-        if self._receiver.peer != fetch.peer.node_id:
-            raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
-        if not fetch.is_over:
-            receive_blocks(self._receiver, fetch, block_bytes)
-
-    def close(self) -> None:
-        self._expected.cancel()
-        if self._receiver is not None:
-            self._receiver.close()
+    async def _push(self, kv: PeerKv, fetch: PeerFetch) -> None:
+        """Have a prompt computed, and count how it ended."""
+        self._epoch = max(self._epoch + 1, int(self._clock.wall() * 1e6))
+        end = PushEnd.LEFT
+        try:
+            opened = partial(self._fleet.channel, fetch.peer.node_id, fetch.peer.addresses, Use.SHARE_KV)
+            end = await Push(kv, fetch, self._epoch, self._fleet.tensors, opened, self._threads).run()
+        finally:
+            fetch.cancel()
+            self.meter.pushes[end] += 1
+            self._count("pushed", fetch.filled, fetch.filled * kv.block_bytes)
+            self._rest(fetch.peer.node_id, push_rest_s(end))
 
 
 def _soon(seconds: float) -> float:

@@ -20,13 +20,17 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.core.errors import StreamCorrupt, TensorStreamError
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId
+from paceline.core.inference import ChunkStream
 from paceline.engine.kv_source import KvFetch, KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.machine.kv_tier import DiskTier, kv_name
+from paceline.machine.settings import PrefillRole
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import TensorMessage
-from paceline.ways.kv.price import KvPrice, marked, run_of
+from paceline.net.tensor.listener import ExpectedStream
+from paceline.ways.kv.price import KvPrice, PrefillPrice, marked, run_of
 
 KEY_BYTES: Final = 16
 MOST_KEYS: Final = 4096
@@ -36,6 +40,8 @@ MOST_FETCHES: Final = 4
 LEAST_S: Final = 0.5
 MOST_S: Final = 30.0
 """A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
+MOST_PUSH_S: Final = 45.0
+"""The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
 SILENCE_S: Final = 5.0
 """Between two blocks."""
 WINDOW_BYTES: Final = 32 << 20
@@ -51,6 +57,18 @@ class KvPeer:
     addresses: tuple[str, ...]
     marks: frozenset[bytes]
     price: KvPrice
+    prefill: PrefillPrice | None = None
+    """None: it computes no prompts for this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPush:
+    """A prompt that a peer is to compute."""
+
+    request_id: str
+    """Names one sequence of a client's request."""
+    prompt_ids: tuple[int, ...]
+    """Of whole blocks."""
 
 
 class PeerFetch:
@@ -60,6 +78,7 @@ class PeerFetch:
         expected: blocks that the peer is likely to have, of those that are asked for.
         write: fills a block of the pool.
         wake: called, in any thread, once it is over.
+        push: what the peer is to compute; None: it has the blocks.
     """
 
     def __init__(
@@ -70,11 +89,12 @@ class PeerFetch:
         expected: int,
         write: Callable[[BlockId, memoryview], None],
         wake: Callable[[], None],
+        push: PromptPush | None = None,
     ) -> None:
-        self.peer, self.keys, self.expected = peer, keys, expected
+        self.peer, self.keys, self.expected, self.push = peer, keys, expected, push
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
-        self.most_s = min(max(LEAST_S, expected * peer.price.computed_s), MOST_S)
+        self.most_s = min(max(LEAST_S, expected * peer.price.computed_s), MOST_S if push is None else MOST_PUSH_S)
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
@@ -142,7 +162,10 @@ class PeerKv:
         """Blocks that a peer is lent at a time."""
         self._peers: Sequence[KvPeer] = ()
         self._begin: Callable[[PeerFetch], None] | None = None
-        self._found: tuple[int, int, KvPeer | None] = (0, 0, None)
+        self.role = PrefillRole.BOTH
+        self.compute: Callable[[GenerationRequest], ChunkStream] | None = None
+        """Runs a request of another node on this engine; None: none may."""
+        self._found: tuple[int, int, KvPeer | None, PromptPush | None] = (0, 0, None, None)
         """By `run_of`, for the `fetch` that follows."""
         self._fetches: set[PeerFetch] = set()
         self._let_go: deque[BlockId] = deque()
@@ -157,6 +180,11 @@ class PeerKv:
         """
         self._peers, self._begin = peers, begin
 
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes prompts for others."""
+        return self.compute is not None and self.role is not PrefillRole.DECODE
+
     # -------------------------------------------------------------------------------------------------------------- for the engine
 
     @property
@@ -167,16 +195,18 @@ class PeerKv:
     def kept_bytes(self) -> int:
         return 0 if self._disk is None else self._disk.kept_bytes
 
-    def run_of(self, keys: Sequence[bytes]) -> int:
-        self._found = here, run, peer = self._look(keys)
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
+        self._found = here, run, peer, push = self._look(keys, request)
+        if push is not None:
+            return run
         # Of a prefix that has a mark at so many blocks, and none at twice as many, there may be more: to ask costs nothing.
         return here if peer is None else min(2 * run - 1, here + MOST_KEYS, len(keys))
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
-        here, run, peer = self._found
+        here, run, peer, push = self._found
         if peer is None or self._begin is None:
             return self._on_disk(keys, blocks)
-        fetch = PeerFetch(peer, keys[here:], blocks[here:], run - here, self._runner.import_block, self._wake)
+        fetch = PeerFetch(peer, keys[here:], blocks[here:], run - here, self._runner.import_block, self._wake, push)
         self._fetches = {one for one in self._fetches if not one.is_over} | {fetch}
         self._begin(fetch)
         return _Joined(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
@@ -235,19 +265,30 @@ class PeerKv:
         assert self._disk is not None, "nothing else has blocks"
         return self._disk.fetch(keys, blocks)
 
-    def _look(self, keys: Sequence[bytes]) -> tuple[int, int, KvPeer | None]:
-        """Blocks of a chain that the disk has; those that the best peer may have; that peer, if it has more and to fetch them pays."""
+    def _look(self, keys: Sequence[bytes], request: GenerationRequest | None) -> tuple[int, int, KvPeer | None, PromptPush | None]:
+        """Blocks of a chain that the disk has; those that the best peer may have, or is to compute; that peer, if more come from it and that pays."""
         here = 0 if self._disk is None else self._disk.run_of(keys)
-        best: tuple[float, int, KvPeer] | None = None
+        best: tuple[float, int, KvPeer, PromptPush | None] | None = None
         if self._peers and sum(not fetch.is_over for fetch in self._fetches) < MOST_FETCHES:
             peers = self._peers
             found = marked(frozenset[bytes]().union(*(peer.marks for peer in peers)), keys)
+            whole = 0 if request is None else (len(request.prompt_ids) - 1) // self.block_tokens
             for peer in peers:
                 run = run_of(peer.marks, found)
                 saved_s = peer.price.saved_s(run - here)
                 if saved_s > 0 and (best is None or saved_s > best[0]):
-                    best = saved_s, run, peer
-        return (here, here, None) if best is None else (here, *best[1:])
+                    best = saved_s, run, peer, None
+                if request is None or peer.prefill is None or not here < len(keys) <= min(whole, here + MOST_KEYS):
+                    continue
+                known = whole - len(keys) + run if run else 0
+                saved_s = peer.prefill.saved_s(whole - known, len(keys) - here)
+                if saved_s > 0 and (best is None or saved_s > best[0]):
+                    push = PromptPush(request.request_id, request.prompt_ids[: whole * self.block_tokens])
+                    best = saved_s, len(keys), peer, push
+        if best is None:
+            return here, here, None, None
+        _, run, peer, push = best
+        return here, run, peer, push
 
 
 def send_block(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
@@ -260,17 +301,18 @@ def send_block(sender: TensorSender, key: bytes, data: memoryview, seconds: floa
 
 
 def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int) -> None:
-    """Fill a fetch's blocks with what comes, until it is over. Blocks.
+    """Fill a fetch's blocks with what comes, until it is over. Blocks. What is computed first may take its time.
 
     Raises:
         StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
         TensorStreamError: the stream broke, or nothing came.
     """
+    silence_s = SILENCE_S if fetch.push is None else fetch.most_s
     with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
         checked: Future[bool] | None = None
         for key in fetch.keys:
             try:
-                message = receiver.receive(time.perf_counter() + SILENCE_S)
+                message = receiver.receive(time.perf_counter() + silence_s)
             except TensorStreamError:
                 if checked is not None:
                     checked.result()  # a block that was wrong ended the stream
@@ -289,3 +331,24 @@ def _take(receiver: TensorReceiver, fetch: PeerFetch, key: bytes, message: Tenso
     if len(data) != block_bytes or message.header != _HEADER.pack(key, zlib.crc32(data)):
         raise receiver.refuse(StreamCorrupt(f"{receiver.peer} sent another block of KV than the one asked for, or a damaged one"))
     return fetch.fill(data)
+
+
+class Receiving:
+    """A stream of blocks that is waited for, then read. Closing it ends either."""
+
+    def __init__(self, expected: ExpectedStream) -> None:
+        self._expected, self.ticket = expected, expected.ticket
+        self._receiver: TensorReceiver | None = None
+
+    def run(self, fetch: PeerFetch, block_bytes: int) -> None:
+        """In a thread of its own. Raises as `receive_blocks` does."""
+        self._receiver = self._expected.wait(time.perf_counter() + fetch.most_s)
+        if self._receiver.peer != fetch.peer.node_id:
+            raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
+        if not fetch.is_over:
+            receive_blocks(self._receiver, fetch, block_bytes)
+
+    def close(self) -> None:
+        self._expected.cancel()
+        if self._receiver is not None:
+            self._receiver.close()

@@ -14,7 +14,7 @@ from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import make_node, until
 
 from paceline.core.clock import SystemClock
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId, Trust
 from paceline.engine.kv_source import KvLoans
 from paceline.fleet.card import ModelOffer, Role
@@ -41,10 +41,12 @@ class Sharer:
         self.bench = EngineBench(kv=self._made, wait=self._wait, loans=self.loans, n_blocks=64, max_context=200, model_digest=DIGEST)
         self.loans.wake = self._woken
         self.sharing = KvSharing(self.node, SystemClock())
+        self.pace: Callable[[], object] = lambda: None
+        """Called before each step of a prompt that is computed for another."""
 
     async def start(self) -> None:
         await self.node.start(self.sharing.service)
-        self.sharing.attach(self.kv)
+        self.sharing.attach(self.kv, lambda request: Computing(self, request))
 
     async def stop(self) -> None:
         self.kv.close()
@@ -68,6 +70,25 @@ class Sharer:
             lambda: self.sharing.version_of(other.node.node_id) >= version and other.node.node_id in self.sharing.meter.least_tokens
         )
 
+    async def computes_for(self, other: Sharer) -> None:
+        """Wait until the other would have its prompts computed here."""
+        await until(lambda: self.node_id in other.sharing.meter.least_pushed)
+
+    def compute(self, request: GenerationRequest, stopped: threading.Event) -> None:
+        """Run a request of another node to its end, or until it is stopped."""
+        with self._turn:
+            self.bench.add(request)
+        self.pace()
+        while True:
+            with self._turn:
+                if stopped.is_set():
+                    self.bench.engine.abort(request.request_id)
+                self.bench.step()
+                answer = self.bench.answers.get((request.request_id, 0))
+                if answer is not None and answer.finish is not None:
+                    return
+            self.pace()
+
     @property
     def node_id(self) -> NodeId:
         return self.node.node_id
@@ -90,6 +111,27 @@ class Sharer:
                 self.bench.engine.check_invariants()
             finally:
                 self._turn.release()
+
+
+class Computing:
+    """A request of another node, as a host streams it."""
+
+    def __init__(self, at: Sharer, request: GenerationRequest) -> None:
+        self._at, self._request, self._stopped = at, request, threading.Event()
+        self._running: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Computing:
+        return self
+
+    async def __anext__(self) -> list[GenerationChunk]:
+        if self._running is not None:
+            raise StopAsyncIteration
+        self._running = asyncio.get_running_loop().run_in_executor(None, self._at.compute, self._request, self._stopped)
+        await asyncio.shield(self._running)
+        return []
+
+    async def aclose(self) -> None:
+        self._stopped.set()
 
 
 @asynccontextmanager

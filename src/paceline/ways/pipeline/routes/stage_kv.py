@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineStalled
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId, Trust
 from paceline.core.model import ActivationDtype
 from paceline.engine.local import LayerRunner
@@ -136,7 +137,8 @@ class StagesKv:
         self._sent: tuple[Future[list[int]], list[BlockId]] | None = None
         self._look_at_route()
 
-    def run_of(self, keys: Sequence[bytes]) -> int:
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
+        del request
         self._look_at_route()
         if self._asked is None:
             return 0

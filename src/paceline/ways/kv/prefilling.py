@@ -1,0 +1,191 @@
+"""Prompts computed for other nodes: a request that draws one token runs on this node's engine, and each block is sent once it stands.
+
+Law: a prompt's blocks are held for its caller while its lease lasts, a window at a time while they are sent, and by the engine alone where they are not.
+Whatever ends the lease ends the request, the stream and the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc.aio
+
+from paceline.core.errors import FleetError, InvalidRequest, PacelineError
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.engine.kv_source import KvLoan
+from paceline.engine.prefix_cache import prompt_keys, root_key
+from paceline.net.tensor.ends import TensorSender
+from paceline.net.tensor.frames import TICKET_BYTES
+from paceline.net.wire import kv_pb2 as wire
+from paceline.ways.kv.lease import KvLease, KvLeases, LeaseEnd
+from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+
+logger = logging.getLogger(__name__)
+
+SEND_S: Final = 5.0
+"""For as long as a caller takes nothing."""
+LOOK_S: Final = 0.05
+"""Between two looks whether a lease is over, while a block is waited for."""
+PROGRESS_S: Final = 1.0
+"""Between two messages to a caller. Raising it: a caller is longer in learning that this node is gone."""
+MOST_ID: Final = 200
+"""Letters of a request's id."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a caller wants computed."""
+
+    request_id: str
+    epoch: int
+    prompt_ids: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    tp_size: int
+    port: int
+    ticket: bytes
+    lease_s: float
+
+    @property
+    def completion(self) -> str:
+        """What says that all was sent."""
+        return f"{self.request_id}:{self.tp_size}"
+
+
+def read_registration(message: wire.PrefillRequest, kv: PeerKv) -> Registration:
+    """The first message of a call.
+
+    Raises:
+        InvalidRequest: it makes no sense; `field` names what.
+    """
+    n_keys, rest = divmod(len(message.keys), KEY_BYTES)
+    n_blocks, part = divmod(len(message.prompt_ids), kv.block_tokens)
+    for field, wrong in {
+        "request_id": not 0 < len(message.request_id) <= MOST_ID or ":" in message.request_id,
+        "epoch": message.epoch == 0,
+        "layout": message.layout != kv.layout,
+        "prompt_ids": bool(part) or not n_blocks,
+        "keys": bool(rest) or not 0 < n_keys <= min(MOST_KEYS, n_blocks),
+        "tp_size": message.tp_size != 1,
+        "tensor_port": not 0 < message.tensor_port < 1 << 16,
+        "ticket": len(message.ticket) != TICKET_BYTES,
+        "lease_ms": message.lease_ms == 0,
+    }.items():
+        if wrong:
+            raise InvalidRequest(f"A prompt can't be computed for another node: {field} is not what it takes", field=field)
+    keys = tuple(message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES))
+    prompt = tuple(message.prompt_ids)
+    if keys != tuple(prompt_keys(root_key(kv.numerics_id, kv.digest), prompt, kv.block_tokens)[n_blocks - n_keys :]):
+        raise InvalidRequest("The blocks asked for are not the last ones of the prompt", field="keys")
+    return Registration(
+        message.request_id, message.epoch, prompt, keys, message.tp_size, message.tensor_port, message.ticket, message.lease_ms / 1000
+    )
+
+
+class Prefilling:
+    """One prompt, for one caller. On the event loop, but for `send`."""
+
+    def __init__(self, kv: PeerKv, registration: Registration, lease: KvLease, open_stream: Callable[[], TensorSender]) -> None:
+        self.kv, self.registration, self.lease, self._open_stream = kv, registration, lease, open_stream
+        self.sent = 0
+        self._computed = False
+        self._sender: TensorSender | None = None
+
+    async def run(self, requests: AsyncIterator[wire.PrefillRequest], context: Context, threads: Executor, leases: KvLeases) -> None:
+        """Until the lease is over. Returns with nothing held."""
+        loop = asyncio.get_running_loop()
+        sending = loop.run_in_executor(threads, self.send)
+        others = [asyncio.create_task(self._compute()), asyncio.create_task(self._hear(requests))]
+        try:
+            while not sending.done() and self.lease.ended is None:
+                leases.expire(loop.time())
+                if self.lease.ended is None:
+                    await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent))
+                    wait_s = min(PROGRESS_S, max(0.01, self.lease.until_s - loop.time()))
+                    await asyncio.wait({sending}, timeout=wait_s)
+            if self.lease.ended is LeaseEnd.WHOLE:
+                said = self.registration.completion
+                await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent, completion=said))
+        finally:
+            self.lease.end(LeaseEnd.LEFT)
+            for task in others:
+                task.cancel()
+            if self._sender is not None:
+                self._sender.close()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    async def _compute(self) -> None:
+        assert self.kv.compute is not None, "the service looked"
+        name = f"{self.lease.holder}/{self.lease.request_id}/{self.lease.epoch}"
+        sampling, prompt = SamplingParams(temperature=0, seed=0), self.registration.prompt_ids
+        request = GenerationRequest(
+            RequestId(name), prompt, 1, sampling, ignore_eos=True, draft="off", caller=self.lease.holder, shares_kv=True
+        )
+        stream = self.kv.compute(request)
+        try:
+            async for chunks in stream:
+                if any(chunk.finish_reason is FinishReason.ERROR for chunk in chunks):
+                    self.lease.end(LeaseEnd.NOT_COMPUTED)
+            self._computed = True
+        except PacelineError as error:
+            logger.info("a prompt of %s is not computed: %s", self.lease.holder, error)
+            self.lease.end(LeaseEnd.NOT_COMPUTED)
+        finally:
+            await stream.aclose()
+
+    async def _hear(self, requests: AsyncIterator[wire.PrefillRequest]) -> None:
+        async for message in requests:
+            self.lease.heartbeat(message.request_id, message.epoch, asyncio.get_running_loop().time())
+        self.lease.end(LeaseEnd.LEFT)
+
+    # ------------------------------------------------------------------------------------------------ in a thread of its own
+
+    def send(self) -> None:
+        """Send each block once it stands. Ends the lease."""
+        keys, data = self.registration.keys, memoryview(bytearray(self.kv.block_bytes))
+        try:
+            sender = self._sender = self._open_stream()
+            try:
+                while self.sent < len(keys) and self.lease.ended is None:
+                    if not self._send_next(sender, keys[self.sent : self.sent + self.kv.window], data):
+                        break
+            finally:
+                sender.close()
+        except (FleetError, TimeoutError, CancelledError) as error:
+            logger.info("KV is not pushed to its end: %s", error)
+            self.lease.end(LeaseEnd.WRITE_FAILED)
+        self.lease.end(LeaseEnd.WHOLE if self.sent == len(keys) else LeaseEnd.NOT_COMPUTED)
+
+    def _send_next(self, sender: TensorSender, keys: Sequence[bytes], data: memoryview) -> bool:
+        """Those that stand next. Returns whether there were any."""
+        was_computed, before = self._computed, self.sent
+        asked = self.kv.loans.ask(keys, when_computed=not was_computed)
+        loan = self._taken(asked)
+        if loan is None:
+            return self.lease.ended is None and not was_computed
+        try:
+            for key in keys:
+                if self.lease.ended is not None or not self.kv.read(loan, key, data):
+                    break
+                send_block(sender, key, data, SEND_S)
+                self.sent += 1
+        finally:
+            self.kv.loans.give_back(loan)
+        return self.sent > before
+
+    def _taken(self, asked: Future[KvLoan]) -> KvLoan | None:
+        """What was asked for; None: the lease is over, or the prompt is computed, and blocks of it may be gone."""
+        was_computed = self._computed
+        while True:
+            try:
+                return asked.result(LOOK_S)
+            except TimeoutError:
+                if (self.lease.ended is not None or self._computed > was_computed) and asked.cancel():
+                    return None

@@ -1,0 +1,219 @@
+"""A prompt that a peer computes for this node: the call that registers it, keeps its lease, and hears how far it is.
+
+Law: blocks are written through a fetch, which ends once: what comes after that, or of another call, is written nowhere. A peer that is silent, refuses
+or is wrong costs what it did not send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from enum import StrEnum
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import FleetError, StreamCorrupt
+from paceline.net.tensor.listener import TensorListener
+from paceline.net.wire import kv_pb2 as wire
+from paceline.net.wire.kv_pb2_grpc import KvServiceStub
+from paceline.ways.kv.lease import HEARTBEAT_S, LEASE_S
+from paceline.ways.kv.source import PeerFetch, PeerKv, Receiving
+
+logger = logging.getLogger(__name__)
+
+SILENT_S: Final = 4.0
+"""Without a message of the peer. Raising it: one that is gone is waited for longer; lowering it: one that is busy is taken for gone."""
+COMPLETION_S: Final = 2.0
+"""For the peer to say that it sent all, once all is here."""
+REST_S: Final = 10.0
+WRONG_REST_S: Final = 600.0
+"""For which a peer is not asked that was too slow or went away, or that sent other blocks than those asked for."""
+TP_SIZE: Final = 1
+"""Ranks among which this node's layers are shared."""
+
+Call = grpc.aio.StreamStreamCall[wire.PrefillRequest, wire.PrefillResponse]
+
+
+class PushEnd(StrEnum):
+    """How a push ended, for the node that asked for it."""
+
+    WHOLE = "whole"
+    HANDSHAKE_FAILED = "handshake_failed"
+    """The peer could not be called, or opened no stream of blocks."""
+    REFUSED = "refused"
+    """It takes no registration now."""
+    SILENT = "silent"
+    """It said nothing for `SILENT_S`."""
+    WATCHDOG = "watchdog"
+    """It took as long as computing all of it here."""
+    WRITE_FAILED = "write_failed"
+    """The call or the stream ended before the last block."""
+    LEASE_EXPIRED = "lease_expired"
+    DAMAGED = "damaged"
+    """It sent another block than the next one, or a completion that is not of this call."""
+    LEFT = "left"
+    """The answer is not wanted any more."""
+
+
+def push_rest_s(end: PushEnd) -> float | None:
+    """For how long the peer is asked for nothing; None: it may be."""
+    match end:
+        case PushEnd.WHOLE | PushEnd.LEFT:
+            return None
+        case PushEnd.DAMAGED:
+            return WRONG_REST_S
+        case _:
+            return REST_S
+
+
+class Push:
+    """One prompt at one peer."""
+
+    def __init__(
+        self,
+        kv: PeerKv,
+        fetch: PeerFetch,
+        epoch: int,
+        tensors: TensorListener,
+        open_channel: Callable[[], grpc.aio.Channel],
+        threads: Executor,
+    ) -> None:
+        assert fetch.push is not None, "it is to be computed"
+        self._kv, self._fetch, self._epoch, self._push = kv, fetch, epoch, fetch.push
+        self._tensors, self._open_channel, self._threads = tensors, open_channel, threads
+        self._began = False
+        """The peer has taken the registration."""
+
+    async def run(self) -> PushEnd:
+        """To its end: then nothing is written any more."""
+        fetch, loop, over, late = self._fetch, asyncio.get_running_loop(), asyncio.Event(), False
+
+        def too_late() -> None:
+            nonlocal late
+            late = True
+            fetch.cancel()
+
+        def hang_up() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(over.set)
+
+        timer = loop.call_later(fetch.most_s, too_late)
+        fetch.hang_up = hang_up
+        try:
+            end = await self._run(over)
+        except StreamCorrupt as error:
+            logger.warning("a prompt does not come from %s, and is computed: %s", fetch.peer.node_id, error)
+            return PushEnd.DAMAGED
+        except FleetError as error:
+            logger.info("a prompt does not come from %s, and is computed: %s", fetch.peer.node_id, error)
+            end = PushEnd.WRITE_FAILED if self._began else PushEnd.HANDSHAKE_FAILED
+        finally:
+            timer.cancel()
+            fetch.cancel()
+        if fetch.filled == len(fetch.keys):
+            return PushEnd.WHOLE
+        # A peer may say that it sent all, and not all be here.
+        return PushEnd.WATCHDOG if late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
+
+    async def _run(self, over: asyncio.Event) -> PushEnd:
+        fetch, receiving = self._fetch, Receiving(self._tensors.expect())
+        call: Call | None = None
+        hearing: asyncio.Task[PushEnd] | None = None
+        ending = asyncio.create_task(over.wait())
+        try:
+            call = KvServiceStub(self._open_channel()).Prefill()
+            if fetch.is_over:
+                return PushEnd.LEFT
+            hearing = asyncio.create_task(self._hear(call, receiving.ticket))
+            taking = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run, fetch, self._kv.block_bytes)
+            await asyncio.wait({hearing, taking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if hearing.done() and not over.is_set() and hearing.result() is PushEnd.WHOLE:
+                await asyncio.wait({taking}, timeout=COMPLETION_S)  # its last blocks are still on their way
+            fetch.cancel()  # what lacks is computed while it is asked why
+            if fetch.filled == len(fetch.keys) or not over.is_set():
+                await asyncio.wait({hearing}, timeout=COMPLETION_S)
+            receiving.close()
+            await asyncio.wait({taking}, timeout=COMPLETION_S)
+            if taking.done() and isinstance(wrong := taking.exception(), StreamCorrupt):
+                raise wrong
+            if hearing.done():
+                return hearing.result()
+            return PushEnd.LEFT
+        finally:
+            receiving.close()
+            ending.cancel()
+            if hearing is not None:
+                hearing.cancel()
+            if call is not None:
+                call.cancel()
+            await asyncio.gather(ending, *(() if hearing is None else (hearing,)), return_exceptions=True)
+
+    async def _hear(self, call: Call, ticket: bytes) -> PushEnd:
+        """Register, keep the lease, and hear how far it is, to the end of the call.
+
+        Raises:
+            StreamCorrupt: the peer says that all was sent of something else.
+        """
+        beating: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(SILENT_S):
+                await call.write(self._registration(ticket))
+            beating = asyncio.create_task(self._beat(call))
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    said = await call.read()
+                if not isinstance(said, wire.PrefillResponse):
+                    return self._end_of(await call.code())
+                if said.epoch != self._epoch:
+                    continue
+                self._began = True
+                if said.completion:
+                    if said.completion != f"{self._push.request_id}:{TP_SIZE}" or said.n_blocks != len(self._fetch.keys):
+                        raise StreamCorrupt(f"{self._fetch.peer.node_id} says that it sent {said.completion!r}, {said.n_blocks} blocks")
+                    return PushEnd.WHOLE
+        except TimeoutError:
+            return PushEnd.SILENT
+        except grpc.aio.AioRpcError as error:
+            return self._end_of(error.code())
+        except asyncio.InvalidStateError:
+            return self._end_of(await call.code())  # it ended before it was registered
+        finally:
+            if beating is not None:
+                beating.cancel()
+
+    def _registration(self, ticket: bytes) -> wire.PrefillRequest:
+        return wire.PrefillRequest(
+            request_id=self._push.request_id,
+            epoch=self._epoch,
+            digest=self._kv.digest,
+            numerics_id=self._kv.numerics_id,
+            layout=self._kv.layout,
+            prompt_ids=self._push.prompt_ids,
+            keys=b"".join(self._fetch.keys),
+            tp_size=TP_SIZE,
+            tensor_port=self._tensors.port,
+            ticket=ticket,
+            lease_ms=int(1000 * LEASE_S),
+        )
+
+    async def _beat(self, call: Call) -> None:
+        """Until it is cancelled, or the call is over."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await asyncio.sleep(HEARTBEAT_S)
+                await call.write(wire.PrefillRequest(request_id=self._push.request_id, epoch=self._epoch))
+
+    def _end_of(self, status: grpc.StatusCode) -> PushEnd:
+        """What a call's status means."""
+        match status:
+            case grpc.StatusCode.DEADLINE_EXCEEDED if self._began:
+                return PushEnd.LEASE_EXPIRED
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED if not self._began:
+                return PushEnd.HANDSHAKE_FAILED
+            case _:
+                return PushEnd.WRITE_FAILED if self._began else PushEnd.REFUSED
