@@ -161,14 +161,11 @@ class Scheduler:
                 if self.kv is not None and not seq.request.caller:
                     self.kv.offer(named)
             if not seq.flights:
-                if seq.phase is Phase.ENDED:
-                    self._draining.remove(seq)
-                    self._release(seq)
-                elif seq.preempt_when_collected:
-                    self._draining.remove(seq)
-                    self._preempt(seq)
-                else:
+                if seq.is_live and not seq.preempt_when_collected:
                     self._trim(seq)
+                else:
+                    self._draining.remove(seq)
+                    (self._preempt if seq.is_live else self._release)(seq)
         self._loans.settle(self.pool)
 
     def recalled(self, planned: PlannedBatch) -> None:
@@ -200,10 +197,7 @@ class Scheduler:
                 continue
             seq.forget_guess()
             seq.computed, seq.void = computed, 0
-            if seq.preempt_when_collected:
-                self._preempt(seq)
-            else:
-                self._trim(seq)
+            (self._preempt if seq.preempt_when_collected else self._trim)(seq)
         self._draining.clear()
         self._interrupted += 1
 

@@ -71,6 +71,16 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
         "KvService/FetchBlocks": kv_pb2.FetchBlocksRequest(
             digest="0" * 64, layout=bytes(16), keys=bytes(32), tensor_port=1, ticket=bytes(32)
         ),
+        "KvService/Prefill": kv_pb2.PrefillRequest(
+            request_id="r",
+            epoch=1,
+            digest="0" * 64,
+            layout=bytes(16),
+            prompt_ids=range(16),
+            keys=bytes(16),
+            tensor_port=1,
+            ticket=bytes(32),
+        ),
         "WeightsService/DescribeWeights": weights_pb2.DescribeWeightsRequest(digest="0" * 64),
         "WeightsService/FetchPieces": weights_pb2.FetchPiecesRequest(digest="0" * 64, ranges=[weights_pb2.PieceRange(count=1)]),
     }
