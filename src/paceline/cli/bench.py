@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
@@ -116,11 +117,13 @@ def show(console: Console, report: BenchReport) -> None:
         table.add_row(
             str(row.concurrency),
             f"{row.sequence_decode_per_s:.0f}",
-            f"{row.total_decode_per_s:.0f}",
+            "-" if math.isnan(row.total_decode_per_s) else f"{row.total_decode_per_s:.0f}",
             f"{row.first_token.p50_ms:.0f} / {row.first_token.p99_ms:.0f}",
             f"{row.between_tokens.p50_ms:.1f} / {row.between_tokens.p99_ms:.1f}",
         )
     console.print(table)
+    if any(math.isnan(row.total_decode_per_s) for row in report.rows):
+        console.print("-: the first answers ended before the last began; a longer --answer lets all run at once", markup=False)
 
 
 def bench_pipeline(
