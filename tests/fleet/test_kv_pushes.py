@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from openai import APIError
 from tests.fleet.machines import Machine, free_port, machines, token_in, until
 from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted
@@ -65,13 +66,26 @@ def test_a_prompt_is_computed_elsewhere_whoever_is_lost_meanwhile(pair: tuple[Ma
     assert ask(d, said("Two. "), cache_salt="computed anew") == second
     until(lambda: metric(p, "paceline_kv_blocks_used") == 0 and metric(p, "paceline_requests_running") == 0)
 
-    # One that is killed.
+    # The one that asked is killed, and started again.
     until(lambda: least(d) > 0)
     p.node.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask, d, said("Three. "))
         until(lambda: metric(d, "paceline_requests_running") == 1 or asking.done())
+        d.node.kill()
+        p.node.process.send_signal(signal.SIGCONT)
+        with pytest.raises(APIError):
+            asking.result()
+    until(lambda: metric(p, "paceline_kv_blocks_used") == 0 and metric(p, "paceline_requests_running") == 0)
+    d.up(*SMALL, "--role", "decode")
+
+    # One that is killed.
+    until(lambda: least(d) > 0)
+    p.node.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, d, said("Four. "))
+        until(lambda: metric(d, "paceline_requests_running") == 1 or asking.done())
         p.node.kill()
         third = asking.result()
-    assert ask(d, said("Three. "), cache_salt="computed anew") == third
+    assert ask(d, said("Four. "), cache_salt="computed anew") == third
     until(lambda: metric(d, "paceline_kv_blocks_used") == 0)

@@ -148,7 +148,7 @@ _FIGURES = {
     "paceline_inter_token_seconds_count": "later_tokens",
     "paceline_kv_disk_bytes": "disk_bytes",
     **{f"paceline_kv_disk_blocks_total {what}": what for what in BLOCK_COUNTS},
-    **{f"paceline_kv_peer_blocks_total {what}": f"peer_{what}" for what in ("fetched", "missed", "given")},
+    **{f"paceline_kv_peer_blocks_total {what}": f"peer_{what}" for what in ("fetched", "pushed", "missed", "given")},
 }
 
 
@@ -182,11 +182,14 @@ class KvPeerLoad:
     missed: int
     """Asked for, and not come: they were computed."""
     given: int
+    pushed: int = 0
+    """Computed there for this node."""
     fetched_per_s: float | None = None
 
     def __str__(self) -> str:
         rate = f" ({self.fetched_per_s:.0f}/s)" if self.fetched_per_s else ""
-        return f"{self.fetched} fetched{rate}, {self.missed} missed, {self.given} given"
+        pushed = f", {self.pushed} computed there" if self.pushed else ""
+        return f"{self.fetched} fetched{rate}{pushed}, {self.missed} missed, {self.given} given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
     if not last:
         return EndpointLoad(one.url, one.process, state, models)
 
-    peers = ("peer_fetched", "peer_missed", "peer_given")
+    peers = ("peer_fetched", "peer_missed", "peer_given", "peer_pushed")
 
     def rate(*names: str) -> float | None:
         passed_s = last["at"] - first.get("at", last["at"])

@@ -136,6 +136,10 @@ def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=peers))[-1] == (
         "  KV of other machines: blocks: 512 fetched (64/s), 7 missed, 30 given"
     )
+    pushed = KvPeerLoad(0, 0, 2, pushed=40)
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=pushed))[-1] == (
+        "  KV of other machines: blocks: 0 fetched, 40 computed there, 0 missed, 2 given"
+    )
 
 
 def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None:
