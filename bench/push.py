@@ -1,0 +1,106 @@
+"""First token of a new prompt, computed at another node and computed here, in turns.
+
+    python bench/push.py --tokens 2048 --share 0.25
+
+Two `paceline up` of one machine, mutual TLS on: P computes prompts for D. D gets its share of the time by being stopped for the rest of it, a tenth of a
+second at a time; P is not held back. Both have the machine's cores in common, so while one computes the other had better not: what a second
+machine would give is more, as its memory and caches are its own, and less, as its link is. A request with a `cache_salt` is computed at D.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.fleet.machines import Machine, free_port, machines, token_in, until
+from tests.fleet.test_forwarding import MODEL, client_of
+from tests.fleet.test_kv_moves import counted
+
+from paceline.store.home import Home
+from paceline.ways.kv.pushing import PushEnd
+from size_rows import machine
+
+PERIOD_S = 0.1
+
+
+def throttle(pid: int, share: float, over: threading.Event) -> None:
+    """Let a process run for its share of each period."""
+    while share < 1 and not over.is_set():
+        time.sleep(PERIOD_S * share)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(PERIOD_S * (1 - share))
+        os.kill(pid, signal.SIGCONT)
+
+
+def first_token_s(d: Machine, prompt: list[int], salt: str | None) -> float:
+    began = time.perf_counter()
+    extra = {"ignore_eos": True} | ({} if salt is None else {"cache_salt": salt})
+    with client_of(d).completions.create(model=MODEL, prompt=prompt, max_tokens=2, temperature=0, stream=True, extra_body=extra) as stream:
+        next(iter(stream))
+        return time.perf_counter() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--share", type=float, default=0.25, help="of the time, that D runs")
+    options = parser.parse_args()
+    up = ("--fleet-port", "0", "--context", "8192", "--kv-tokens", "65536", "--model", MODEL)
+    draw, over = random.Random(1), threading.Event()
+    rows: dict[str, list[float]] = {"pushed": [], "here": []}
+    with tempfile.TemporaryDirectory() as scratch, machines(Path(scratch), Home.from_environment().kernels, "p", "d") as (p, d):
+        p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        p.up(*up)
+        p.node.stop()
+        (d.home / "cache" / "speeds").mkdir(parents=True, exist_ok=True)
+        for measured in (p.home / "cache" / "speeds").iterdir():  # D's is what its share makes of P's
+            speeds = json.loads(measured.read_text())
+            for each in speeds["speeds"].values():
+                each |= {"disturbed": False, "prefill_tokens_per_second": each["prefill_tokens_per_second"] * options.share}
+            (d.home / "cache" / "speeds" / measured.name).write_text(json.dumps(speeds))
+        p.up(*up, "--role", "prefill")
+        d.run("join", token_in(p.run("token", "--address", "127.0.0.1")), "--name", "d")
+        d.up(*up, "--role", "decode")
+        until(lambda: counted(d, 'paceline_kv_push_least_tokens{node="p"}') > 0)
+        throttling = threading.Thread(target=throttle, args=(d.node.process.pid, options.share, over))
+        throttling.start()
+        try:
+            for number in range(options.rounds + 1):
+                prompt = [draw.randrange(1000, 40000) for _ in range(options.tokens)]
+                for kind, salt in (("pushed", None), ("here", str(number))):
+                    rows[kind].append(first_token_s(d, prompt, salt))
+                if not number:
+                    rows = {kind: [] for kind in rows}
+        finally:
+            over.set()
+            throttling.join()
+        pushes = {end.value: counted(d, f'paceline_kv_pushes_total{{outcome="{end}"}}') for end in PushEnd}
+        said = {
+            "tokens": options.tokens,
+            "share_of_d": options.share,
+            "pushed_s": [round(one, 3) for one in rows["pushed"]],
+            "here_s": [round(one, 3) for one in rows["here"]],
+            "pushes": {end: int(number) for end, number in pushes.items() if number},
+            "least_tokens": counted(d, 'paceline_kv_push_least_tokens{node="p"}'),
+            "faster": round(median(b / a for a, b in zip(rows["pushed"], rows["here"], strict=True)), 2),
+            "at_least": 2.2,
+            "reach_for": 3.0,
+        }
+    print(json.dumps({"machine": machine(2), **said}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
