@@ -15,9 +15,9 @@ import numpy as np
 
 from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, shard_id
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Rehearse, RouteStage
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Rehearse, RouteStage, StageReport
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 Item = tuple[StageBatch, WireBits]
@@ -89,7 +89,7 @@ class MemoryRoute:
             RouteStage(
                 machine.node_id,
                 layers,
-                f"m:{layers}",
+                shard_id("m", layers),
                 machine.numerics_id,
                 machine.holds_identity,
                 machine.n_blocks * machine.runner.block_size,
@@ -100,6 +100,7 @@ class MemoryRoute:
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
         self.sink, self.source = self._pipes[0], self._pipes[-1]
         self._faults: list[PipelineFault] = []
+        self.reports = [StageReport() for _ in parts]
         self._done = [0] * len(parts)
         self._threads = [
             threading.Thread(target=self._serve, args=(place, machine, layers), daemon=True)
@@ -159,6 +160,7 @@ class MemoryRoute:
                 if machine.tamper is not None:
                     out_TD = machine.tamper(batch, out_TD)
                 self._done[place] += 1
+                self.reports[place] = StageReport(sent=self._done[place], latency_s=0.002 * self._done[place])
                 sink.send(batch, out_TD, 0.0)
             except PacelineError:
                 sink.close()

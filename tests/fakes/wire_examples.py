@@ -340,6 +340,7 @@ def shard_examples() -> Iterator[Example]:
         ("opened afresh", StageOpened(7501, ticket, 100, 32, "cpu/1", False, False, False)),
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
+        ("report of latency", StageReport(9, 8, 7, 1, 12.5, 3.25, 4.5)),
         ("first report", StageReport()),
         ("fault", PipelineFault(NodeId("node-2"), "pipeline_stalled", "nothing came")),
         ("own fault", PipelineFault(None, "activation_garbage", "")),

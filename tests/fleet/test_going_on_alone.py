@@ -114,7 +114,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
             assert http.post("/v1/completions", json=short | {"ways": ["alone", "pipeline"]}).status_code == 200
         assert "paceline_fallback_to_local_total 1.0" in page
         assert "paceline_failovers_total 0.0" in page
-        assert "paceline_pipeline_construct_ms_count 1.0" in page
+        assert 'paceline_pipeline_construct_ms_count{opening="first"} 1.0' in page
         assert "paceline_first_token_ms_count 2.0" in page
     finally:
         process.stdin.close()

@@ -229,14 +229,7 @@ async def _plan_and_load(
         opening.cancel()
         return None
     stopping.cancel()
-    node = opening.result()
-    for note in node.notes:
-        console.print(f"[yellow]note:[/] {note}")
-    # Nothing that was loaded dies before the process does: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
-    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
-    return node
+    return _told_loaded(opening.result(), began_s, console)
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:
@@ -249,6 +242,10 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
 
         note_compiling(console)
         node = build_node(settings, progress)
+    return _told_loaded(node, began_s, console)
+
+
+def _told_loaded(node: BuiltNode, began_s: float, console: Console) -> BuiltNode:
     for note in node.notes:
         console.print(f"[yellow]note:[/] {note}")
     # Nothing that was loaded dies before the process does: the collector need not look at it again.

@@ -60,6 +60,11 @@ class LayerRange:
         return slice(self.start - whole.start, self.stop - whole.start)
 
 
+def shard_id(model_id: str, layers: LayerRange) -> str:
+    """What layers of a model are called in metrics and messages: `model:first-last`."""
+    return f"{model_id}:{layers}"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
     """Layers of a model, and the node that runs them, has them or is to have them."""

@@ -5,11 +5,15 @@ Counts of times by upper bound, cheap enough to be kept for every token.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
+MOST_LABELS = 256
+"""That have a histogram of their own in a node's life."""
 _OF_ONE_ENGINE = frozenset({"max_context", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
 
 
@@ -122,9 +126,32 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, with +Inf last."""
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
+        bounds = (*map(str, self._bounds_s), "+Inf")
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+
+Label = TypeVar("Label")
+
+
+class LabelledHistograms(Generic[Label]):
+    """A histogram for each label, up to a number of labels: what others bring is counted together. For any thread.
+
+    Args:
+        rest: the label of those beyond.
+    """
+
+    def __init__(self, bounds: Sequence[float], rest: Label) -> None:
+        self._bounds, self._rest = bounds, rest
+        self._lock = threading.Lock()
+        self._by_label: dict[Label, Histogram] = {}
+
+    def observe(self, label: Label, value: float, times: int = 1) -> None:
+        """Count `times` observations of a value."""
+        with self._lock:
+            known = label in self._by_label or len(self._by_label) < MOST_LABELS
+            self._by_label.setdefault(label if known else self._rest, Histogram(self._bounds)).observe(value, times)
+
+    def all(self) -> dict[Label, Histogram]:
+        """By label. Histograms are this one's own."""
+        with self._lock:
+            return dict(self._by_label)

@@ -164,11 +164,8 @@ class LinkWatch:
         """
         if not 0 <= rtt_s < 1e6 or not 0 < (1 if bytes_per_s is None else bytes_per_s) < 1e15:
             return self.failed(measure_id, now)  # no measurement has such figures
-        asked = self._take(measure_id)
-        if asked is None:
-            return False
-        peer, way = self._find(asked.node_id, asked.address)
-        if peer is None or way is None:
+        asked, peer, way = self._end(measure_id)
+        if asked is None or peer is None or way is None:
             return False
         peer.ping_due_s = now + self._apart(self._times.ping_s)
         if bytes_per_s is None:
@@ -183,11 +180,8 @@ class LinkWatch:
 
     def failed(self, measure_id: int, now: float) -> bool:
         """A measurement came to nothing. True where the links that a card shows have changed."""
-        asked = self._take(measure_id)
-        if asked is None:
-            return False
-        peer, way = self._find(asked.node_id, asked.address)
-        if peer is None or way is None:
+        asked, peer, way = self._end(measure_id)
+        if asked is None or peer is None or way is None:
             return False
         wait_s = min(self._times.retry_s * 2 ** min(way.failures, 20), self._times.most_retry_s)
         way.failures += 1
@@ -223,13 +217,13 @@ class LinkWatch:
         peer = self._peers.get(node_id)
         return peer, None if peer is None else peer.ways.get(address)
 
-    def _take(self, measure_id: int) -> Measure | None:
-        """The measurement under way, which ends. None for one that ended before."""
+    def _end(self, measure_id: int) -> tuple[Measure | None, _Peer | None, _Way | None]:
+        """The measurement under way, which ends, and where it was. None for one that ended before."""
         asked = self._asked
         if asked is None or asked.id != measure_id:
-            return None
+            return None, None, None
         self._asked = None
-        return asked
+        return asked, *self._find(asked.node_id, asked.address)
 
     def _measure_anew(self, peer: _Peer, now: float, but: str = "") -> None:
         """All ways to a peer: the one in use degraded, so another may be best."""

@@ -111,7 +111,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
                 asked, made = replace(asked, ways=frozenset({PIPELINE})), None
             else:
                 if made is not None:
-                    _replan(whole, settings, asked, access, location, made, clock)
+                    _Replanning(whole, settings, asked, access, location, made, clock).start()
                 return node
     if not asked.order.settings.enabled:
         raise PipelineDisabled(
@@ -125,22 +125,8 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
         made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
     node = await _attached(whole, await _build_spread(whole, settings, asked, access, made.chosen, clock, told), made)
-    _replan(whole, settings, asked, access, location, made, clock)
+    _Replanning(whole, settings, asked, access, location, made, clock).start()
     return node
-
-
-def _replan(
-    whole: FleetServing,
-    settings: NodeSettings,
-    asked: Constraints,
-    access: NodeFleetAccess,
-    location: ModelLocation,
-    made: Plan,
-    clock: Clock,
-) -> None:
-    """From now on."""
-    replanning = _Replanning(whole, settings, asked, access, location, made, clock)
-    whole.keep(replanning.run, f"plan of {location.name}")
 
 
 def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:
@@ -247,8 +233,11 @@ class _Replanning:
         self._is_gone = False
         """It could be served in no way any more, and is tried again."""
 
-    async def run(self) -> None:
-        """Until it is cancelled."""
+    def start(self) -> None:
+        """From now on, until the node stops."""
+        self._whole.keep(self._run, f"plan of {self._location.name}")
+
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(REPLANNED_S)
             if not (self._is_gone or self._whole.models.is_loaded(self._location.name)):

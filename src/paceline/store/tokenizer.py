@@ -127,16 +127,7 @@ class ModelTokenizer:
         return None if self.template is None else self.template.response
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
-        """Ids of a chat, ready for the assistant's answer. Special tokens are what the template writes; spelled in a message or a tool they are text.
-
-        Args:
-            messages: each with a role and a content.
-            now: the time that the template may show; None: this machine's.
-            given: to the template, beside messages and time.
-
-        Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages.
-        """
+        """See `Tokenizer.render_chat`. A model without a template refuses all chats."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template", "Use /v1/completions, or a model made for chats", field="messages")
         chat = [join_parts(message) for message in messages]

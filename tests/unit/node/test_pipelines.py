@@ -111,7 +111,7 @@ async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[l
     assert best.chosen.way == ALONE
     location: Any = SimpleNamespace(name="m")
     replanning = pipelines._Replanning(whole, NodeSettings("m"), asked, eyes, location, spread, SystemClock())  # pyright: ignore[reportPrivateUsage]
-    task = asyncio.create_task(replanning.run())
+    task = asyncio.create_task(replanning._run())  # pyright: ignore[reportPrivateUsage]
     await asyncio.wait_for(done.wait(), 60)
     task.cancel()
     return built, shown

@@ -29,10 +29,9 @@ from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, s
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, host_tables, to_device
-from paceline.backends.torch.runner import Layer, TorchModel, bytes_of, copy_in, copy_out, edges_of, from_bits, run_watched, wire_bits
+from paceline.backends.torch.runner import Layer, PooledRunner, TorchModel, edges_of, from_bits, run_watched
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
@@ -125,7 +124,7 @@ _LONG = 1000
 """Rows of the longest prompt piece whose bytes are compared."""
 
 
-class CudaRunner:
+class CudaRunner(PooledRunner[CudaPool]):
     """A `LayerRunner` whose activations are bf16 tensors on the device.
 
     Args:
@@ -138,6 +137,7 @@ class CudaRunner:
 
     block_size = PAGE
     one_path = True
+    kv_layout = "torch cuda"
 
     def __init__(self, model: TorchModel, n_layers: int, n_blocks: int, numerics: Numerics, device: torch.device) -> None:
         spec = model.spec
@@ -173,35 +173,12 @@ class CudaRunner:
             return np.zeros((0, self._model.spec.vocab), np.float32)
         return edges.head(edges.norm(x_TD[self._index(rows_R)]), Path.PROMPT).float().cpu().numpy()
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Nothing: a GPU keeps its own caches."""
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Nothing, likewise."""
-
-    kv_layout = "torch cuda"
-
-    @property
-    def block_bytes(self) -> int:
-        return bytes_of(self._pool.block(0))
-
-    @torch.inference_mode()
-    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
-        copy_out(self._pool.block(block, (part or self.layers).within(self.layers)), into)
-
-    @torch.inference_mode()
-    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
-        copy_in(self._pool.block(block, (part or self.layers).within(self.layers)), data)
-
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""
         spec = self._model.spec
         self._graphs, self._model = None, TorchModel(spec, LayerRange(0, 0), (), None, one_path=True)
         self._pool = CudaPool(0, 0, spec.n_kv_heads, spec.head_dim, self._device)
         torch.cuda.empty_cache()
-
-    def to_wire(self, x_TD: Tensor) -> WireBits:
-        return wire_bits(x_TD)
 
     def from_wire(self, x_TD: WireBits) -> Tensor:
         return from_bits(x_TD).to(self._device)

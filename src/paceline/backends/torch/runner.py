@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,46 @@ class TorchModel:
         return self.layers[part.start - self.held.start : part.stop - self.held.start]
 
 
-class TorchRunner:
+class TorchPool(Protocol):
+    """KV blocks of a range of layers, as tensors."""
+
+    def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
+        """A block's keys and values in each layer, or in some."""
+        ...
+
+
+Pool = TypeVar("Pool", bound=TorchPool)
+
+
+class PooledRunner(Generic[Pool]):
+    """What runners have in common whose activations and KV blocks are bf16 tensors."""
+
+    layers: LayerRange
+    _pool: Pool
+
+    def to_wire(self, x_TD: Tensor) -> WireBits:
+        return wire_bits(x_TD)
+
+    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
+        """Nothing: torch's own time is longer by far, and a GPU keeps its own caches."""
+
+    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
+        """Nothing, likewise."""
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_of(self._pool.block(0))
+
+    @torch.inference_mode()
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        copy_out(self._pool.block(block, (part or self.layers).within(self.layers)), into)
+
+    @torch.inference_mode()
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        copy_in(self._pool.block(block, (part or self.layers).within(self.layers)), data)
+
+
+class TorchRunner(PooledRunner[KvPool]):
     """A `LayerRunner` whose activations are bf16 tensors [T, D].
 
     Args:
@@ -72,6 +111,8 @@ class TorchRunner:
         threads: torch's threads.
         numerics: what these kernels were measured to compute.
     """
+
+    kv_layout = "torch cpu"
 
     def __init__(self, model: TorchModel, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
         self._model, self._pool, self._rope, self._threads = model, pool, rope, threads
@@ -110,31 +151,8 @@ class TorchRunner:
         h_RD = edges.norm(x_TD[torch.from_numpy(rows_R.astype(np.int64))])
         return edges.head(h_RD, Path.GENERATED).float().numpy()
 
-    def to_wire(self, x_TD: Tensor) -> WireBits:
-        return wire_bits(x_TD)
-
     def from_wire(self, x_TD: WireBits) -> Tensor:
         return from_bits(x_TD)
-
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Nothing: torch's own time is longer by far."""
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Nothing, likewise."""
-
-    kv_layout = "torch cpu"
-
-    @property
-    def block_bytes(self) -> int:
-        return bytes_of(self._pool.block(0))
-
-    @torch.inference_mode()
-    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
-        copy_out(self._pool.block(block, (part or self.layers).within(self.layers)), into)
-
-    @torch.inference_mode()
-    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
-        copy_in(self._pool.block(block, (part or self.layers).within(self.layers)), data)
 
     def close(self) -> None:
         """Free weights and KV. Idempotent."""

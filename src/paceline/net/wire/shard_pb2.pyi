@@ -207,6 +207,7 @@ class StageReport(_message.Message):
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
     P95_LATENCY_MS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
     received: _builtins.int
     computed: _builtins.int
     sent: _builtins.int
@@ -216,6 +217,8 @@ class StageReport(_message.Message):
     """Of the time from a batch's arrival to its result's departure, over the last few hundred."""
     busy_s: _builtins.float
     """Spent computing, all batches together; the rest of a stage's time it waits."""
+    latency_s: _builtins.float
+    """From a batch's arrival to its result's departure, all batches together. 0: an earlier version, which does not say."""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class StageReport(_message.Message):
         queue_depth: _builtins.int = ...,
         p95_latency_ms: _builtins.float = ...,
         busy_s: _builtins.float = ...,
+        latency_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "computed", b"computed", "p95_latency_ms", b"p95_latency_ms", "queue_depth", b"queue_depth", "received", b"received", "sent", b"sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "computed", b"computed", "latency_s", b"latency_s", "p95_latency_ms", b"p95_latency_ms", "queue_depth", b"queue_depth", "received", b"received", "sent", b"sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,7 +120,7 @@ _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
             },
         ),
     ),
-    StageReport: ("report", Codec(StageReport, wire.StageReport, _TOLD, {"p95_latency_ms": _FINITE, "busy_s": _FINITE})),
+    StageReport: ("report", Codec(StageReport, wire.StageReport, _TOLD, dict.fromkeys(("p95_latency_ms", "busy_s", "latency_s"), _FINITE))),
     PipelineFault: (
         "fault",
         Codec(

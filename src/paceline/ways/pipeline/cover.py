@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId, Trust
-from paceline.core.model import LayerRange, LayerSpan
+from paceline.core.model import LayerRange, LayerSpan, shard_id
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.machines import (
     Links,
@@ -49,10 +49,8 @@ class WarmShard:
     memory_bytes: int
     """All of the node's."""
 
-    @property
-    def shard_id(self) -> str:
-        """`node/model:first-last`, as metrics and logs name it."""
-        return f"{self.node_id}/{self.model_id}:{self.state.layers}"
+    def __str__(self) -> str:
+        return f"{shard_id(self.model_id, self.state.layers)} on {self.node_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +152,14 @@ def _none(
         )
     missing = _uncovered(request.layers, free)
     layers = ", ".join(map(str, missing))
-    busy = sorted({shard.shard_id for shard in same if not shard.state.streams_free and _touches(shard, missing)})
+    busy = sorted({str(shard) for shard in same if not shard.state.streams_free and _touches(shard, missing)})
     if busy:
         return ShardUnavailable(
             f"Layers {layers} of {model} have no stream free: {_listed(busy)} run as many as they may",
             "Ask again later, or have another machine load them.",
         )
     others = sorted(
-        f"{shard.shard_id} ({shard.digest[:12] or 'no digest'}, {shard.weights})"
+        f"{shard} ({shard.digest[:12] or 'no digest'}, {shard.weights})"
         for shard in named
         if (shard.digest, shard.weights) != (request.digest, request.weights) and _touches(shard, missing)
     )

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class DraftFleet:
     def __init__(self, root: Path) -> None:
         fleet = TestFleet()
         self.a = make_node(fleet, root, "a", kind=DraftNode)
-        self._make = lambda name: make_node(fleet, root, name, self.a, offers=(SMALL,), kind=DraftNode)
+        self._make = lambda name: make_node(fleet, root, name, self.a, offers=(SMALL, replace(SMALL, model_id="real")), kind=DraftNode)
         self._names = (f"m{number}" for number in count())
 
     async def start(self) -> None:

@@ -94,7 +94,7 @@ def test_few_long_shards_are_taken_where_many_idle_ones_are_too_many() -> None:
     [
         ([], "Layers 0-15 of m are loaded nowhere"),
         ([shard("a", 2, 3), shard("b", 8, 9)], "Layers 0-1, 4-7, 10-15 of m are loaded nowhere"),
-        ([shard("a", 0, 7), shard("b", 8, 15, streams=4)], "Layers 8-15 of m have no stream free: b/m:8-15 run"),
+        ([shard("a", 0, 7), shard("b", 8, 15, streams=4)], "Layers 8-15 of m have no stream free: m:8-15 on b run"),
         ([shard("a", 0, 7), replace(shard("b", 8, 15), numerics_id="x")], "Layers 8-15 of m are loaded only where .* other kernels"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_is_not_covered_is_named(shards: list[WarmShard], says: str) -> Non
 @pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"weights": "int8"}, {"digest": ""}])
 def test_other_weights_are_a_mismatch_only_where_nothing_else_covers(change: dict[str, str]) -> None:
     good, other = shard("a", 0, 7), replace(shard("b", 8, 15, rate=99.0), **change)
-    with pytest.raises(WeightsMismatch, match=r"Layers 8-15 of m are loaded with other weights than dddddddddddd, int4: b/m:8-15"):
+    with pytest.raises(WeightsMismatch, match=r"Layers 8-15 of m are loaded with other weights than dddddddddddd, int4: m:8-15 on b"):
         pick([good, other], wanted())
     assert route(pick([good, other, shard("c", 8, 15)], wanted())) == ["a 0-7", "c 8-15"]
 

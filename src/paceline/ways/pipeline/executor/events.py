@@ -12,7 +12,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import LOCAL_FALLBACK, Notice
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route, RouteStage, StageReport
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 
@@ -22,14 +22,21 @@ class PipelineWatch:
     def opening(self, opening: Opening) -> None:
         """A route is on its way, and so far has its machines loaded their layers. Told some times a second."""
 
-    def constructed(self, seconds: float) -> None:
-        """A route was found, so long after it was first looked for."""
+    def constructed(self, seconds: float, *, failover: bool) -> None:
+        """A route was found, so long after it was first looked for.
+
+        Args:
+            failover: one broke, and other machines take over.
+        """
+
+    def stepped(self, seconds: float) -> None:
+        """A batch came back, so long after it was sent to the first machine."""
+
+    def hopped(self, stage: RouteStage, seconds: float, batches: int) -> None:
+        """So many more batches went through a stage, with so long each between arrival and departure."""
 
     def lost(self, fault: PipelineFault) -> None:
         """A route broke."""
-
-    def failed_over(self) -> None:
-        """Other machines took over."""
 
     def fell_back(self) -> None:
         """This machine took over."""
@@ -71,6 +78,9 @@ class RouteEvents:
         self._notices: list[Notice] = []
         self._fault: PipelineFault | None = None
         """Of the route before."""
+        self._stepped: Route | None = None
+        self._reports: list[StageReport] = []
+        """Of its stages, as far as they are counted."""
         self.failovers = 0
 
     def take(self) -> Sequence[Notice]:
@@ -98,7 +108,7 @@ class RouteEvents:
 
     def found(self, route: Route, seconds: float) -> None:
         """There is a route over others, found in so long."""
-        self._watch.constructed(seconds)
+        self._watch.constructed(seconds, failover=self._fault is not None)
         shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
         if any(stage.numerics_id not in {"", self._numerics_id} for stage in route.stages):
             logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
@@ -107,8 +117,18 @@ class RouteEvents:
         if fault is not None:
             logger.warning("the pipeline goes on over %s", shards)
             self._note("shard_failover", lost=fault.node_id or "unknown", route=shards)
-            self._watch.failed_over()
             self.failovers += 1
+
+    def stepped(self, route: Route, seconds: float) -> None:
+        """A batch came back over a route, so long after it was sent."""
+        self._watch.stepped(seconds)
+        if self._stepped is not route:
+            self._stepped, self._reports = route, [StageReport()] * len(route.stages)
+        for place, (stage, now, before) in enumerate(zip(route.stages, route.reports, self._reports, strict=False)):
+            batches, took_s = now.sent - before.sent, now.latency_s - before.latency_s
+            if batches > 0 and took_s > 0:  # what a machine says may be anything
+                self._watch.hopped(stage, took_s / batches, batches)
+                self._reports[place] = now
 
     def aborted(self, error: ExecutorUnavailable) -> None:
         """There is none."""

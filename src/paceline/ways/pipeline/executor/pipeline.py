@@ -254,6 +254,8 @@ class PipelineExecutor:
         self._timeouts.took(oldest.batch.n_rows, now - oldest.sent_at)
         logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
         times.away_s += now - oldest.sent_at
+        if self._route is not None and not self._search.is_alone:
+            self._events.stepped(self._route, now - oldest.sent_at)
         times.own_s += self._clock.monotonic() - now
         return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
 

@@ -172,6 +172,8 @@ class StageReport:
     """Of the time from a batch's arrival to its result's departure, over the last few hundred."""
     busy_s: float = 0.0
     """Spent computing, all batches together: the rest of its time it waits."""
+    latency_s: float = 0.0
+    """From a batch's arrival to its result's departure, all batches together. 0: the stage does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,11 @@ class Route(Protocol):
 
     @property
     def stages(self) -> Sequence[RouteStage]: ...
+
+    @property
+    def reports(self) -> Sequence[StageReport]:
+        """How far each stage says it is, in their order; none where this machine runs them itself."""
+        ...
 
     @property
     def block_size(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
@@ -32,6 +32,7 @@ from paceline.core.errors import (
     WeightsMismatch,
 )
 from paceline.core.ids import NodeId
+from paceline.core.model import shard_id
 from paceline.engine.local import LayerRunner, WireBits
 from paceline.ways.pipeline.executor.route import (
     ActivationSink,
@@ -42,6 +43,7 @@ from paceline.ways.pipeline.executor.route import (
     Route,
     Router,
     RouteStage,
+    StageReport,
 )
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
@@ -205,7 +207,8 @@ class LocalRoute:
 
     def __init__(self, own: NodeId, model_id: str, runner: LayerRunner[Any], *, max_rows: int, max_context: int, width: int) -> None:
         layers, kv_tokens = runner.layers, runner.n_blocks * runner.block_size
-        self.stages = (RouteStage(own, layers, f"{model_id}:{layers}", runner.numerics_id, runner.holds_identity, kv_tokens),)
+        self.stages = (RouteStage(own, layers, shard_id(model_id, layers), runner.numerics_id, runner.holds_identity, kv_tokens),)
+        self.reports: Sequence[StageReport] = ()
         self.sink: ActivationSink = self
         self.source: ActivationSource = self
         self.block_size = runner.block_size

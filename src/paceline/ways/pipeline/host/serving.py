@@ -75,7 +75,7 @@ class ShardOffers:
 # fmt: off
 ROWS: tuple[Row[NodeShardHost], ...] = (
     histogram("paceline_shard_latency_ms", "Milliseconds from a batch's arrival at this machine's layers to its departure.",
-            lambda host: host.meter.latency(), "shard_id"),
+            lambda host: host.meter.latency.all(), "shard_id"),
     gauge("paceline_shards_loaded", "Ranges of layers in memory for other machines.",
             lambda host: sum(shard.loaded is not None for shard in host.warm.shards)),
     gauge("paceline_shard_memory_bytes", "What they take, weights and KV.", lambda host: host.warm.used_bytes),

@@ -211,7 +211,8 @@ class Session:
     def report(self) -> StageReport:
         """How far it is."""
         received, computed = self._received, self._computed
-        return StageReport(received, min(computed, received), self._sent, self.waiting, self._latencies.p95, self._busy_s)
+        sent, latencies = self._sent, self._latencies
+        return StageReport(received, min(computed, received), sent, self.waiting, latencies.p95, self._busy_s, latencies.sum_ms / 1000)
 
     @property
     def waiting(self) -> int:
@@ -333,7 +334,7 @@ class Session:
             self._sent += 1
             took_ms = 1000 * (now() - arrived)
             self._latencies.add(took_ms)
-            self._meter.observe(shard_id, took_ms)
+            self._meter.latency.observe(shard_id, took_ms)
 
     def _accept(self) -> StreamSource | None:
         """The input, however long it takes: the caller that opened the session ends it when that is too long."""

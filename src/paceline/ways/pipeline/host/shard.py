@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat, shard_id
 from paceline.engine.local import LayerRunner
 from paceline.fleet.card import ModelShape
 from paceline.ways.pipeline.executor.route import StageRequest
@@ -135,9 +135,7 @@ class Shard:
 
     @property
     def shard_id(self) -> str:
-        """<model>:<first>-<last>."""
-        name = self.digest[:12] if self.loaded is None else self.loaded.name
-        return f"{name}:{self.layers}"
+        return shard_id(self.digest[:12] if self.loaded is None else self.loaded.name, self.layers)
 
     @property
     def is_idle(self) -> bool:

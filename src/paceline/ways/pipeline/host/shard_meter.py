@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from paceline.core.stats import Histogram
+from paceline.core.stats import LabelledHistograms
 
 LATENCY_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
 WINDOW = 256
 """Batches of which a session's p95 is."""
-MOST_SHARDS = 256
-"""Different layers that have a histogram of their own; what else is loaded in a node's life is counted together."""
-OTHERS = "others"
 
 
 class Latencies:
@@ -21,8 +18,11 @@ class Latencies:
     def __init__(self) -> None:
         self._ring = [0.0] * WINDOW
         self._count = 0
+        self.sum_ms = 0.0
+        """Of all there were."""
 
     def add(self, ms: float) -> None:
+        self.sum_ms += ms
         self._ring[self._count % WINDOW] = ms
         self._count += 1
 
@@ -38,7 +38,8 @@ class ShardMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._latency: dict[str, Histogram] = {}
+        self.latency = LabelledHistograms(LATENCY_BOUNDS_MS, "others")
+        """Of a batch, in milliseconds, by shard."""
         self.sessions_opened = 0
         self.sessions_refused = 0
         self.evictions = 0
@@ -66,17 +67,3 @@ class ShardMeter:
         """Once more."""
         with self._lock:
             self._corruption += 1
-
-    def observe(self, shard_id: str, ms: float) -> None:
-        """A batch went through."""
-        with self._lock:
-            histogram = self._latency.get(shard_id)
-            if histogram is None:
-                name = shard_id if len(self._latency) < MOST_SHARDS else OTHERS
-                histogram = self._latency.setdefault(name, Histogram(LATENCY_BOUNDS_MS))
-            histogram.observe(ms)
-
-    def latency(self) -> dict[str, Histogram]:
-        """By shard. Histograms are the meter's own."""
-        with self._lock:
-            return dict(self._latency)

@@ -11,10 +11,11 @@ from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.metrics import Metrics, Row, counter, histogram
-from paceline.core.stats import EngineStats, Histogram
+from paceline.core.stats import EngineStats, Histogram, LabelledHistograms
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.events import PipelineWatch
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
+from paceline.ways.pipeline.host.shard_meter import LATENCY_BOUNDS_MS as STEP_BOUNDS_MS
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
@@ -28,7 +29,9 @@ class PipelineMeter(PipelineWatch):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._corruption = 0
-        self.construct_ms = Histogram(CONSTRUCT_BOUNDS_MS)
+        self.construct_ms = {"first": Histogram(CONSTRUCT_BOUNDS_MS), "failover": Histogram(CONSTRUCT_BOUNDS_MS)}
+        self.step_ms = Histogram(STEP_BOUNDS_MS)
+        self.hop_ms = LabelledHistograms[tuple[str, str]](STEP_BOUNDS_MS, ("others", "others"))
         self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
         self.tokens_per_second = Histogram(RATE_BOUNDS)
         self.losses = self.failovers = self.fallbacks = 0
@@ -54,15 +57,19 @@ class PipelineMeter(PipelineWatch):
         for listener in self._listeners:
             listener(opening)
 
-    def constructed(self, seconds: float) -> None:
-        self.construct_ms.observe(seconds * 1000)
+    def constructed(self, seconds: float, *, failover: bool) -> None:
+        self.failovers += failover
+        self.construct_ms["failover" if failover else "first"].observe(seconds * 1000)
+
+    def stepped(self, seconds: float) -> None:
+        self.step_ms.observe(seconds * 1000)
+
+    def hopped(self, stage: RouteStage, seconds: float, batches: int) -> None:
+        self.hop_ms.observe((stage.node_id, stage.shard_id), seconds * 1000, batches)
 
     def lost(self, fault: PipelineFault) -> None:
         del fault
         self.losses += 1
-
-    def failed_over(self) -> None:
-        self.failovers += 1
 
     def fell_back(self) -> None:
         self.fallbacks += 1
@@ -80,7 +87,12 @@ class PipelineMeter(PipelineWatch):
 
 # fmt: off
 ROWS: tuple[Row[PipelineMeter], ...] = (
-    histogram("paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready.", lambda meter: meter.construct_ms),
+    histogram("paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready: first, or in place of a pipeline that broke.",
+            lambda meter: meter.construct_ms, "opening"),
+    histogram("paceline_pipeline_step_ms", "Milliseconds from a batch's departure for a pipeline's first machine to its return: at each hop, on the wire, and waiting for either.",
+            lambda meter: meter.step_ms),
+    histogram("paceline_pipeline_hop_ms", "Milliseconds of a batch at one machine of a pipeline, as that machine says: means of what it ran between two of its reports.",
+            lambda meter: meter.hop_ms.all(), "node", "shard_id"),
     histogram("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.", lambda meter: meter.first_token_ms),
     histogram("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.", lambda meter: meter.tokens_per_second),
     counter("paceline_pipelines_lost", "Times that a pipeline in use broke.", lambda meter: meter.losses),

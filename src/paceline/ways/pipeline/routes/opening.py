@@ -23,7 +23,7 @@ from functools import partial
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan, shard_id
 from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage
@@ -36,6 +36,7 @@ from paceline.ways.pipeline.executor.route import (
     PipelineFault,
     RouteStage,
     StageLoading,
+    StageReport,
     StageRequest,
 )
 from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
@@ -70,6 +71,10 @@ class FleetRoute:
         self._accused: PipelineFault | None = None
         for session in self.sessions:
             session.lost.add_done_callback(lambda _: self._wake())
+
+    @property
+    def reports(self) -> Sequence[StageReport]:
+        return [session.report for session in self.sessions]
 
     def accuse(self, fault: PipelineFault) -> None:
         """End the route for what was found out about a stage. For any thread."""
@@ -333,7 +338,7 @@ class RouteOpener:
             RouteStage(
                 part.node_id,
                 part.layers,
-                f"{self._request.model_id}:{part.layers}",
+                shard_id(self._request.model_id, part.layers),
                 session.opened.numerics_id,
                 session.opened.holds_identity,
                 session.opened.n_blocks * BLOCK_TOKENS,

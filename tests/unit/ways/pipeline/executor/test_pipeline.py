@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -29,7 +30,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.ways.pipeline.executor import events as news
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
 from paceline.ways.pipeline.executor.search import FORGET_S, Fallback, LocalRoute, PipelineLimits
 
 SPEC = ModelSpec(
@@ -376,19 +377,25 @@ class Counted:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.steps = 0
+        self.hops = Counter[str]()
 
     def opening(self, opening: Opening) -> None:
         self.told.append(str(opening))
 
-    def constructed(self, seconds: float) -> None:
+    def constructed(self, seconds: float, *, failover: bool) -> None:
         assert seconds >= 0
-        self.told.append("constructed")
+        self.told += ["constructed", "failed over"][: 1 + failover]
+
+    def stepped(self, seconds: float) -> None:
+        self.steps += 1
+
+    def hopped(self, stage: RouteStage, seconds: float, batches: int) -> None:
+        assert seconds == pytest.approx(0.002)
+        self.hops[stage.shard_id] += batches
 
     def lost(self, fault: PipelineFault) -> None:
         self.told.append(f"lost {fault.node_id}")
-
-    def failed_over(self) -> None:
-        self.told.append("failed over")
 
     def fell_back(self) -> None:
         self.told.append("fell back")
@@ -432,6 +439,9 @@ def test_where_it_may_this_machine_goes_on_alone_with_the_same_bytes(
         bench.machines["one"].dies_at, bench.machines["two"].dies_at = 4, 3
         assert bench.run.all(requests()) == expected
         assert bench.counted.told == ["constructed", "lost one", "constructed", "failed over", "lost two", "fell back"]
+        shard = "m:0-5" if head == "head" else "m:2-5"
+        assert bench.counted.hops.keys() == {shard}, "of both machines that ran them, and not of this one"
+        assert 0 < bench.counted.steps <= bench.counted.hops[shard]
         notice = next(notice for notice in bench.run.notices if notice.kind == "local_fallback")
         assert notice.detail["layers"] == ("0 to 5" if head == "head" else "2 to 5")
         assert bench.executor.depth == 1

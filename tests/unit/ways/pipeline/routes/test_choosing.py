@@ -65,7 +65,7 @@ def test_other_weights_that_somebody_runs_are_in_nobodys_way() -> None:
     cards = [replace(card, models=(OFFER, shard)) if card.node_id == BEE else card for card in CARDS]
     wanted = replace(PINNED, pins=())
     assert choose(cards, {}, OWN, wanted, frozenset())[-1].layers.stop == 24
-    with pytest.raises(WeightsMismatch, match="bee/m:8-23"):
+    with pytest.raises(WeightsMismatch, match="m:8-23 on bee"):
         choose([replace(card, shard_memory_bytes=1) for card in cards], {}, OWN, wanted, frozenset())
 
 

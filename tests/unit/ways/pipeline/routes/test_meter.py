@@ -8,7 +8,8 @@ from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
-from paceline.ways.pipeline.executor.route import PipelineFault
+from paceline.core.model import LayerRange
+from paceline.ways.pipeline.executor.route import PipelineFault, RouteStage
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 
 
@@ -20,15 +21,19 @@ def page(meter: PipelineMeter) -> list[str]:
 
 def test_what_happened_to_a_pipeline_is_counted() -> None:
     meter = PipelineMeter()
-    meter.constructed(0.2)
+    meter.constructed(0.2, failover=False)
     meter.lost(PipelineFault(NodeId("b"), "shard_unavailable", "gone"))
-    meter.failed_over()
-    meter.constructed(1.2)
+    meter.constructed(1.2, failover=True)
+    meter.stepped(0.007)
+    meter.hopped(RouteStage(NodeId("b"), LayerRange(2, 4), "m:2-3", "n", holds_identity=True), 0.002, 5)
     meter.lost(PipelineFault(NodeId("c"), "shard_unavailable", "gone"))
     meter.fell_back()
     lines = page(meter)
-    assert 'paceline_pipeline_construct_ms_bucket{le="250.0"} 1.0' in lines
-    assert "paceline_pipeline_construct_ms_sum 1400.0" in lines
+    assert 'paceline_pipeline_construct_ms_bucket{le="250.0",opening="first"} 1.0' in lines
+    assert 'paceline_pipeline_construct_ms_sum{opening="failover"} 1200.0' in lines
+    assert "paceline_pipeline_step_ms_sum 7.0" in lines
+    assert 'paceline_pipeline_hop_ms_count{node="b",shard_id="m:2-3"} 5.0' in lines
+    assert 'paceline_pipeline_hop_ms_sum{node="b",shard_id="m:2-3"} 10.0' in lines
     assert "paceline_pipelines_lost_total 2.0" in lines
     assert "paceline_failovers_total 1.0" in lines
     assert "paceline_fallback_to_local_total 1.0" in lines
