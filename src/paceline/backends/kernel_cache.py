@@ -26,7 +26,7 @@ from pathlib import Path
 from llvmlite import binding
 from numba.core import config
 
-from paceline.backends.cpu import Lowering, lowering_in_use, runs_here
+from paceline.backends.cpu import Lowering, lowering_in_use
 from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def sources() -> list[Path]:
 
 
 def _version() -> str:
-    return _version_of(lowering_in_use() if runs_here() else None)
+    return _version_of(lowering_in_use())
 
 
 @cache

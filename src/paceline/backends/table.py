@@ -50,7 +50,8 @@ class Kernels(StrEnum):
 
 def fastest_on_processors() -> Kernels:
     """What runs dense models on this machine's processors."""
-    return Kernels(f"cpu-{cpu.lowering_in_use()}") if cpu.runs_here() else Kernels.TORCH
+    lowering = cpu.lowering_in_use()
+    return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
 
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:

@@ -59,9 +59,9 @@ def runs_here() -> bool:
     return bool(lowerings_here())
 
 
-def lowering_in_use() -> Lowering:
-    """What this process's kernels are made of."""
-    return _chosen or lowerings_here()[0]
+def lowering_in_use() -> Lowering | None:
+    """What this process's kernels are made of; None: this processor has the instructions of none."""
+    return _chosen or next(iter(lowerings_here()), None)
 
 
 def use_lowering(lowering: Lowering) -> None:
@@ -110,7 +110,8 @@ def load(
     """
     from paceline.backends import kernel_cache
 
-    use_lowering(lowering or lowering_in_use())
+    if lowering is not None:
+        use_lowering(lowering)
     kernel_cache.use(options.kernel_cache)
     from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
     from paceline.backends.cpu.pack import packer

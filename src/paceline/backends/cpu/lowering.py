@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import Lowering, lowering_in_use, runs_here
-from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, ByteSums, Emit, F, I, Value
+from paceline.backends.cpu import Lowering, lowering_in_use
+from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, Emit, F, I, ProductSum, RunningSum, Value
 
 _FLUSH = 0x8040
 """Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
@@ -95,7 +96,7 @@ class _Avx2(_Halves, _Widened):
 
     rows_at_once = 4
 
-    def byte_sums(self, acc: Value, most: int) -> ByteSums:
+    def byte_sums(self, acc: Value, most: int) -> ProductSum:
         return _WordSums(self, acc, most)
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
@@ -161,35 +162,18 @@ class _WordSums:
 class _AvxVnni(_Avx2):
     """As AVX2, with sums of bytes and of words in one instruction: the VPDPBUSD and VPDPWSSD of 256 bits."""
 
-    def byte_sums(self, acc: Value, most: int) -> ByteSums:  # noqa: ARG002 - sums of 32 bits
-        return _LongSums(self, acc, "llvm.x86.avx512.vpdpbusd.256")
+    def byte_sums(self, acc: Value, most: int) -> ProductSum:  # noqa: ARG002 - sums of 32 bits
+        return RunningSum(acc, partial(self.by_halves, "llvm.x86.avx512.vpdpbusd.256", ir.VectorType(I32, 8)))
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         return self.by_halves("llvm.x86.avx512.vpdpwssd.256", ir.VectorType(I32, 8), acc, a, b)
 
 
-class _LongSums:
-    """Sums of bytes in 32 bits: VPDPBUSD."""
-
-    def __init__(self, e: Emit, acc: Value, name: str) -> None:
-        self._e, self._acc, self._name = e, acc, name
-
-    def add(self, a: Value, b: Value) -> None:
-        e = self._e
-        if isinstance(e, _Halves):
-            self._acc = e.by_halves(self._name, ir.VectorType(I32, 8), self._acc, a, b)
-        else:
-            self._acc = e.call(self._name, I, self._acc, a, b)
-
-    def total(self) -> Value:
-        return self._acc
-
-
 class _Avx512(Emit):
     """What all with 512 bits and VNNI have."""
 
-    def byte_sums(self, acc: Value, most: int) -> ByteSums:  # noqa: ARG002 - sums of 32 bits
-        return _LongSums(self, acc, "llvm.x86.avx512.vpdpbusd.512")
+    def byte_sums(self, acc: Value, most: int) -> ProductSum:  # noqa: ARG002 - sums of 32 bits
+        return RunningSum(acc, partial(self.call, "llvm.x86.avx512.vpdpbusd.512", I))
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         # Written out, since LLVM makes two instructions of its intrinsic where sums form chains, at half the speed.
@@ -235,8 +219,8 @@ _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
     Lowering.AVX_VNNI: _AvxVnni,
     Lowering.AVX2: _Avx2,
 }
-EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use()] if runs_here() else _Avx2
-"""Elsewhere, what runs needs no instruction of any: the sampler's kernels."""
+EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use() or Lowering.AVX2]
+"""Where a processor has none, what runs needs no instruction of any: the sampler's kernels."""
 
 Body = Callable[[Emit, Sequence[Value]], Value | None]
 

@@ -53,16 +53,31 @@ Value = Any
 """An llvmlite value; llvmlite ships no types."""
 
 
-class ByteSums(Protocol):
-    """A sum that grows by products of bytes."""
+class ProductSum(Protocol):
+    """A sum that grows by products."""
 
     def add(self, a: Value, b: Value) -> None:
-        """Add to lane i the four bytes of lane i of a (unsigned) times b (signed)."""
+        """Add to each lane the products of its elements of a and b."""
         ...
 
+    def total(self) -> Value: ...
+
+
+class RunningSum:
+    """A `ProductSum` that is a sum after each step.
+
+    Args:
+        step: (sum, a, b) to the next sum.
+    """
+
+    def __init__(self, acc: Value, step: Callable[[Value, Value, Value], Value]) -> None:
+        self._acc, self._step = acc, step
+
+    def add(self, a: Value, b: Value) -> None:
+        self._acc = self._step(self._acc, a, b)
+
     def total(self) -> Value:
-        """I."""
-        ...
+        return self._acc
 
 
 class Emit(ABC):
@@ -154,8 +169,8 @@ class Emit(ABC):
         ...
 
     @abstractmethod
-    def byte_sums(self, acc: Value, most: int) -> ByteSums:
-        """Sums of whole numbers that begin with `acc`: I. `most`: the largest unsigned byte."""
+    def byte_sums(self, acc: Value, most: int) -> ProductSum:
+        """A sum from `acc` (I) on of the four bytes a lane of a (unsigned, `most` at most) times those of b (signed)."""
         ...
 
     @abstractmethod

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.lowering import lowered
-from paceline.backends.cpu.simd import I8, I32, I64, B, ByteSums, Emit, F, H, I, Value
+from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, ProductSum, RunningSum, Value
 from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
@@ -124,23 +124,6 @@ class _Expanded:
     def scale_offset(self) -> tuple[Value, Value | None]:
         e, at = self._e, 512 + 64 * self._halves
         return e.load(F, self._base, at, align=64), e.load(F, self._base, at + 64, align=64) if self._has_offset else None
-
-
-class _PairSums:
-    """A sum that grows by products of pairs of words or bf16 numbers."""
-
-    def __init__(self, e: Emit, inputs: Inputs, acc: Value) -> None:
-        self._e, self._inputs, self._acc = e, inputs, acc
-
-    def add(self, a: Value, b: Value) -> None:
-        e = self._e
-        if self._inputs is Inputs.INT16:
-            self._acc = e.dp_words(self._acc, a, b)
-        else:
-            self._acc = e.dp(self._acc, e.b.bitcast(a, B), e.b.bitcast(b, B))
-
-    def total(self) -> Value:
-        return self._acc
 
 
 class _Tile:
@@ -258,10 +241,15 @@ class _Tile:
                         sums[m][n].add(codes[n], repeated)
         return [[value.total() for value in row] for row in sums]
 
-    def _sum(self, acc: Value) -> ByteSums:
-        if self._layout.inputs is Inputs.INT8:
-            return self._e.byte_sums(acc, (1 << self._layout.bits) - 1)
-        return _PairSums(self._e, self._layout.inputs, acc)
+    def _sum(self, acc: Value) -> ProductSum:
+        e = self._e
+        match self._layout.inputs:
+            case Inputs.INT8:
+                return e.byte_sums(acc, (1 << self._layout.bits) - 1)
+            case Inputs.INT16:
+                return RunningSum(acc, e.dp_words)
+            case Inputs.BF16:
+                return RunningSum(acc, lambda total, a, b: e.dp(total, e.b.bitcast(a, B), e.b.bitcast(b, B)))
 
 
 @intrinsic(prefer_literal=True)
