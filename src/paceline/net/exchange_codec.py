@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.presets import Measures
-from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, to_ms
+from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, split_bytes, to_ms
 from paceline.net.trust.handlers import check_parts
 from paceline.net.wire import fleet_pb2 as wire
 
@@ -107,7 +108,7 @@ _STAMPS: Final = Columns(
     key=Mapped("node_keys"),
     version=Mapped("versions"),
     beat=Mapped("beats"),
-    proof=Mapped("proofs", None, b"".join, lambda proofs: [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]),
+    proof=Mapped("proofs", None, b"".join, partial(split_bytes, size=PROOF_BYTES)),
     age_s=Mapped("ages_ms", None, lambda ages: map(to_ms, ages), lambda ages: map(from_ms, ages)),
 )
 _SIGNED: Final = {

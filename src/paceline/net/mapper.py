@@ -29,6 +29,11 @@ RefuseField = Callable[[str, str], PacelineError]
 MOST_MS: Final = (1 << 32) - 1
 
 
+def split_bytes(data: bytes, size: int) -> tuple[bytes, ...]:
+    """Pieces of `size` bytes that were joined; the last has what is left."""
+    return tuple(data[at : at + size] for at in range(0, len(data), size))
+
+
 @dataclass(frozen=True, slots=True)
 class Length:
     """Of a text, of bytes, or of a tuple whose elements are sound each."""

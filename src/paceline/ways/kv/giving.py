@@ -19,6 +19,7 @@ import grpc.aio
 
 from paceline.core.errors import FleetError, NotTrusted, PacelineError
 from paceline.engine.kv_source import KvLoan
+from paceline.net.mapper import split_bytes
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.ends import TensorSender
@@ -40,8 +41,6 @@ MOST_WATCHES: Final = 16
 """Of one node: one for each model here."""
 LOOK_S: Final = 5.0
 """For the engine to say what it has: a step may take so long."""
-SEND_S: Final = 5.0
-"""For as long as a peer takes nothing."""
 PAUSE_S: Final = 0.25
 """Between two messages of what was used. Raising it: peers know later, and hear less often."""
 
@@ -116,7 +115,7 @@ class KvServicer(KvServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node's blocks of the model are others")
         if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_GIVEN // 2:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
-        keys = [request.keys[at : at + KEY_BYTES] for at in range(0, len(request.keys), KEY_BYTES)]
+        keys = split_bytes(request.keys, KEY_BYTES)
         self._served[caller.node_id] += 1
         loan: KvLoan | None = None
         try:
@@ -189,7 +188,7 @@ class KvServicer(KvServiceServicer):
                     for key in keys[start:stop]:
                         if not kv.read(lent[0], key, data):
                             return
-                        send_block(sender, key, data, SEND_S)
+                        send_block(sender, key, data)
                         sent += 1
                     kv.loans.give_back(lent.pop())
                     if coming is not None:

@@ -20,6 +20,7 @@ from paceline.core.generation import FinishReason, GenerationRequest, SamplingPa
 from paceline.core.ids import RequestId
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import prompt_keys, root_key
+from paceline.net.mapper import split_bytes
 from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.wire import kv_pb2 as wire
@@ -28,8 +29,6 @@ from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
 
 logger = logging.getLogger(__name__)
 
-SEND_S: Final = 5.0
-"""For as long as a caller takes nothing."""
 LOOK_S: Final = 0.05
 """Between two looks whether a lease is over, while a block is waited for."""
 PROGRESS_S: Final = 1.0
@@ -80,7 +79,7 @@ def read_registration(message: wire.PrefillRequest, kv: PeerKv) -> Registration:
     }.items():
         if wrong:
             raise InvalidRequest(f"A prompt can't be computed for another node: {field} is not what it takes", field=field)
-    keys = tuple(message.keys[at : at + KEY_BYTES] for at in range(0, len(message.keys), KEY_BYTES))
+    keys = split_bytes(message.keys, KEY_BYTES)
     prompt = tuple(message.prompt_ids)
     if keys != tuple(prompt_keys(root_key(kv.numerics_id, kv.digest), prompt, kv.block_tokens)[n_blocks - n_keys :]):
         raise InvalidRequest("The blocks asked for are not the last ones of the prompt", field="keys")
@@ -174,7 +173,7 @@ class Prefilling:
             for key in keys:
                 if self.lease.ended is not None or not self.kv.read(loan, key, data):
                     break
-                send_block(sender, key, data, SEND_S)
+                send_block(sender, key, data)
                 self.sent += 1
         finally:
             self.kv.loans.give_back(loan)

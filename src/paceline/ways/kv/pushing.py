@@ -91,18 +91,13 @@ class Push:
 
     async def run(self) -> PushEnd:
         """To its end: then nothing is written any more."""
-        fetch, loop, over, late = self._fetch, asyncio.get_running_loop(), asyncio.Event(), False
-
-        def too_late() -> None:
-            nonlocal late
-            late = True
-            fetch.cancel()
+        fetch, loop, over = self._fetch, asyncio.get_running_loop(), asyncio.Event()
 
         def hang_up() -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(over.set)
 
-        timer = loop.call_later(fetch.most_s, too_late)
+        timer = loop.call_later(fetch.most_s, fetch.expire)
         fetch.hang_up = hang_up
         try:
             end = await self._run(over)
@@ -118,7 +113,7 @@ class Push:
         if fetch.filled == len(fetch.keys):
             return PushEnd.WHOLE
         # A peer may say that it sent all, and not all be here.
-        return PushEnd.WATCHDOG if late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
+        return PushEnd.WATCHDOG if fetch.is_late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
 
     async def _run(self, over: asyncio.Event) -> PushEnd:
         fetch, receiving = self._fetch, Receiving(self._tensors.expect())

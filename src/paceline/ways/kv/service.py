@@ -29,6 +29,7 @@ from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.messages import Effect
 from paceline.machine.settings import PrefillRole
+from paceline.net.mapper import split_bytes
 from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import Service
@@ -40,7 +41,7 @@ from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.ways.kv.giving import KvServicer, kv_service
 from paceline.ways.kv.lease import LeaseEnd
-from paceline.ways.kv.price import MARK_BYTES, KvPrice, marked, prefill_price, price, run_of
+from paceline.ways.kv.price import MARK_BYTES, KvPrice, PrefillPrice, marked, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
 from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, Receiving
 
@@ -127,8 +128,8 @@ class KvSharing:
         self._resting: dict[NodeId, float] = {}
         self._seen: dict[NodeId, tuple[float, float]] = {}
         """Bytes a second of the last fetch, and when that was."""
-        self._said: dict[tuple[NodeId, str, str], str] = {}
-        """Of each peer and model, what was logged of its prices last."""
+        self._said: dict[tuple[NodeId, str, type], bool] = {}
+        """Of each peer, model and kind of price, whether it was logged last that it pays."""
         self._prices: dict[_Told, KvPrice] = {}
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
@@ -285,8 +286,8 @@ class KvSharing:
                     async for said in KvServiceStub(channel).WatchPrefixes(
                         wire.WatchPrefixesRequest(digest=digest, numerics_id=numerics_id)
                     ):
-                        marks = [said.marks[at : at + MARK_BYTES] for at in range(0, len(said.marks), MARK_BYTES)]
                         if said.block_tokens:
+                            marks = split_bytes(said.marks, MARK_BYTES)
                             self._told[key] = ToldPrefixes(
                                 said.version, said.block_tokens, said.layout, frozenset(marks[:MOST_TOLD]), said.prefills
                             )
@@ -304,34 +305,28 @@ class KvSharing:
 
     def _price(self, own: NodeId, cards: Mapping[NodeId, NodeCard]) -> None:
         links, now = Links(cards), self._clock.monotonic()
-        own_offers = {(offer.digest, offer.numerics_id): offer for offer in cards[own].models if _answers(offer)} if own in cards else {}
         self._prices = {}
         # Who computes a prompt sees it.
         shown = {card.node_id for card in self._fleet.eligible(Use.ANSWER).cards}
         pushed = dict[NodeId, int]()
         for kv in self._used:
+            offer = _offer_of(cards.get(own), kv)
             peers: list[KvPeer] = []
             for (node_id, *model), told in self._told.items():
                 if tuple(model) != (kv.digest, kv.numerics_id) or told.layout != kv.layout or node_id not in cards:
                     continue
                 rate, at_s = self._seen.get(node_id, (0.0, 0.0))
                 seen = rate if now - at_s < SEEN_S else None
-                offer = own_offers.get((kv.digest, kv.numerics_id))
                 cost = price(kv.block_bytes, kv.block_tokens, offer, links.between(node_id, own), seen)
                 if cost is None:
                     continue
                 self._prices[node_id, kv.digest, kv.numerics_id] = cost
-                self._say(node_id, kv, "KV", cost.words(kv.block_tokens))
-                there = next(
-                    (one for one in cards[node_id].models if _answers(one) and (one.digest, one.numerics_id) == tuple(model)), None
-                )
-                prefill = (
-                    prefill_price(cost, kv.block_tokens, there)
-                    if told.prefills and node_id in shown and kv.role is not PrefillRole.PREFILL
-                    else None
-                )
+                self._say(node_id, kv, cost)
+                prefill = None
+                if told.prefills and node_id in shown and kv.role is not PrefillRole.PREFILL:
+                    prefill = prefill_price(cost, kv.block_tokens, _offer_of(cards[node_id], kv))
                 if prefill is not None:
-                    self._say(node_id, kv, "prompts", prefill.words(kv.block_tokens))
+                    self._say(node_id, kv, prefill)
                     if prefill.least_blocks is not None:
                         pushed[node_id] = prefill.least_blocks * kv.block_tokens
                 if now >= self._resting.get(node_id, 0.0) and (cost.least_blocks is not None or prefill is not None):
@@ -344,12 +339,12 @@ class KvSharing:
             key[0]: cost.least_blocks * tokens[key[1]] for key, cost in self._prices.items() if cost.least_blocks is not None
         }
 
-    def _say(self, node_id: NodeId, kv: PeerKv, what: str, words: str) -> None:
+    def _say(self, node_id: NodeId, kv: PeerKv, cost: KvPrice | PrefillPrice) -> None:
         """Into the log, where whether it comes from there has changed."""
-        before = self._said.get((node_id, kv.digest, what))
-        if before is None or (" not " in before) != (" not " in words):
-            self._said[node_id, kv.digest, what] = words
-            logger.info("%s: %s", node_id, words)
+        what, pays = (node_id, kv.digest, type(cost)), cost.least_blocks is not None
+        if self._said.get(what) is not pays:
+            self._said[what] = pays
+            logger.info("%s: %s", node_id, cost.words(kv.block_tokens))
 
     # --------------------------------------------------------------------------------------------------------- asking for blocks
 
@@ -367,14 +362,8 @@ class KvSharing:
         task.add_done_callback(self._asking.discard)
 
     async def _fetch(self, kv: PeerKv, fetch: PeerFetch) -> None:
-        peer, began_s, late = fetch.peer, self._clock.monotonic(), False
-
-        def too_late() -> None:
-            nonlocal late
-            late = True
-            fetch.cancel()
-
-        timer, outcome = self._loop.call_later(fetch.most_s, too_late), "lost"
+        peer, began_s = fetch.peer, self._clock.monotonic()
+        timer, outcome = self._loop.call_later(fetch.most_s, fetch.expire), "lost"
         try:
             outcome = await self._blocks_of(kv, fetch)
         except (FleetError, grpc.aio.AioRpcError) as error:
@@ -386,7 +375,7 @@ class KvSharing:
             timer.cancel()
             fetch.cancel()
             if outcome != "wrong":
-                outcome = "whole" if fetch.filled >= fetch.expected else "late" if late else outcome
+                outcome = "whole" if fetch.filled >= fetch.expected else "late" if fetch.is_late else outcome
             self._ended(kv, fetch, outcome, self._clock.monotonic() - began_s)
 
     async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch) -> str:
@@ -466,3 +455,9 @@ def _soon(seconds: float) -> float:
 
 def _answers(offer: ModelOffer) -> bool:
     return offer.role is Role.VERIFIER and offer.warm and bool(offer.digest and offer.numerics_id)
+
+
+def _offer_of(card: NodeCard | None, kv: PeerKv) -> ModelOffer | None:
+    """What a node says of an engine's model."""
+    offers = () if card is None else card.models
+    return next((offer for offer in offers if _answers(offer) and (offer.digest, offer.numerics_id) == (kv.digest, kv.numerics_id)), None)

@@ -44,6 +44,8 @@ MOST_PUSH_S: Final = 45.0
 """The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
 SILENCE_S: Final = 5.0
 """Between two blocks."""
+SEND_S: Final = 5.0
+"""For as long as a peer takes nothing."""
 WINDOW_BYTES: Final = 32 << 20
 """Of blocks that are lent at a time. Raising it: more of the pool can't be handed out while a peer takes its blocks."""
 _HEADER: Final = struct.Struct("<16sI")
@@ -98,7 +100,12 @@ class PeerFetch:
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
-        self.is_over = False
+        self.is_over = self.is_late = False
+
+    def expire(self) -> None:
+        """It took too long. Any thread."""
+        self.is_late = True
+        self.cancel()
 
     def cancel(self) -> None:
         """End it now: no block is written any more. Any thread; idempotent."""
@@ -291,13 +298,9 @@ class PeerKv:
         return here, run, peer, push
 
 
-def send_block(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    """Put a block on a stream. Raises as `TensorSender.send` does.
-
-    Args:
-        seconds: for as long as nothing is taken.
-    """
-    sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + seconds)
+def send_block(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    """Put a block on a stream. Raises as `TensorSender.send` does, where nothing is taken for `SEND_S`."""
+    sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + SEND_S)
 
 
 def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Final
 
 from paceline.core.errors import BadPipelineRequest, FleetError
@@ -11,7 +12,7 @@ from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, ActivationDtype, WeightsFormat
 from paceline.core.text import printable
-from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds, refuse_with
+from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds, refuse_with, split_bytes
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import shard_pb2 as wire
@@ -43,10 +44,6 @@ WITHIN_S = Range(0.001, 600)
 
 _ASKED: Final = refuse_with(BadPipelineRequest)
 _TOLD: Final = refuse_with(FleetError)
-
-
-def _split_keys(keys: bytes) -> tuple[bytes, ...]:
-    return tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES))
 
 
 def _at_odds(request: StageRequest) -> str:
@@ -97,7 +94,7 @@ _BLOCKS: Final = Codec(
     {
         "session_id": Length(SESSION_ID_BYTES, SESSION_ID_BYTES),
         "use": Mapped("use", None, str, BlocksUse),
-        "keys": Mapped("keys", Length(1, MAX_KEYS, lambda key: len(key) == KEY_BYTES), b"".join, _split_keys),
+        "keys": Mapped("keys", Length(1, MAX_KEYS, lambda key: len(key) == KEY_BYTES), b"".join, partial(split_bytes, size=KEY_BYTES)),
         "blocks": Mapped("blocks", Length(0, MAX_KEYS)),
         "within_s": milliseconds("within_ms", WITHIN_S),
     },

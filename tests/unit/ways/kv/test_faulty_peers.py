@@ -25,7 +25,7 @@ from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.ways.kv import giving, source
 from paceline.ways.kv.source import send_block
 
-Send = Callable[[TensorSender, bytes, memoryview, float], object]
+Send = Callable[[TensorSender, bytes, memoryview], object]
 QUICK = 200.0
 """Tokens of prompts a second, as cards say: a fetch of the whole prompt may take half a second."""
 FIRST = 5
@@ -39,52 +39,48 @@ class Turn:
         self.sent, self._then = 0, then
         self.reached = threading.Event()
 
-    def __call__(self, sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
+    def __call__(self, sender: TensorSender, key: bytes, data: memoryview) -> None:
         self.sent += 1
         if self.sent > FIRST:
             self.reached.set()
-            self._then(sender, key, data, seconds)
+            self._then(sender, key, data)
         else:
-            send_block(sender, key, data, seconds)
+            send_block(sender, key, data)
 
 
 def _put(sender: TensorSender, key: bytes, crc: int, data: memoryview | bytes) -> None:
     sender.send(key + crc.to_bytes(4, "little"), np.frombuffer(data, np.uint16), time.perf_counter() + 5)
 
 
-def damaged(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del seconds
+def damaged(sender: TensorSender, key: bytes, data: memoryview) -> None:
     _put(sender, key, zlib.crc32(data), bytes([data[0] ^ 1]) + bytes(data[1:]))
 
 
-def another(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del seconds
+def another(sender: TensorSender, key: bytes, data: memoryview) -> None:
     _put(sender, key[::-1], zlib.crc32(data), data)
 
 
-def shorter(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del seconds
+def shorter(sender: TensorSender, key: bytes, data: memoryview) -> None:
     _put(sender, key, zlib.crc32(data[:8]), data[:8])
 
 
-def longer(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del seconds
+def longer(sender: TensorSender, key: bytes, data: memoryview) -> None:
     much = bytes(data) * 1000
     _put(sender, key, zlib.crc32(much), much)
 
 
-def nothing_at_all(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del key, data, seconds
+def nothing_at_all(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    del key, data
     sender.send(b"", np.empty(0, np.uint16), time.perf_counter() + 5)
 
 
-def twice(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    send_block(sender, key, data, seconds)
-    send_block(sender, key, data, seconds)
+def twice(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    send_block(sender, key, data)
+    send_block(sender, key, data)
 
 
-def dies(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-    del key, data, seconds
+def dies(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    del key, data
     sender.close()
 
 
@@ -147,11 +143,11 @@ async def test_a_peer_that_stalls_is_left_after_as_long_as_computing_takes(
 
 @in_loop
 async def test_blocks_without_end_are_left_after_the_last_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
-        send_block(sender, key, data, seconds)
+    def endless(sender: TensorSender, key: bytes, data: memoryview) -> None:
+        send_block(sender, key, data)
         if key == asked[WHOLE - 1]:
             while True:
-                send_block(sender, key, data, seconds)
+                send_block(sender, key, data)
 
     async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
         await a.answer("1", PROMPT)
@@ -184,11 +180,11 @@ async def test_an_answer_that_is_not_wanted_any_more_does_not_wait_for_its_block
 
 @in_loop
 async def test_kv_that_a_giver_loses_while_it_is_lent_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(sender: TensorSender, key: bytes, data: memoryview, seconds: float) -> None:
+    def lose(sender: TensorSender, key: bytes, data: memoryview) -> None:
         if a.loans.out:
             a.loans.void(a.bench.engine._scheduler.pool)  # type: ignore[attr-defined]
             a.bench.runner.wipe()
-        send_block(sender, key, data, seconds)
+        send_block(sender, key, data)
 
     async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
         await fetches(b, a, monkeypatch, Turn(lose))

@@ -126,7 +126,7 @@ async def test_a_guest_computes_nothing_for_others_and_has_nothing_computed(tmp_
 @pytest.mark.parametrize(("fault", "end"), [(damaged, "damaged"), (another, "damaged"), (shorter, "damaged"), (dies, "write_failed")])
 @in_loop
 async def test_what_comes_wrong_or_not_at_all_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[TensorSender, bytes, memoryview, float], object], end: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[TensorSender, bytes, memoryview], object], end: str
 ) -> None:
     async with sharers(tmp_path, sharer("p", speed=FAST), sharer("d", speed=SLOW)) as (p, d):
         await p.computes_for(d)
