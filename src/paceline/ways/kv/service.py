@@ -432,6 +432,8 @@ class KvSharing:
         """Ask a peer for nothing for so long; None: it may be asked."""
         if rest_s is not None:
             self._resting[node_id] = self._clock.monotonic() + rest_s
+            for kv in self._used:
+                kv.leave_out(node_id)
             self._loop.call_later(rest_s + 0.1, self._look_soon)
         self._look_soon()
 

@@ -187,6 +187,10 @@ class PeerKv:
         """
         self._peers, self._begin = peers, begin
 
+    def leave_out(self, node_id: NodeId) -> None:
+        """Ask a peer for nothing until it is shown again."""
+        self._peers = [peer for peer in self._peers if peer.node_id != node_id]
+
     @property
     def prefills(self) -> bool:
         """Whether it computes prompts for others."""
