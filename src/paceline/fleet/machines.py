@@ -6,7 +6,7 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError
@@ -191,8 +191,12 @@ def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) 
     return [list(found[key].values()) for key in sorted(found)]
 
 
-def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: Links, request: PlanRequest) -> list[Machine]:
-    """Machines without the weights that could fetch them from one of a group, over a measured link."""
+LinkOf = Callable[[NodeId, NodeId], Link | None]
+"""The link from one node to another; None where there is none to plan with."""
+
+
+def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of: LinkOf, request: PlanRequest) -> list[Machine]:
+    """Machines without the weights that could fetch them from one of a group."""
     if not group or not group[0].offer.digest:
         return []
     has = {machine.node_id for machine in group}
@@ -200,7 +204,7 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: 
     for card in cards.values():
         if card.node_id in has or not card.backend:
             continue
-        reachable = [(link.bytes_per_s, machine) for machine in group if (link := links.between(machine.node_id, card.node_id)) is not None]
+        reachable = [(link.bytes_per_s, machine) for machine in group if (link := link_of(machine.node_id, card.node_id)) is not None]
         if not reachable:
             continue
         source = max(reachable, key=lambda pair: (pair[0], pair[1].node_id))[1]

@@ -105,7 +105,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
     found: list[Choice] = []
     reasons: list[ImpossiblePin] = []
     for group in having:
-        machines = [*group, *fetchers(group, cards, fleet.links, request)] if request.pins else group
+        machines = [*group, *fetchers(group, cards, fleet.links.between, request)] if request.pins else group
         for each in ways:
             try:
                 found += each.price(fleet, machines)
@@ -124,27 +124,39 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
 
 
 def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> tuple[list[Choice], list[Excluded]]:
-    """Every choice among machines that have the weights; with those that would fetch them only where nothing else is left."""
-    request = fleet.request
+    """Every choice of the first search that finds one."""
     found: list[Choice] = []
     excluded: list[Excluded] = []
     reasons: list[ImpossiblePin] = []
-    for fetching in (False, True):
+    for searched, fetching in _searches(fleet):
         for group in having:
-            more = fetchers(group, fleet.cards, fleet.links, request) if fetching else []
-            if fetching and not more:
+            more = fetchers(group, fleet.cards, searched.link, searched.request) if fetching else []
+            if fetching and not more and not searched.in_need:
                 continue
             machines = [*group, *more]
-            unfit = [reason for machine in machines if (reason := choices.unfit(machine, request)) is not None]
+            unfit = [reason for machine in machines if (reason := choices.unfit(machine, searched.request)) is not None]
             excluded += [each for each in unfit if each not in excluded]
-            for each in ways:
+            for each in ways if not searched.request.last_route else [each for each in ways if each.spreads]:
                 try:
-                    found += each.price(fleet, machines)
+                    found += each.price(searched, machines)
                 except ImpossiblePin as reason:
                     reasons.append(reason)
         if found:
             return found, excluded
     raise reasons[0] if reasons else _nothing(fleet, excluded, having, ways)
+
+
+def _searches(fleet: PricedFleet) -> Iterator[tuple[PricedFleet, bool]]:
+    """What is searched, one after another until something is found, and whether machines count that would fetch the weights: what keeps the last route;
+    machines that have the weights; with those that would fetch them; and, if the request allows it, what takes assumptions.
+    """
+    if fleet.request.last_route:
+        yield replace(fleet, in_need=True), True
+        fleet = replace(fleet, request=replace(fleet.request, last_route=()))
+    yield fleet, False
+    yield fleet, True
+    if fleet.request.in_need:
+        yield replace(fleet, in_need=True), True
 
 
 def _unpinned(

@@ -93,6 +93,11 @@ class PlanRequest:
     """Machines that are known to compute other bytes than one another may share the layers."""
     max_shards: int = 16
     """Machines that may run layers of a pipeline for its orchestrator."""
+    last_route: tuple[LayerSpan, ...] = ()
+    """The stages behind the orchestrator of a pipeline that is to go on. Those that are left keep their layers, and with them their KV, where others
+    can take those of the lost."""
+    in_need: bool = False
+    """Where there is nothing else, links that were not measured are taken to be poor, and layers count that the orchestrator runs for others."""
     requests: int = 10
     """Among which the time to load is shared: 1 while an answer waits for it. Raising it: what is loaded counts for less."""
     called: str = ""

@@ -19,7 +19,7 @@ from paceline.fleet.machines import Links, Machine
 from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 
 ASSUMED_RTT_S, ASSUMED_BYTES_PER_S = 5e-3, 1e7
-"""Of a link that was not measured, where a pin wants it: a poor Wi-Fi."""
+"""Of a link that was not measured, where a pin or need wants it: a poor Wi-Fi."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,13 @@ class PricedFleet:
     """Nodes that may hold no layers for others."""
     trust: Mapping[NodeId, Trust]
     """What certificates say of nodes; those left out are members."""
+    in_need: bool = False
+    """Nothing was found without assumptions, and the request allows some."""
 
     def link(self, sender: NodeId, receiver: NodeId) -> Link | None:
-        """The link between two nodes. One that was not measured is assumed to be poor where a person pinned machines, and None otherwise."""
+        """The link between two nodes. One that was not measured is assumed to be poor where a person pinned machines, or in need; else it is None."""
         measured = self.links.between(sender, receiver)
-        if measured is None and self.request.is_pinned:
+        if measured is None and (self.request.is_pinned or self.in_need):
             return Link(receiver, "", ASSUMED_RTT_S, ASSUMED_BYTES_PER_S)
         return measured
 

@@ -228,7 +228,7 @@ def test_of_up_to_four_machines_every_pipeline_was_looked_at(data: st.DataObject
     by_id = live_cards(view)
     (group,) = groups(matching_offers(by_id, request), request)
     known = Links(by_id)
-    found = pipelines(group, known, request)
+    found = pipelines(group, known.between, request)
     every = [
         best
         for count in range(2, len(names) + 1)

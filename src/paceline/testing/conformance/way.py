@@ -129,7 +129,7 @@ def _priced(way: PricesWay, cards: Sequence[NodeCard], request: PlanRequest, tru
     found: list[Choice] = []
     for fetching in (True,) if request.pins else (False, True):
         for group in having:
-            more = fetchers(group, fleet.cards, fleet.links, fleet.request) if fetching else []
+            more = fetchers(group, fleet.cards, fleet.links.between, fleet.request) if fetching else []
             found += way.price(fleet, [*group, *more])
         if found:
             break

@@ -108,6 +108,32 @@ def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan]:
     return parts
 
 
+def warm_cover(
+    cards: Iterable[NodeCard], request: PlanRequest, layers: LayerRange, trust: Mapping[NodeId, Trust], but: frozenset[NodeId] = frozenset()
+) -> list[LayerSpan]:
+    """Shards of nodes that may hold layers for a pipeline; none where they don't cover.
+
+    Args:
+        but: who must take no part, beside those that the request excludes.
+
+    Raises:
+        WeightsMismatch: they would, but for other weights.
+    """
+    shards = warm_shards(cards)
+    barred = barred_hosts({shard.node_id for shard in shards}, request, trust)
+    wanted = CoverRequest(
+        *(request.title, request.model, request.weights, layers, request.numerics_id),
+        own=request.orchestrator,
+        allow_self=request.orchestrator_layers != 0,
+        max_shards=request.max_shards,
+        exclude=request.exclude | barred | but,
+    )
+    try:
+        return pick(shards, wanted)
+    except ShardUnavailable:
+        return []
+
+
 def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
     if shard.node_id == request.own and not request.allow_self:
         return False
@@ -217,7 +243,7 @@ def spares_for(
     links, barred = Links(cards), barred_hosts(cards, request, trust or {})
     free: dict[NodeId, Machine] = {}
     for group in groups(matching_offers(cards, request), request):
-        for machine in stage_machines([*group, *fetchers(group, cards, links, request)], request, barred):
+        for machine in stage_machines([*group, *fetchers(group, cards, links.between, request)], request, barred):
             if machine.node_id not in taken and machine.node_id != request.orchestrator:
                 free.setdefault(machine.node_id, machine)
     found: list[LayerSpan] = []

@@ -28,7 +28,11 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
     if request.orchestrator is None or not stages:
         return
     first, by_id = stages[0], {machine.node_id: machine for machine in stages}
-    shards = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id and shard.node_id != first.node_id]
+    shards = [
+        shard
+        for shard in warm_shards(fleet.cards.values())
+        if shard.node_id in by_id and (shard.node_id != first.node_id or (fleet.in_need and request.orchestrator_layers != 0))
+    ]
     n_layers, most = first.shape.n_layers, first.holds(edges=True)
     starts = {shard.state.layers.start for shard in shards}
     for own in sorted(starts if request.orchestrator_layers is None else {request.orchestrator_layers}):
@@ -43,8 +47,34 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
         if len({part.node_id for part in parts}) < len(parts):
             continue
         order = [first, *(by_id[part.node_id] for part in parts)]
-        if (pipeline := arranged(order, fleet.links.between, request, [own, *(len(part.layers) for part in parts)])) is not None:
+        if (pipeline := arranged(order, fleet.link, request, [own, *(len(part.layers) for part in parts)])) is not None:
             yield pipeline
+
+
+def _going_on(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]:
+    """The last route with others in the place of the lost: shards that have their layers loaded, or else spares."""
+    request, by_id = fleet.request, {machine.node_id: machine for machine in stages}
+    kept = [part for part in request.last_route if part.node_id in by_id]
+    lost = [part.layers for part in request.last_route if part.node_id not in by_id]
+    if not kept or request.orchestrator is None:
+        return
+    outside = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id.keys() - {part.node_id for part in kept}]
+    offer = stages[0].offer
+    try:
+        found = [
+            part
+            for span in lost
+            for part in pick(outside, CoverRequest(offer.model_id, offer.digest, offer.weights, span, request.numerics_id))
+        ]
+    except PipelineError:
+        found = spares_for(fleet.cards.values(), request, lost, frozenset(part.node_id for part in kept), fleet.trust)
+        if len(found) < len(lost) or not by_id.keys() >= {part.node_id for part in found}:
+            return
+    parts = sorted([*kept, *found], key=lambda part: part.layers.start)
+    order = [stages[0], *(by_id[part.node_id] for part in parts)]
+    pipeline = arranged(order, fleet.link, request, [parts[0].layers.start, *(len(part.layers) for part in parts)])
+    if pipeline is not None:
+        yield pipeline
 
 
 def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
@@ -199,7 +229,10 @@ class Pipelined(PricesWay):
         found: list[Choice] = []
         for group in [*alike(machines), machines] if request.allows_unlike else alike(machines):
             stages = stage_machines(group, request, fleet.barred)
-            found += [as_choice(pipeline) for pipeline in [*pipelines(stages, fleet.links, request), *_loaded(fleet, stages)]]
+            if request.last_route:
+                found += map(as_choice, _going_on(fleet, stages))
+            else:
+                found += map(as_choice, [*pipelines(stages, fleet.link, request), *_loaded(fleet, stages)])
         allowed = [
             choice for choice in dict.fromkeys(found) if request.orchestrator is None or len(choice.stages) <= 1 + request.max_shards
         ]

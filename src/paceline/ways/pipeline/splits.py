@@ -15,17 +15,16 @@ Symbols as in `fleet.choices`; besides l layers of a stage, a link's R (RTT s) a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
 from operator import lt, mul
 from typing import Final
 
-from paceline.core.ids import NodeId
 from paceline.fleet import choices
 from paceline.fleet.card import Link
 from paceline.fleet.choices import Seconds, estimate, sum_of
-from paceline.fleet.machines import Links, Machine, speed_order
+from paceline.fleet.machines import LinkOf, Machine, speed_order
 from paceline.fleet.plan import Choice, Estimate, Objective, PlanRequest, Way
 
 CHUNK = 512
@@ -218,11 +217,11 @@ def as_choice(pipeline: Pipeline) -> Choice:
     return choices.choice(PIPELINE, pipeline.machines, pipeline.layers, None, pipeline.estimate)
 
 
-def pipelines(group: Sequence[Machine], links: Links, request: PlanRequest) -> list[Pipeline]:
+def pipelines(group: Sequence[Machine], link_of: LinkOf, request: PlanRequest) -> list[Pipeline]:
     """The best pipelines of each length, from two machines on. With an orchestrator: those that begin on it."""
     fastest = sorted(group, key=lambda machine: (machine.node_id == request.orchestrator, speed_order(machine)), reverse=True)
     machines = fastest[:MOST_MACHINES]  # the orchestrator first
-    hops = _Hops(machines, links)
+    hops = _Hops(machines, link_of)
     width = max(4, _BEAM // max(1, len(machines)))
     beam = [(place,) for place, machine in enumerate(machines) if machine.runs_whole and request.orchestrator in {None, machine.node_id}]
     promise = _latency if request.objective is Objective.LATENCY else _throughput
@@ -231,17 +230,15 @@ def pipelines(group: Sequence[Machine], links: Links, request: PlanRequest) -> l
         scored = sorted((promise(machines, chain, hops, request), chain) for chain in _extended(beam, len(machines), hops))
         beam = [chain for (score, chain) in scored[:width] if score < inf]
         closed = ([machines[place] for place in chain] for chain in beam if hops.closes(chain))
-        estimated = [best for order in closed if (best := arranged(order, links.between, request))]
+        estimated = [best for order in closed if (best := arranged(order, link_of, request))]
         found += sorted(estimated, key=lambda each: each.estimate.total_s)[:_KEPT]
     return found
 
 
-def arranged(
-    machines: Sequence[Machine], link: Callable[[NodeId, NodeId], Link | None], request: PlanRequest, layers: Sequence[int] | None = None
-) -> Pipeline | None:
+def arranged(machines: Sequence[Machine], link_of: LinkOf, request: PlanRequest, layers: Sequence[int] | None = None) -> Pipeline | None:
     """Machines in this order with their best split of the layers, or with the one given. None where memory or links don't allow it."""
     ids = [machine.node_id for machine in machines]
-    way = [link(sender, receiver) for sender, receiver in zip(ids, [*ids[1:], ids[0]], strict=True)]
+    way = [link_of(sender, receiver) for sender, receiver in zip(ids, [*ids[1:], ids[0]], strict=True)]
     measured = [hop for hop in way if hop is not None]
     if len(measured) < len(way):
         return None
@@ -270,9 +267,9 @@ def _best_split(machines: Sequence[Machine], links: Sequence[Link], request: Pla
 class _Hops:
     """Seconds a row takes from machine to machine, by place; infinite where no link was measured."""
 
-    def __init__(self, machines: Sequence[Machine], links: Links) -> None:
+    def __init__(self, machines: Sequence[Machine], link_of: LinkOf) -> None:
         self._seconds: Mapping[tuple[int, int], float] = {
-            (a, b): self._hop(one, links.between(one.node_id, other.node_id))
+            (a, b): self._hop(one, link_of(one.node_id, other.node_id))
             for a, one in enumerate(machines)
             for b, other in enumerate(machines)
             if a != b

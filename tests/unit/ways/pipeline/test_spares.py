@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN, PINNED
+from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN
+from tests.unit.ways.pipeline.routes.test_choosing import REQUEST as FREE
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId, Trust
@@ -16,12 +17,11 @@ from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin
 from paceline.node.ways import plan
 from paceline.ways.pipeline.cover import spares_for
-from paceline.ways.pipeline.routes.choosing import plan_request
 
 BEES, CATS = LayerRange(8, 12), LayerRange(12, 24)
 ELK = NodeId("elk")
 FIVE = [*CARDS, replace(CARDS[3], node_id=ELK, instance=b"elk", memory_total_bytes=12 * GIB)]
-REQUEST = replace(plan_request(OWN, PINNED, frozenset()), pins=(Pin(OWN), Pin(BEE, BEES), Pin(CAT, CATS)))
+REQUEST = replace(FREE, pins=(Pin(OWN), Pin(BEE, BEES), Pin(CAT, CATS)))
 
 
 def changed(name: NodeId, **changes: object) -> list[NodeCard]:

@@ -315,28 +315,22 @@ def build_engine_over(
     max_rows = config.max_rows
     n_blocks = _whole_blocks(kv.tokens)
     least_blocks = _whole_blocks(settings.context or min(kv.context, LEAST_TOKENS))
+    others = LayerRange(len(own), spec.n_layers)
     wanted = Wanted(
-        opened.name,
-        digest,
-        weights,
-        spec.n_layers,
-        len(own),
-        context=longest_context(setup),
-        kv_tokens=least_blocks * BLOCK_TOKENS,
-        rows=max_rows,
-        objective=order.objective,
-        pins=order.pins,
-        max_shards=asked.max_shards_per_request,
-        min_host_trust=asked.min_host_trust,
-        allow_self=asked.allow_self_as_shard,
-        allows_unlike=asked.allow_unlike,
+        replace(
+            request_of(replace(order, own_layers=len(own)), digest, weights, fleet.node_id, longest_context(setup)),
+            kv_tokens=least_blocks * BLOCK_TOKENS,
+            rows=max(LEAST_ROWS, max_rows),
+            called=opened.name,
+        ),
+        others,
     )
     request = StageRequest(
         bytes(SESSION_ID_BYTES),
         opened.name,
         digest,
         weights,
-        LayerRange(len(own), spec.n_layers),
+        others,
         n_blocks=n_blocks,
         least_blocks=least_blocks,
         max_rows=max_rows,
@@ -348,9 +342,9 @@ def build_engine_over(
     ahead = begin_loads(fleet, request, wanted, loop, as_planned)
     head = setup.load(own, n_blocks, max_rows, progress)
     if not asked.allow_unlike:
-        wanted = replace(wanted, numerics_id=head.numerics_id)
+        wanted = replace(wanted, request=replace(wanted.request, numerics_id=head.numerics_id))
     opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)
-    opener.numerics_id = wanted.numerics_id
+    opener.numerics_id = wanted.request.numerics_id
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)
@@ -362,12 +356,12 @@ def build_engine_over(
         fallback = Fallback(rest, asked.fallback_to_local_after_failures, clock)
     check = None
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
-        holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)
+        holders = Holders(fleet.cards, fleet.trust, wanted, router.excluded)
         check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
     limits = PipelineLimits(
         stall_s=asked.stall_seconds,
         search_s=asked.search_seconds,
-        row_s=planned.estimate.ttft_s / typical_request(wanted.context)[0],
+        row_s=planned.estimate.ttft_s / wanted.request.prompt_tokens,
         max_rows=max_rows,
         max_context=spec.max_context,
     )

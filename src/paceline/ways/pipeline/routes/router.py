@@ -29,7 +29,7 @@ from paceline.ways.pipeline.client import warm_layers
 from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.route import KV_NAME_BYTES, Opening, PipelineFault, StageLoading, StageRequest
 from paceline.ways.pipeline.executor.search import TOLD
-from paceline.ways.pipeline.routes.choosing import Wanted, choose, plan_request
+from paceline.ways.pipeline.routes.choosing import Wanted, choose
 from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads
@@ -53,7 +53,7 @@ def begin_loads(
         What they were asked for; nothing where no machine can take part now.
     """
     try:
-        parts = planned or tuple(choose(fleet.cards(), fleet.trust(), fleet.node_id, wanted, frozenset()))
+        parts = planned or tuple(choose(fleet.cards(), fleet.trust(), wanted, frozenset()))
     except PipelineError as error:
         logger.info("no machine loads ahead: %s", error.message)
         return ()
@@ -93,10 +93,11 @@ def still_there(parts: Iterable[LayerSpan], cards: Sequence[NodeCard], wanted: W
 
 
 def _same_bytes(card: NodeCard, wanted: Wanted) -> bool:
-    if not wanted.numerics_id:
+    request = wanted.request
+    if not request.numerics_id:
         return True
-    own = {offer.numerics_id for offer in card.models if (offer.digest, offer.weights) == (wanted.digest, wanted.weights)}
-    return own <= {"", wanted.numerics_id}
+    own = {offer.numerics_id for offer in card.models if (offer.digest, offer.weights) == (request.model, request.weights)}
+    return own <= {"", request.numerics_id}
 
 
 ASK_S = 10.0
@@ -138,8 +139,8 @@ class SpareKeeper:
         Returns:
             Whether each has.
         """
-        own, taken = self._fleet.node_id, frozenset(part.node_id for part in parts)
-        request = plan_request(own, self._wanted, exclude)
+        taken = frozenset(part.node_id for part in parts)
+        request = replace(self._wanted.request, pins=(), exclude=exclude)
         try:
             spares = spares_for(self._fleet.cards(), request, [part.layers for part in parts], taken, self._fleet.trust())
         except PlacementError as error:
@@ -345,5 +346,5 @@ class FleetRouter:
         ahead, self._ahead = self._ahead, ()
         if ahead and still_there(ahead, cards, self._wanted, exclude):
             return list(ahead)
-        wanted = replace(self._wanted, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
-        return choose(cards, self._fleet.trust(), self._fleet.node_id, wanted, exclude, self._last)
+        request = replace(self._wanted.request, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
+        return choose(cards, self._fleet.trust(), replace(self._wanted, request=request), exclude, self._last)

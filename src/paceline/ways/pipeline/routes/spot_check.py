@@ -26,9 +26,10 @@ from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, LayerSpa
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
+from paceline.ways.pipeline.cover import warm_cover
 from paceline.ways.pipeline.executor.route import PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
-from paceline.ways.pipeline.routes.choosing import Wanted, allowed_hosts, choose, warm_cover
+from paceline.ways.pipeline.routes.choosing import Wanted, choose
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 
@@ -43,12 +44,11 @@ class Holders:
         self,
         cards: Callable[[], Sequence[NodeCard]],
         trust: Callable[[], Mapping[NodeId, Trust]],
-        own: NodeId,
         wanted: Wanted,
         left_out: Callable[[], frozenset[NodeId]],
     ) -> None:
-        self._cards, self._trust, self._own = cards, trust, own
-        self._wanted, self._left_out = replace(wanted, pins=()), left_out
+        self._cards, self._trust, self._left_out = cards, trust, left_out
+        self._wanted = replace(wanted, request=replace(wanted.request, pins=()))
 
     def chain(self, stages: Sequence[LayerSpan]) -> list[list[LayerSpan]]:
         """For each stage, other nodes that run its layers: nodes outside the route where they cover it, else any that has the layers loaded.
@@ -57,7 +57,7 @@ class Holders:
         """
         outside = self._left_out() | {stage.node_id for stage in stages}
         try:
-            parts = choose(self._cards(), self._trust(), self._own, self._wanted, outside)
+            parts = choose(self._cards(), self._trust(), self._wanted, outside)
         except PipelineError:
             chain = [self.third(stage.layers, frozenset({stage.node_id})) for stage in stages]
             return chain if all(chain) else []
@@ -65,10 +65,8 @@ class Holders:
 
     def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[LayerSpan]:
         """Other nodes that have the layers loaded; empty where they don't cover."""
-        wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
-        allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
         try:
-            return warm_cover(allowed, self._own, wanted, self._left_out() | but)
+            return warm_cover(self._cards(), self._wanted.request, layers, self._trust(), self._left_out() | but)
         except WeightsMismatch:
             return []
 

@@ -50,16 +50,15 @@ def test_layers_that_are(asked: PipelineOrder) -> None:
 def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     setup, executor, fake = MagicMock(), MagicMock(), MagicMock()
     setup.opened.spec.n_layers, setup.settings.context, fake.kv.context = 4, None, 512
-    for name in ("check_layers", "begin_loads", "RouteOpener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "StageRequest",
+    for name in ("check_layers", "begin_loads", "RouteOpener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "request_of", "StageRequest",
                  "PipelineLimits", "Speed", "vocabulary_id", "context_of", "Engine"):  # fmt: skip
         monkeypatch.setattr(build, name, getattr(fake, name))
     monkeypatch.setattr(build, "set_up", lambda *_, **__: setup)
     monkeypatch.setattr(build, "fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
     monkeypatch.setattr(build, "_whole_blocks", lambda _: 16)
-    monkeypatch.setattr(build, "typical_request", lambda _: (1, 1))
     monkeypatch.setattr(build, "replace", lambda made, **_: made)
     monkeypatch.setattr(build, "PipelineExecutor", lambda *_: executor)
-    fake.Wanted.return_value.context = 1
+    fake.Wanted.return_value.request.prompt_tokens, setup.config.return_value.max_rows = 1, 64
     fake.StageRequest.return_value.least_blocks, fake.planned.estimate.ttft_s = 16, 1.0
     (fake if broken == "Engine" else setup).configure_mock(**{f"{broken}.side_effect": OutOfMemory("for this")})
     with pytest.raises(OutOfMemory, match="for this"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from tests.unit.ways.pipeline.routes.test_choosing import CARDS, OWN, PINNED
+from tests.unit.ways.pipeline.routes.test_choosing import CARDS, PINNED
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PipelineDisabled, ShardUnavailable
@@ -29,9 +29,9 @@ def test_no_more_pipelines_begin_here_than_are_allowed_at_once() -> None:
 
 
 def test_no_more_shards_are_taken_than_a_request_may_use() -> None:
-    assert len(choose(CARDS, {}, OWN, PINNED, frozenset())) == 2
+    assert len(choose(CARDS, {}, PINNED, frozenset())) == 2
     with pytest.raises(ShardUnavailable, match="may use 1") as refused:
-        choose(CARDS, {}, OWN, replace(PINNED, max_shards=1), frozenset())
+        choose(CARDS, {}, replace(PINNED, request=replace(PINNED.request, max_shards=1)), frozenset())
     assert refused.value.code == "shard_unavailable"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import in_thread
-from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
+from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, FREE, OWN
 
 from paceline.core.errors import FleetError, NodeUnreachable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId, Trust
@@ -80,8 +80,7 @@ class Bench:
         self.clock, self.opens = FakeClock(), Opens()
         self.opens.may.set()
         eyes: Any = Eyes([card for card in CARDS if card.node_id in {OWN, *names}])
-        wanted = replace(PINNED, pins=())
-        self.router = FleetRouter(eyes, cast("Any", self.opens), wanted, asyncio.get_running_loop(), self.clock, PipelineMeter())
+        self.router = FleetRouter(eyes, cast("Any", self.opens), FREE, asyncio.get_running_loop(), self.clock, PipelineMeter())
 
     async def found(self) -> set[NodeId]:
         assert not isinstance(await in_thread(self.router.find, 5.0), Opening)

@@ -19,13 +19,18 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
+from paceline.fleet.plan import PlanRequest
 from paceline.machine.sizing import model_shape
 from paceline.ways.pipeline.routes import router as ahead
 from paceline.ways.pipeline.routes.choosing import Wanted, choose
 from paceline.ways.pipeline.routes.router import SpareKeeper
+from paceline.ways.pipeline.splits import PIPELINE
 
 A, B = NodeId("a"), NodeId("b")
-WANTED = Wanted(MODEL, DIGEST, WeightsFormat.BF16, SPEC.n_layers, 2, "counting")
+WANTED = Wanted(
+    PlanRequest(DIGEST, "bf16", 170, 85, frozenset({PIPELINE}), orchestrator=NodeId("user"), orchestrator_layers=2, numerics_id="counting"),
+    LayerRange(2, SPEC.n_layers),
+)
 USED = [LayerSpan(A, LayerRange(2, 6))]
 GIB = 1 << 30
 
@@ -75,7 +80,7 @@ async def test_a_machine_outside_the_route_loads_its_layers_and_takes_over_witho
         assert (len(b.loads.asked), b.host.sessions, len(a.loads.asked)) == (1, 0, 1)
         await stage.close()
         eyes.left_out.add(A)
-        parts = choose(eyes.cards(), {}, eyes.node_id, WANTED, frozenset(), USED)
+        parts = choose(eyes.cards(), {}, WANTED, frozenset(), USED)
         assert parts == [LayerSpan(B, LayerRange(2, 6))]
         await (await user.open(b, wanted(2, 6))).close()
         assert len(b.loads.asked) == 1
