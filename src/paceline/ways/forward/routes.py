@@ -209,14 +209,18 @@ class Sharing:
         if len(open_stops) < 2:
             return open_stops[0] if open_stops else None
         known, held_now = self._known(prompt), held()
-        times = {stop.node_id: stop.expected_s + len(prompt.ids) * stop.token_s for stop in stops if stop.expected_s is not None}
+
+        def prompt_s(stop: RouteStop) -> float:
+            return len(prompt.ids) * stop.token_s
+
+        times = {stop.node_id: stop.expected_s + prompt_s(stop) for stop in stops if stop.expected_s is not None}
         quickest_s, slowest_s = min(times.values(), default=0.5), max(times.values(), default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
 
         def cost(stop: RouteStop) -> tuple[bool, float]:
             node_id = stop.node_id
             seconds = times.get(node_id, 2 * slowest_s)
-            saved = (FAVOUR * (seconds - len(prompt.ids) * stop.token_s) + len(prompt.ids) * stop.token_s) / seconds if seconds > 0 else 0.0
+            saved = (FAVOUR * (seconds - prompt_s(stop)) + prompt_s(stop)) / seconds if seconds > 0 else 0.0
             if seconds < ALIKE * quickest_s:
                 seconds = quickest_s
             if has_own and node_id != self._own:

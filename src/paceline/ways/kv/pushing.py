@@ -129,7 +129,9 @@ class Push:
             await asyncio.wait({hearing, taking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if hearing.done() and not over.is_set() and hearing.result() is PushEnd.WHOLE:
                 await asyncio.wait({taking}, timeout=COMPLETION_S)  # its last blocks are still on their way
-            fetch.cancel()  # what lacks is computed while it is asked why
+            if fetch.filled < len(fetch.keys):
+                self._kv.leave_out(fetch.peer.node_id)  # until it is known why
+            fetch.cancel()  # what lacks is computed meanwhile
             if fetch.filled == len(fetch.keys) or not over.is_set():
                 await asyncio.wait({hearing}, timeout=COMPLETION_S)
             receiving.close()
