@@ -189,7 +189,8 @@ async def test_an_answer_that_is_not_wanted_any_more_ends_its_prompt_there(tmp_p
         assert d.bench.run()[asked.request_id, 0].finish is FinishReason.ABORT
         await until(lambda: d.sharing.meter.pushes == {"left": 1})
         gate.set()
-        await until(lambda: p.sharing.meter.prefills == {"left": 1})
+        # Where p's stream comes only after the end, d knows it no more, and p may hear that first.
+        await until(lambda: p.sharing.meter.prefills in ({"left": 1}, {"write_failed": 1}))
         await at_rest(p, d)
         await until(lambda: p.bench.engine.stats().blocks_in_use == 0)
 
