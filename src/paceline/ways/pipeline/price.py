@@ -28,20 +28,14 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
     if request.orchestrator is None or not stages:
         return
     first, by_id = stages[0], {machine.node_id: machine for machine in stages}
-    shards = [
-        shard
-        for shard in warm_shards(fleet.cards.values())
-        if shard.node_id in by_id and (shard.node_id != first.node_id or (fleet.in_need and request.orchestrator_layers != 0))
-    ]
+    shards = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id]
     n_layers, most = first.shape.n_layers, first.holds(edges=True)
     starts = {shard.state.layers.start for shard in shards}
     for own in sorted(starts if request.orchestrator_layers is None else {request.orchestrator_layers}):
         if own > most and request.orchestrator_layers is None:
             break
-        offer, span = first.offer, LayerRange(own, n_layers)
-        wanted = CoverRequest(offer.model_id, offer.digest, offer.weights, span, request.numerics_id, max_shards=request.max_shards)
         try:
-            parts = pick(shards, wanted)
+            parts = pick(shards, _cover(fleet, first, LayerRange(own, n_layers)))
         except PipelineError:
             continue
         if len({part.node_id for part in parts}) < len(parts):
@@ -49,6 +43,16 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
         order = [first, *(by_id[part.node_id] for part in parts)]
         if (pipeline := arranged(order, fleet.link, request, [own, *(len(part.layers) for part in parts)])) is not None:
             yield pipeline
+
+
+def _cover(fleet: PricedFleet, first: Machine, layers: LayerRange) -> CoverRequest:
+    """What loaded shards are to cover behind an orchestrator. Its own count in need, where it may hold layers at all."""
+    offer, request = first.offer, fleet.request
+    return CoverRequest(
+        *(offer.model_id, offer.digest, offer.weights, layers, request.numerics_id, first.node_id),
+        allow_self=fleet.in_need and request.orchestrator_layers != 0,
+        max_shards=request.max_shards,
+    )
 
 
 def _going_on(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]:
@@ -59,13 +63,8 @@ def _going_on(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipelin
     if not kept or request.orchestrator is None:
         return
     outside = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id.keys() - {part.node_id for part in kept}]
-    offer = stages[0].offer
     try:
-        found = [
-            part
-            for span in lost
-            for part in pick(outside, CoverRequest(offer.model_id, offer.digest, offer.weights, span, request.numerics_id))
-        ]
+        found = [part for span in lost for part in pick(outside, _cover(fleet, stages[0], span))]
     except PipelineError:
         found = spares_for(fleet.cards.values(), request, lost, frozenset(part.node_id for part in kept), fleet.trust)
         if len(found) < len(lost) or not by_id.keys() >= {part.node_id for part in found}:

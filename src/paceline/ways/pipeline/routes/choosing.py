@@ -18,9 +18,6 @@ from paceline.fleet.plan import TYPICAL_ANSWER, TYPICAL_PROMPT, PlanRequest
 from paceline.ways.pipeline.cover import warm_cover
 from paceline.ways.pipeline.price import Pipelined
 
-REQUESTS = 10
-"""Among which the time to load is shared where no answer waits for it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -48,12 +45,12 @@ def choose(
     Raises:
         ShardUnavailable, WeightsMismatch: no node can, or may.
     """
-    request = replace(wanted.request, exclude=exclude, in_need=True, requests=1 if last else REQUESTS)
+    request = replace(wanted.request, exclude=exclude, in_need=True, last_route=tuple(last))
+    if last:
+        request = replace(request, requests=1)
     there = {card.node_id for card in cards} - exclude - barred_hosts((card.node_id for card in cards), request, trust)
     if not there.issuperset(pin.node_id for pin in request.pins):
         request = replace(request, pins=())
-    if not request.pins:
-        request = replace(request, last_route=tuple(last))
     try:
         stages = plan(cards, request, (Pipelined(),), trust).chosen.stages
     except PlacementError as error:
