@@ -123,8 +123,12 @@ class KvTraffic:
         self._waiting += keys
 
     def lend(self, pool: BlockPool) -> None:
-        """Take back what was copied, and lend what comes next."""
+        """Take back what was copied, and lend what comes next. What a source has already it lets go at once: nobody would wake the engine for it."""
         self._take_back(pool, self._source.kept())
+        self._lend_waiting(pool)
+        self._take_back(pool, self._source.kept())
+
+    def _lend_waiting(self, pool: BlockPool) -> None:
         while self._waiting:
             block = pool.cache.find(self._waiting[0])
             if block is not None and block not in self.lent:
