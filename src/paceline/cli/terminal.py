@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from prompt_toolkit.utils import get_cwidth
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -163,7 +163,7 @@ class WordWrap:
         for part in _PARTS.findall(text):
             if not part.isspace():
                 self._word += part
-                if get_cwidth(self._word) >= self._columns:
+                if cell_len(self._word) >= self._columns:
                     shown.append(self._placed())
                     self._goes_on = True
                 continue
@@ -185,12 +185,12 @@ class WordWrap:
             return ""
         before, word = self._space, self._word
         self._space = self._word = ""
-        width = get_cwidth(word)
-        if self._at and not self._goes_on and self._at + get_cwidth(before) + width > self._columns:
+        width = cell_len(word)
+        if self._at and not self._goes_on and self._at + cell_len(before) + width > self._columns:
             before = "\n"
             self._at = width
         else:
-            self._at += get_cwidth(before) + width
+            self._at += cell_len(before) + width
         # A word wider than the terminal is broken by it.
         self._at = self._at % self._columns or (self._columns if self._at else 0)
         return before + word
