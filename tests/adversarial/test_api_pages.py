@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Generator
 
 import httpx
-import openai
 import pytest
 from starlette.routing import Route
+from tests.fakes.api_clients import openai_client
 from tests.fakes.clock import FakeClock
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
@@ -137,7 +137,7 @@ def test_row_44_own_pages_and_clients_that_are_no_pages_pass(serve: Serve) -> No
     own = {"Origin": served.url, "Sec-Fetch-Site": "same-origin"}
     assert served.http.post("/v1/completions", content=BODY, headers=own).is_success
     assert served.http.get("/v1/models", headers={"Sec-Fetch-Site": "none"}).is_success
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(served.url)
     assert client.completions.create(model="echo", prompt="ab", max_tokens=2).choices[0].text == "ab"
 
 

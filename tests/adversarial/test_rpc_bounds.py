@@ -194,7 +194,7 @@ class Endless:
 
 def test_row_28_pieces_asked_for_and_not_read_leave_room_for_others(tmp_path: Path) -> None:
     everything = weights_pb2.FetchPiecesRequest(digest="a" * 64, ranges=[weights_pb2.PieceRange(count=1 << 31)] * MAX_RANGES)
-    servicer = WeightsServicer(Endless(), lambda _: None, streams=4, write_s=0.05)
+    servicer = WeightsServicer(Endless(), lambda _: None, streams=4, write_s=60)
     service = replace(weights_service(NONE, NONE), register=partial(add_WeightsServiceServicer_to_server, servicer))
     with live_node(tmp_path, services=(service,)) as live:
 
@@ -204,8 +204,15 @@ def test_row_28_pieces_asked_for_and_not_read_leave_room_for_others(tmp_path: Pa
             assert [await call.code() for call in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
             honest = WeightsServiceStub(live.channel(live.member)).FetchPieces(everything)
             assert await first(honest) is not None
-            honest.cancel()
+            for call in (*unread, honest):
+                call.cancel()
+            await until(lambda: servicer._free == 4)
+
+            servicer._write_s = 0.05
+            unread = [WeightsServiceStub(live.channel()).FetchPieces(everything) for _ in range(2)]
+            assert all([await first(call) is not None for call in unread])
             await until(lambda: servicer._free == 4)  # those that do not read are left
+            assert not any(call.done() for call in unread), "it was not the caller who ended them"
 
         async def first(call: Any) -> object | None:
             try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import orjson
 import pytest
+from tests.fakes.api_clients import openai_client
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
@@ -16,7 +16,7 @@ from tests.fakes.served import Served
 )
 @pytest.mark.parametrize("most", [0, 2])
 def test_whole_and_streamed_begin_with_the_prompt(shared: Served[ScriptedInference], prompt: Any, texts: list[str], most: int) -> None:
-    client = openai.OpenAI(base_url=f"{shared.url}/v1", api_key="unused", max_retries=0)
+    client = openai_client(shared.url)
     body: dict[str, Any] = {"model": "echo", "prompt": prompt, "max_tokens": most, "echo": True, "logprobs": 1, "n": 2}
     whole = client.completions.create(**body)
     assert whole.usage is not None

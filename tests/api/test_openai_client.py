@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from tests.fakes.api_clients import openai_client
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
@@ -24,7 +25,7 @@ STAMPS = r'"(id|created)":[^,]*,'
 
 
 def client_of(served: Served[ScriptedInference]) -> OpenAI:
-    return OpenAI(base_url=f"{served.url}/v1", api_key=served.settings.api_key or "none", max_retries=0)
+    return openai_client(served.url, served.settings.api_key)
 
 
 def test_models(served: Served[ScriptedInference]) -> None:
@@ -180,7 +181,7 @@ def test_key(serve_with: Serve) -> None:
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(served.url + "/health").status_code == 200
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+        openai_client(served.url, "wrong").models.list()
 
 
 def test_a_failed_generation_is_an_error_and_not_a_short_answer(serve_with: Serve) -> None:

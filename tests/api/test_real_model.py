@@ -15,6 +15,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
+from tests.fakes.api_clients import openai_client
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.model import BLOCK_TOKENS
@@ -51,7 +52,7 @@ def wait_until_idle(real: Real) -> None:
 
 
 def client_of(real: Real) -> OpenAI:
-    return OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S)
+    return openai_client(real.url, timeout=BOUND_S)
 
 
 def model_of(real: Real) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from tests.fakes.api_clients import openai_client
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
@@ -21,7 +22,7 @@ END = "~"
 
 
 def client_of(served: Served[ScriptedInference]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+    return openai_client(served.url)
 
 
 def ask(served: Served[ScriptedInference], text: str, **fields: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response, response_create_params
 from pydantic import BaseModel
+from tests.fakes.api_clients import openai_client
 from tests.fakes.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
@@ -54,7 +55,7 @@ def client(served: Served[ScriptedInference]) -> OpenAI:
 
 
 def client_of(served: Served[ScriptedInference]) -> OpenAI:
-    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    return openai_client(served.url)
 
 
 def written(text: str) -> dict[str, Any]:

@@ -2,22 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import openai
 import pytest
 from tests.fleet.machines import EMPTY, Machine, free_port, machines, token_in
 
 from paceline.store.home import Home
-
-CLIENTS: list[openai.OpenAI] = []
-"""Made by the tests of a file."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clients_are_closed() -> Iterator[None]:
-    """A stream that broke off holds its connection until its client is closed."""
-    yield
-    while CLIENTS:
-        CLIENTS.pop().close()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import openai
 import pytest
-from tests.fleet.conftest import CLIENTS
+from tests.fakes.api_clients import openai_client
 from tests.fleet.machines import EMPTY, Machine, until
 
 MODEL = "smollm2-135m"
@@ -29,10 +29,7 @@ class Pair:
 
 
 def client_of(machine: Machine) -> openai.OpenAI:
-    """A client, which is closed at the end of the file whatever became of its streams."""
-    client = openai.OpenAI(base_url=f"{machine.node.url}/v1", api_key="none", max_retries=0, timeout=300)
-    CLIENTS.append(client)
-    return client
+    return openai_client(machine.node.url, timeout=300)
 
 
 def metric(machine: Machine, name: str) -> float:

@@ -26,8 +26,8 @@ from paceline.ways.kv import giving, source
 from paceline.ways.kv.source import send_block
 
 Send = Callable[[TensorSender, bytes, memoryview], object]
-QUICK = 200.0
-"""Tokens of prompts a second, as cards say: a fetch of the whole prompt may take half a second."""
+STALLS = 10.0
+"""Tokens of prompts a second, as cards say: a fetch of the whole prompt may take ten seconds, also those that it waits for its turn."""
 FIRST = 5
 """Blocks that are sent as they should be."""
 
@@ -108,7 +108,7 @@ async def fetches(asker: Sharer, giver: Sharer, monkeypatch: pytest.MonkeyPatch,
 async def test_a_peer_that_sends_another_block_is_not_believed_and_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Send
 ) -> None:
-    async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
+    async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await fetches(b, a, monkeypatch, Turn(fault))
         assert b.sharing.meter.fetches == {"wrong": 1}
         assert FIRST <= b.sharing.meter.blocks["fetched"] <= FIRST + 1
@@ -122,7 +122,7 @@ async def test_a_peer_that_sends_another_block_is_not_believed_and_not_asked_aga
 
 @in_loop
 async def test_a_peer_that_dies_in_the_middle_costs_what_it_did_not_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
+    async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await fetches(b, a, monkeypatch, Turn(dies))
         assert b.sharing.meter.fetches == {"lost": 1}
         assert b.sharing.meter.blocks["fetched"] == FIRST
@@ -133,7 +133,8 @@ async def test_a_peer_that_dies_in_the_middle_costs_what_it_did_not_send(tmp_pat
 async def test_a_peer_that_stalls_is_left_after_as_long_as_computing_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
+    monkeypatch.setattr(source, "SILENCE_S", 60)
+    async with sharers(tmp_path, sharer("a", speed=STALLS), sharer("b", speed=STALLS)) as (a, b):
         await fetches(b, a, monkeypatch, Turn(lambda *_: gate.wait(60)))
         assert b.sharing.meter.fetches == {"late": 1}
         assert b.sharing.meter.blocks["fetched"] == FIRST
@@ -149,7 +150,7 @@ async def test_blocks_without_end_are_left_after_the_last_that_was_asked_for(tmp
             while True:
                 send_block(sender, key, data)
 
-    async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
+    async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await a.answer("1", PROMPT)
         asked = list(a.bench.engine._scheduler.pool.cache._block_of)  # type: ignore[attr-defined]
         await b.knows(a)
@@ -186,7 +187,7 @@ async def test_kv_that_a_giver_loses_while_it_is_lent_is_not_sent(tmp_path: Path
             a.bench.runner.wipe()
         send_block(sender, key, data)
 
-    async with sharers(tmp_path, sharer("a", speed=QUICK), sharer("b", speed=QUICK)) as (a, b):
+    async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await fetches(b, a, monkeypatch, Turn(lose))
         assert b.sharing.meter.blocks["fetched"] == FIRST + 1
 
