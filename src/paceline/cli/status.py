@@ -140,6 +140,8 @@ def _show(looked: Looked, console: Console) -> None:
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
         devices = (card, *card.devices)
         backends, memory = "\n".join(device.backend for device in devices), "\n".join(map(_memory, devices))
+        if card.ring_address:
+            backends += f"\nMLX ring, {card.ring_address}"
         row = (card.node_id, live.trust, heard, "\n".join(card.addresses), backends, memory)
         # As texts: in a string [fd00::1] would be taken for markup.
         table.add_row(*map(Text, row), style="red" if card.node_id in lost else None)

@@ -50,7 +50,8 @@ class Proposer(Protocol):
 
         Args:
             block_size: L, tokens wanted.
-            num_steps: K, refinements, where the proposer makes them; 0: as many as it finds best.
+            num_steps: K, refinements, where the proposer makes them; 0: as many as it finds best, which is what serving asks for: an engine does not
+                know what a refinement costs on the proposer's machine, and acceptance pays or does not pay for the block as a whole.
         """
         ...
 

@@ -25,7 +25,7 @@ from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.figures import kept, settled, settled_within
-from paceline.machine.devices import LocalDevice, local_devices, mlx_version, probe_ring_environment, usable_cores
+from paceline.machine.devices import RING_VARIABLES, LocalDevice, local_devices, mlx_version, probe_ring_environment, usable_cores
 from paceline.machine.sizing import fits_gpu, model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
@@ -261,10 +261,13 @@ class CapabilityReport:
         if not self._memory_rates:  # once: it would disturb what serves by now
             self._memory_rates = [device.memory_rate() for device in self._devices]
         shown = before.devices if before else [None] * len(self._devices)
+        ring = probe_ring_environment()
+        if before is None and not ring.is_available and os.environ.keys() & {*RING_VARIABLES}:
+            logger.warning("this machine is in no MLX ring, though it was started as a rank of one: %s", ring.failure_reason)
         self._seen = Seen(
             devices=tuple(map(_device, self._devices, self._memory_rates, shown)),
             models=_steady((*self._offers_here.offers(warm, beside), *drafts), before.models if before else ()),
-            ring_address=probe_ring_environment().address,
+            ring_address=ring.address,
         )
         return self._seen != before
 

@@ -253,6 +253,8 @@ def allow_open_files(wanted: int = WANTED) -> int:
 
 
 RING_BACKEND = "ring"
+RING_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE")
+"""What `mlx.launch` tells each rank that it starts."""
 _MOST_BYTES = 1 << 20
 """Of a host file that is read."""
 
@@ -280,9 +282,9 @@ def probe_ring_environment(environment: Mapping[str, str] | None = None) -> Ring
     environment = os.environ if environment is None else environment
     if not mlx_version():
         return RingEnvironment(is_available=False, failure_reason="mlx is not installed")
-    rank, hostfile = environment.get("MLX_RANK", ""), environment.get("MLX_HOSTFILE", "")
+    rank, hostfile = (environment.get(name, "") for name in RING_VARIABLES)
     if not rank or not hostfile:
-        missing = " and ".join(name for name, said in (("MLX_RANK", rank), ("MLX_HOSTFILE", hostfile)) if not said)
+        missing = " and ".join(name for name in RING_VARIABLES if not environment.get(name))
         return RingEnvironment(is_available=False, failure_reason=f"{missing} not set: this process was not started by mlx.launch")
     hosts = _hosts(hostfile)
     if isinstance(hosts, str):

@@ -59,6 +59,7 @@ def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
         memory_total_bytes=8 << 30,
         memory_free_bytes=7 << 30,
         devices=(processors,),
+        ring_address="mac.local:1",
     )
     console = Console(file=io.StringIO(), width=200)
     _show(Looked("f" * 16, Sight(FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ()), (), 0)), console)
@@ -68,6 +69,7 @@ def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
     assert "7.0 GiB of 8.0 GiB" in gpu
     assert "cpu-avx512bf16" in other
     assert "48.0 GiB of 64.0 GiB" in other
+    assert "MLX ring, mac.local:1" in console.file.getvalue()
 
 
 def test_drafts_are_shown_with_what_came_of_them() -> None:

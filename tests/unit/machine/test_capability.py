@@ -241,6 +241,17 @@ def test_a_card_is_measured(home: Home) -> None:
     assert card.ring_address == ""
 
 
+def test_a_rank_of_a_ring_that_is_none_is_told_why_once(home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    report = CapabilityReport(NodeId("me"), home)
+    monkeypatch.setattr("paceline.machine.devices.mlx_version", lambda: "0.30")
+    monkeypatch.setenv("MLX_RANK", "1")
+    for _ in range(2):
+        report.look()
+    assert [record.getMessage() for record in caplog.records] == [
+        "this machine is in no MLX ring, though it was started as a rank of one: MLX_HOSTFILE not set: this process was not started by mlx.launch"
+    ]
+
+
 def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10_400_000_000, 10_600_000_000, 10_400_000_000, 10_700_000_000, 11_000_000_000])
     monkeypatch.setattr("paceline.machine.devices.available_bytes", lambda: next(free))

@@ -123,6 +123,8 @@ POOL_ROWS: tuple[Row[ProposerPool], ...] = (
     counter("paceline_proposer_forward_passes", "Forward passes that they took.", lambda pool: _each(pool.stats, "forward_passes"), "model"),
     counter("paceline_proposer_diffusion_steps", "Of proposers that refine whole blocks: steps that they took.",
             lambda pool: _each(pool.stats, "diffusion_steps"), "model"),
+    gauge("paceline_proposer_activation_peak_bytes", "Largest activations of one of these passes: residual in and out, logits.",
+          lambda pool: _each(pool.stats, "peak_activation_bytes"), "model"),
     counter("paceline_proposer_failures", "Blocks asked for and not had.", lambda pool: _each(pool.stats, "failures"), "model"),
     gauge("paceline_proposer_sessions", "Texts that proposers here remember.", lambda pool: pool.sessions),
     gauge("paceline_proposer_session_tokens", "Tokens of these texts.", lambda pool: pool.tokens),
