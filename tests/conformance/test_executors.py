@@ -6,23 +6,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.conformance.test_routes import routes_over
 from tests.fakes.executors import InOrderExecutor
 from tests.fakes.null_backend import NullRunner
 from tests.fakes.pipelines import Machine, MemoryRouter
+from tests.unit.ways.pipeline.host.hosts import SPEC as HOSTED
+from tests.unit.ways.pipeline.routes.test_spot_check import part
 
 from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
-from paceline.backends.options import LoadOptions
+from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.bench.draft.forced import ForcedExecutor
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.weights import WeightSource
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
+from paceline.ways.pipeline.routes.opening import FleetRoute
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=4, hidden=64, n_heads=3, n_kv_heads=1, head_dim=32, ffn=96, vocab=96, max_context=256, rms_eps=1e-5,
@@ -73,9 +79,50 @@ EXECUTORS: dict[str, Callable[[], Executor]] = {
 }
 
 
+class OpenedRouter:
+    """`Router` that opens a route over the same hosts each time."""
+
+    def __init__(self, opened: Callable[[], FleetRoute]) -> None:
+        self._opened, self._routes = opened, list[FleetRoute]()
+
+    def find(self, wait_s: float) -> FleetRoute:
+        del wait_s
+        self.close()
+        self._routes.append(self._opened())
+        return self._routes[-1]
+
+    def forget_kv(self) -> None:
+        """Routes of this one keep none."""
+
+    def quarantine(self, fault: PipelineFault) -> None:
+        raise AssertionError(fault)
+
+    def close(self) -> None:
+        for route in self._routes:
+            route.close()
+
+
 class TestExecutors(ExecutorSuite):
     @pytest.fixture(params=EXECUTORS)
     def executor(self, request: pytest.FixtureRequest) -> Iterator[Executor]:
         made = EXECUTORS[request.param]()
         yield made
         made.close()
+
+
+class TestPipelineOverFleet(ExecutorSuite):
+    """Over hosts' real sessions and tensor streams, with mutual TLS on loopback."""
+
+    @pytest.fixture
+    def executor(self) -> Iterator[Executor]:
+        def host_load(source: WeightSource, options: LoadOptions, progress: LoadProgress) -> LayerRunner[Any]:
+            del progress
+            return backend(source, options)
+
+        backend = cpu.load if cpu.runs_here() else torch.load
+        own = LoadOptions(LayerRange(0, 2), WeightsFormat.BF16, 2 * BLOCKS)
+        with routes_over([part("a", 2, 4), part("b", 4, 6)], host_load, n_blocks=2 * BLOCKS, max_rows=256) as opened:
+            router = OpenedRouter(opened)
+            made = PipelineExecutor(backend(SeededWeights(HOSTED), own), HOSTED.n_layers, router, LIMITS, SystemClock())
+            yield made
+            made.close()

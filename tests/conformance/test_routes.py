@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.engine.local import LayerRunner
 from paceline.testing.conformance.route import BOUND_S, RouteCase, RouteSuite
 from paceline.ways.pipeline.executor.search import LocalRoute
+from paceline.ways.pipeline.host.loading import LoadsLayers
 from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener
 
 FIRST, SECOND = LayerRange(0, 3), LayerRange(3, 6)
@@ -44,33 +46,44 @@ class TestLocalRoute(RouteSuite):
         return RouteCase(LocalRoute(NodeId("a"), "m", runner, max_rows=64, max_context=256, width=SPEC.hidden), SPEC.hidden, waits=False)
 
 
+@contextmanager
+def routes_over(parts: Sequence[LayerSpan], load: LoadsLayers | None = None, **wants: int) -> Iterator[Callable[[], FleetRoute]]:
+    """Opens routes over real sessions with hosts of these layers, on an event loop in a thread of its own.
+
+    Args:
+        load: makes what the hosts run; None: layers that count.
+        wants: what is asked of each stage.
+    """
+    loop, done = asyncio.new_event_loop(), asyncio.Event()
+    openers: list[RouteOpener] = []
+    ready = threading.Event()
+
+    async def serve() -> None:
+        net = Net()
+        async with AsyncExitStack() as stack:
+            hosts = {part.node_id: await stack.enter_async_context(hosting(net, part.node_id, load=load)) for part in parts}
+            user = await stack.enter_async_context(User(net))
+            openers.append(RouteOpener(Eyes(user, hosts), user.ends, wanted(**wants), SPEC.hidden, 16, loop))
+            ready.set()
+            await done.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        finally:
+            ready.set()
+            loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(BOUND_S)
+    yield lambda: asyncio.run_coroutine_threadsafe(openers[0].open(parts), loop).result(BOUND_S)
+    loop.call_soon_threadsafe(done.set)
+    thread.join(BOUND_S)
+
+
 class TestFleetRoute(RouteSuite):
     @pytest.fixture
     def case(self) -> Iterator[RouteCase]:
-        """Over two hosts' real sessions, on an event loop in a thread of its own."""
-        loop, done = asyncio.new_event_loop(), asyncio.Event()
-        routes: list[FleetRoute] = []
-        ready = threading.Event()
-
-        async def serve() -> None:
-            net = Net()
-            async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
-                eyes = Eyes(user, {a.node_id: a, b.node_id: b})
-                opener = RouteOpener(eyes, user.ends, wanted(0, 6), SPEC.hidden, 16, loop)
-                routes.append(await opener.open([part("a", 0, 3), part("b", 3, 6)]))
-                ready.set()
-                await done.wait()
-
-        def run() -> None:
-            try:
-                loop.run_until_complete(serve())
-            finally:
-                ready.set()
-                loop.close()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert ready.wait(BOUND_S)
-        yield RouteCase(routes[0], SPEC.hidden)
-        loop.call_soon_threadsafe(done.set)
-        thread.join(BOUND_S)
+        with routes_over([part("a", 0, 3), part("b", 3, 6)]) as opened:
+            yield RouteCase(opened(), SPEC.hidden)

@@ -241,7 +241,9 @@ def test_a_card_is_measured(home: Home) -> None:
     assert card.ring_address == ""
 
 
-def test_a_rank_of_a_ring_that_is_none_is_told_why_once(home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_of_a_ring_that_is_none_is_told_why_once(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     report = CapabilityReport(NodeId("me"), home)
     monkeypatch.setattr("paceline.machine.devices.mlx_version", lambda: "0.30")
     monkeypatch.setenv("MLX_RANK", "1")
