@@ -30,9 +30,10 @@ from paceline.store.home import Home
 
 BOUND_S = 150.0
 """Longest wait for anything a test waits for; reached only when it fails."""
-TTL_S = 4
-QUICK = f"desk,ttl_s={TTL_S},exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
-"""A preset whose cards expire within a test's patience."""
+BRIEF = "desk,ttl_s=4,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
+"""A preset whose cards expire while a machine that is struck is away."""
+QUICK = "desk,ttl_s=12,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=4"
+"""A preset whose cards expire within a test's patience, and not while a machine waits for its turn on a busy processor."""
 LOOPBACK = ("--fleet-host", "127.0.0.1", "--no-mdns")
 EMPTY = ("--no-model", "--fleet-port", "0")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.error import HTTPError
 
-from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, token_in, until
+from tests.fleet.machines import BOUND_S, BRIEF, EMPTY, Machine, free_port, machines, token_in, until
 from tests.fleet.network import Network, network, why_not
 from tests.soak.soak import BEGINNINGS, LONGEST_S, MODEL, Tally, answer, metrics
 
@@ -229,6 +229,8 @@ def trio(root: Path) -> Iterator[Trio]:
     with ExitStack() as stack:
         net = stack.enter_context(network(*names)) if not why_not() else None
         made = stack.enter_context(machines(root, Home.from_environment().kernels, *names))
+        for machine in made:
+            machine.preset = BRIEF
         for machine in made if net is not None else ():
             machine.prefix = net.inside(machine.name)
             machine.options = ("--fleet-host", net.address(machine.name), "--no-mdns")
