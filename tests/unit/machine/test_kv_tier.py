@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -120,14 +121,16 @@ def test_a_disk_that_hangs_is_not_waited_for_and_fills_nothing_later(tmp_path: P
     assert not tiers[0].run_of(name), "it is not asked again for a while"
     clock.advance(REST_S + 1)
     assert tiers[0].run_of(name)
-    for path, data in zip(files, written, strict=True):
-        try:
-            pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            continue  # what was to be read after the first that hangs is not
-        os.write(pipe, data)
-        os.close(pipe)
-    tiers[0].close()
+    closing = threading.Thread(target=tiers[0].close)
+    closing.start()
+    waiting = dict(zip(files, written, strict=True))
+    while closing.is_alive():  # a thread may only begin to read now
+        for path in list(waiting):
+            with suppress(OSError):  # nobody reads it, or not yet
+                pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(pipe, waiting.pop(path))
+                os.close(pipe)
+        closing.join(0.01)
     assert not filled
 
 

@@ -63,8 +63,7 @@ def threads() -> int:
 
 async def until_free(at: Hosting) -> None:
     """Until nothing of any session is left."""
-    await until(lambda: at.host.sessions == 0)
-    assert threads() == 0
+    await until(lambda: at.host.sessions == threads() == 0)
     for shard in at.warm.shards:
         assert not shard.claims
         assert shard.leases.free == shard.leases.n_blocks
