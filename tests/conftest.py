@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.fakes.api_clients import close_clients
+from tests.fakes.api_clients import OPEN_CLIENTS
 
 from paceline.backends import kernel_cache
 from paceline.store.home import Home
@@ -49,7 +49,7 @@ def young() -> Iterator[None]:
     gc.freeze()
     gc.enable()
     yield
-    close_clients()
+    OPEN_CLIENTS.close()
     gc.collect()
 
 

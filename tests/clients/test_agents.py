@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from tests.fakes.api_clients import kept
+from tests.fakes.api_clients import OPEN_CLIENTS
 from tests.fakes.scripted_agent import ScriptedAgent
 from tests.fakes.served import Served
 
@@ -87,7 +87,7 @@ def test_instructor(url: str, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     import openai
 
-    client = instructor.from_openai(kept(openai.OpenAI(base_url=url, api_key=KEY)), mode=instructor.Mode[mode])
+    client = instructor.from_openai(OPEN_CLIENTS.enter_context(openai.OpenAI(base_url=url, api_key=KEY)), mode=instructor.Mode[mode])
     asked: Any = [{"role": "user", "content": "'Ann' is 33"}]
     answer = client.chat.completions.create(model="agent", response_model=Person, messages=asked, max_retries=0)
     assert answer.model_dump() == {"name": "Ann", "age": 33}

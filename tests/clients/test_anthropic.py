@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from tests.fakes.api_clients import kept
+from tests.fakes.api_clients import OPEN_CLIENTS
 from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
@@ -70,7 +70,7 @@ def shared(start: Callable[..., Scripted]) -> Scripted:
 
 
 def client_of(served: Scripted, key: str = "unused") -> Any:
-    return kept(anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0))
+    return OPEN_CLIENTS.enter_context(anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0))
 
 
 def ask(served: Scripted, text: str, **fields: Any) -> Any:

@@ -4,13 +4,12 @@ laws is found.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from tests.fakes.loops import on_a_loop
 from tests.unit.net.member.nodes import until
 from tests.unit.ways.draft.cards import SMALL
 from tests.unit.ways.draft.fleet import VOCAB, DraftFleet
@@ -36,35 +35,6 @@ class Digests:
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         return BlockProposal(tuple(drafted(committed, block_size)))
-
-
-@contextmanager
-def on_a_loop(made: Callable[[], AbstractAsyncContextManager[DraftSource]]) -> Generator[DraftSource]:
-    """A source whose event loop runs in a thread of its own until the block is left."""
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[DraftSource]()
-    done = asyncio.Event()
-
-    async def live() -> None:
-        async with made() as source:
-            found.append(source)
-            ready.set()
-            await done.wait()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(live())
-        finally:
-            ready.set()
-            loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(BOUND_S)
-    try:
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(BOUND_S)
 
 
 @asynccontextmanager

@@ -15,13 +15,12 @@ from tests.unit.ways.pipeline.routes.test_spot_check import part
 
 from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
-from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.options import LoadOptions
 from paceline.bench.draft.forced import ForcedExecutor
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
-from paceline.core.weights import WeightSource
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
@@ -115,14 +114,9 @@ class TestPipelineOverFleet(ExecutorSuite):
 
     @pytest.fixture
     def executor(self) -> Iterator[Executor]:
-        def host_load(source: WeightSource, options: LoadOptions, progress: LoadProgress) -> LayerRunner[Any]:
-            del progress
-            return backend(source, options)
-
         backend = cpu.load if cpu.runs_here() else torch.load
         own = LoadOptions(LayerRange(0, 2), WeightsFormat.BF16, 2 * BLOCKS)
-        with routes_over([part("a", 2, 4), part("b", 4, 6)], host_load, n_blocks=2 * BLOCKS, max_rows=256) as opened:
-            router = OpenedRouter(opened)
-            made = PipelineExecutor(backend(SeededWeights(HOSTED), own), HOSTED.n_layers, router, LIMITS, SystemClock())
+        with routes_over([part("a", 2, 4), part("b", 4, 6)], backend, n_blocks=2 * BLOCKS, max_rows=256) as opened:
+            made = PipelineExecutor(backend(SeededWeights(HOSTED), own), HOSTED.n_layers, OpenedRouter(opened), LIMITS, SystemClock())
             yield made
             made.close()

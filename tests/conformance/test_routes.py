@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.fakes.loops import on_a_loop
 from tests.fakes.pipelines import Machine, MemoryRoute
 from tests.unit.ways.pipeline.host.hosts import SPEC, Net, User, hosting, wanted
 from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
@@ -46,40 +46,26 @@ class TestLocalRoute(RouteSuite):
         return RouteCase(LocalRoute(NodeId("a"), "m", runner, max_rows=64, max_context=256, width=SPEC.hidden), SPEC.hidden, waits=False)
 
 
-@contextmanager
-def routes_over(parts: Sequence[LayerSpan], load: LoadsLayers | None = None, **wants: int) -> Iterator[Callable[[], FleetRoute]]:
+def routes_over(
+    parts: Sequence[LayerSpan], load: LoadsLayers | None = None, **wants: int
+) -> AbstractContextManager[Callable[[], FleetRoute]]:
     """Opens routes over real sessions with hosts of these layers, on an event loop in a thread of its own.
 
     Args:
         load: makes what the hosts run; None: layers that count.
         wants: what is asked of each stage.
     """
-    loop, done = asyncio.new_event_loop(), asyncio.Event()
-    openers: list[RouteOpener] = []
-    ready = threading.Event()
 
-    async def serve() -> None:
-        net = Net()
+    @asynccontextmanager
+    async def made() -> AsyncGenerator[Callable[[], FleetRoute]]:
+        net, loop = Net(), asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             hosts = {part.node_id: await stack.enter_async_context(hosting(net, part.node_id, load=load)) for part in parts}
             user = await stack.enter_async_context(User(net))
-            openers.append(RouteOpener(Eyes(user, hosts), user.ends, wanted(**wants), SPEC.hidden, 16, loop))
-            ready.set()
-            await done.wait()
+            opener = RouteOpener(Eyes(user, hosts), user.ends, wanted(**wants), SPEC.hidden, 16, loop)
+            yield lambda: asyncio.run_coroutine_threadsafe(opener.open(parts), loop).result(BOUND_S)
 
-    def run() -> None:
-        try:
-            loop.run_until_complete(serve())
-        finally:
-            ready.set()
-            loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(BOUND_S)
-    yield lambda: asyncio.run_coroutine_threadsafe(openers[0].open(parts), loop).result(BOUND_S)
-    loop.call_soon_threadsafe(done.set)
-    thread.join(BOUND_S)
+    return on_a_loop(made)
 
 
 class TestFleetRoute(RouteSuite):

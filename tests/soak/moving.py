@@ -228,9 +228,7 @@ def trio(root: Path) -> Iterator[Trio]:
     names = ("door", "b", "c")
     with ExitStack() as stack:
         net = stack.enter_context(network(*names)) if not why_not() else None
-        made = stack.enter_context(machines(root, Home.from_environment().kernels, *names))
-        for machine in made:
-            machine.preset = BRIEF
+        made = stack.enter_context(machines(root, Home.from_environment().kernels, *names, preset=BRIEF))
         for machine in made if net is not None else ():
             machine.prefix = net.inside(machine.name)
             machine.options = ("--fleet-host", net.address(machine.name), "--no-mdns")
