@@ -23,6 +23,7 @@ from paceline.backends.cpu.sampler import CompiledSampler
 from paceline.core.clock import SystemClock
 from paceline.core.ids import Trust
 from paceline.core.inference import ServedModel
+from paceline.core.model import ModelRef
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
@@ -115,7 +116,7 @@ async def _live(root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoo
     engine = Engine(executor, VOCABULARY, config, SystemClock(), sampler=sampler)
     model = ServedModel("null", 0, config.max_context, cast("Tokenizer", None), "fp")
     host = EngineHost(engine, sampler.close, model, config, SystemClock())
-    models = LocalModels(host, (LoadedModel("null", "d", "", "", 0, config.max_context),), node.meter)
+    models = LocalModels(host, (LoadedModel(ModelRef("d", "", "null"), "", 0, config.max_context),), node.meter)
     desk = ProposerPool({"lookup": Lookup()})
     await node.start(
         lambda _: generate_service(models),

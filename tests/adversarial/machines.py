@@ -20,6 +20,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId, Trust
 from paceline.core.inference import ChunkStream, Progress, ServedModel
+from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.eligibility import TrustPolicy
@@ -128,7 +129,7 @@ class Models(LocalModels):
         return None if self._engine is None else self._named(name, self._engine)
 
     def _named(self, name: str, engine: Engine) -> LoadedModel:
-        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, engine.context, engine.tokenizer, holds_identity=True)
+        return LoadedModel(ModelRef(engine.digest, "int4", name), NUMERICS, 0, engine.context, engine.tokenizer, holds_identity=True)
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         assert self._engine is not None

@@ -26,7 +26,7 @@ from paceline.core.generation import (
 )
 from paceline.core.ids import BatchId, NodeId, RequestId, SequenceId, Trust
 from paceline.core.manifest import FileEntry, ModelManifest, TensorAt
-from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, ModelRef, WeightsFormat
 from paceline.core.stats import DraftUse
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.grammar import VERSION
@@ -278,7 +278,7 @@ def generate_examples() -> Iterator[Example]:
     scored = GenerationRequest(own, (1,), 0, scores_prompt=True)
 
     def write(request: GenerationRequest) -> generate_pb2.GenerateRequest:
-        message = generate.write_request("m", SHA, "int4", "cpu/1", request)
+        message = generate.write_request(ModelRef(SHA, "int4", "m"), "cpu/1", request)
         if message.HasField("grammar"):  # which library follows it is no business of these examples
             message.numerics_id = message.numerics_id.replace(VERSION, "grammars 1")
             message.grammar.version = message.grammar.version.replace(VERSION, "grammars 1")

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.core.text import Tokenizer
 
 
-def fingerprint_of(digest: str, weights: str, numerics_id: str) -> str:
+def fingerprint_of(model: ModelRef, numerics_id: str) -> str:
     """What equal bytes follow from, shortened: OpenAI's `system_fingerprint`."""
-    return f"fp_{digest[:12]}_{weights}_{numerics_id[:8]}"
+    return f"fp_{model.digest[:12]}_{model.weights}_{numerics_id[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

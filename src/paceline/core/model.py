@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline.core.ids import NodeId
@@ -31,6 +31,25 @@ class WeightsFormat(StrEnum):
     INT8 = "int8"
     """Groups of 32 along the input: 8-bit codes and one scale a group (GGUF's Q8_0)."""
     BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """Weights, and the format that they are held in. Equal ones compute the same with the same kernels, whatever they are called."""
+
+    digest: str
+    """SHA-256 of the weights, hex. Empty: not known."""
+    weights: str
+    """Weights format."""
+    name: str = field(default="", compare=False)
+    """For people."""
+
+    def __str__(self) -> str:
+        return f"{self.digest[:12] or 'no digest'}, {self.weights}"
+
+    def is_same(self, other: ModelRef) -> bool:
+        """Whether it is known that both are the same."""
+        return self.digest != "" and self == other
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paceline.core.ids import NodeId, Trust
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, ModelRef
 
 
 class Role(StrEnum):
@@ -117,6 +117,11 @@ class ModelOffer:
     """Of a model that answers: what was seen, few rows to many."""
     drafts: tuple[MeasuredDraft, ...] = ()
     """Of a model that answers: what was seen of the drafts that it had, by node and model."""
+
+    @property
+    def model(self) -> ModelRef:
+        """Which one it is."""
+        return ModelRef(self.digest, self.weights, self.model_id)
 
 
 @dataclass(frozen=True, slots=True)

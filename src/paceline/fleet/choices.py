@@ -118,7 +118,7 @@ def _is_loaded(machine: Machine, span: LayerRange) -> bool:
     return any(
         each.shard is not None
         and each.warm
-        and (each.digest, each.weights) == (wanted.digest, wanted.weights)
+        and each.model == wanted.model
         and each.shard.layers.start <= span.start
         and span.stop <= each.shard.layers.stop
         for each in machine.card.models

@@ -314,8 +314,7 @@ def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:
 
 
 def _are_stages(mine: ModelOffer, yours: ModelOffer) -> bool:
-    same = mine.digest != "" and (mine.digest, mine.weights) == (yours.digest, yours.weights)
-    return same and mine.role in _LAYERED and yours.role in _LAYERED
+    return mine.model.is_same(yours.model) and mine.role in _LAYERED and yours.role in _LAYERED
 
 
 def _drafts(proposer: ModelOffer, verifier: ModelOffer) -> bool:

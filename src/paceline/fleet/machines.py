@@ -218,7 +218,7 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of
             steps=(),
             drafts=(),
         )
-        loaded = next((own for own in card.models if own.shard is not None and own.warm and _same_weights(own, offer)), None)
+        loaded = next((own for own in card.models if own.shard is not None and own.warm and own.model.is_same(offer.model)), None)
         if loaded is not None:  # it has run layers of the model, so its speed is known
             offer = replace(
                 offer, tokens_per_second=loaded.tokens_per_second, prefill_tokens_per_second=loaded.prefill_tokens_per_second,
@@ -311,10 +311,6 @@ def _is_sound(shape: ModelShape | None) -> bool:
     sizes = (shape.hidden, shape.layer_bytes, shape.max_context)
     return 0 < shape.n_layers <= MAX_LAYERS and all(0 < size < 1 << 62 for size in sizes) and 0 <= shape.edge_bytes < 1 << 62 \
         and 0 <= shape.kv_bytes_per_token_per_layer < 1 << 40 and 0 <= shape.row_bytes < 1 << 40  # fmt: skip
-
-
-def _same_weights(one: ModelOffer, other: ModelOffer) -> bool:
-    return one.digest != "" and (one.digest, one.weights) == (other.digest, other.weights)
 
 
 def _free_bytes(card: NodeCard) -> int:

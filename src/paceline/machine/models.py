@@ -31,6 +31,7 @@ from paceline.core.errors import (
 )
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
+from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel, ModelUse, bound_beside, make_room
@@ -437,7 +438,7 @@ class Models(Generic[Hosted]):
             int(self._clock.wall()),
             settings.context or setup.opened.spec.max_context,
             BoundedTokenizer(setup.opened.tokenizer, TOKENIZER_IDLE_S),
-            fingerprint_of(digest, setup.weights, ""),  # what its kernels compute is known once it is loaded
+            fingerprint_of(ModelRef(digest, setup.weights), ""),  # what its kernels compute is known once it is loaded
             facts,
         )
 

@@ -19,7 +19,7 @@ from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
-from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelRef, WeightsFormat
 from paceline.core.weights import WeightSource, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
@@ -61,6 +61,10 @@ class Setup:
     def digest(self) -> str:
         """Of the weights: SHA-256, hex."""
         return self.opened.weights.digest
+
+    @property
+    def model(self) -> ModelRef:
+        return ModelRef(self.digest, self.weights, self.opened.name)
 
     @property
     def most(self) -> EngineConfig:
@@ -159,7 +163,7 @@ class Setup:
     def served(self, runner: LayerRunner[Any], kv: KvPlan, clock: Clock) -> ServedModel:
         """The model as the API shows it, once `runner` has its layers, or the first of them."""
         opened = self.opened
-        fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
+        fingerprint = fingerprint_of(self.model, runner.numerics_id)
         tokenizer = BoundedTokenizer(opened.tokenizer)
         tokenizer.begin()
         return ServedModel(opened.name, int(clock.wall()), kv.context, tokenizer, fingerprint, self.facts)

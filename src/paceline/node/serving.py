@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
+from paceline.core.model import ModelRef
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
@@ -278,9 +279,7 @@ class FleetServing:
 
 def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
     return LoadedModel(
-        model.name,
-        model.digest,
-        str(model.weights),
+        ModelRef(model.digest, str(model.weights), model.name),
         model.speed.numerics_id,
         node.model.created,
         model.context,

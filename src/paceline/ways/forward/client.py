@@ -22,6 +22,7 @@ from paceline.core.errors import FleetError, NodeUnreachable, PacelineError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
+from paceline.core.model import ModelRef
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
@@ -30,7 +31,7 @@ from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
 from paceline.store.tokenizer import MAX_PACKED_BYTES, tokenizer_digest, unpack_tokenizer
 from paceline.ways.forward.codec import read_chunks, write_request
-from paceline.ways.forward.routes import Weights
+from paceline.ways.forward.routes import Meaning
 from paceline.ways.forward.service import LoadedModel
 
 Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
@@ -106,7 +107,7 @@ class RemoteStream:
         """
         if self._call is None:
             model = self._model
-            message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
+            message = write_request(model.model, model.numerics_id, self._request)
             with unless_closed(self._peer):
                 self._call = GenerateServiceStub(self._dial()).Generate(message)
         self._silence.begin()
@@ -187,7 +188,7 @@ async def describe_model(
     have = first.tokenizer_sha256 in known
     if not have and hashlib.sha256(packed).hexdigest() != first.tokenizer_sha256:
         raise FleetError(f"The tokenizer of {name} came from {peer} damaged")
-    model = LoadedModel(name, first.digest, first.quantization, first.numerics_id, first.created_unix, first.max_context)
+    model = LoadedModel(ModelRef(first.digest, first.quantization, name), first.numerics_id, first.created_unix, first.max_context)
     return ModelDescription(model, first.tokenizer_sha256, None if have else bytes(packed))
 
 
@@ -212,9 +213,9 @@ class Described:
 
     def served(self, numerics_id: str, size_bytes: int) -> ServedModel:
         """As the API shows it, run by a node with these kernels."""
-        model = self.loaded
-        fingerprint = fingerprint_of(model.digest, model.weights, numerics_id)
-        return ServedModel(model.name, model.created, model.max_context, self.tokenizer, fingerprint, ModelFacts(model.digest, size_bytes))
+        loaded, model = self.loaded, self.loaded.model
+        facts = ModelFacts(model.digest, size_bytes)
+        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint_of(model, numerics_id), facts)
 
 
 class TokenizerStore:
@@ -230,47 +231,47 @@ class TokenizerStore:
         """By hash: as long as a model is shown with it."""
         self._asking: WeakValueDictionary[NodeId, asyncio.Lock] = WeakValueDictionary()
 
-    async def describe(self, channel: grpc.aio.Channel, node_id: NodeId, name: str, weights: Weights) -> Described:
+    async def describe(self, channel: grpc.aio.Channel, node_id: NodeId, name: str, meaning: Meaning) -> Described:
         """Ask a node what it has loaded under a name, and for its tokenizer if it is not here.
 
         Args:
-            weights: what its card says of the model.
+            meaning: what its card says of the model.
 
         Raises:
             PacelineError: it can't be had, or is another than the card says.
         """
         asking = self._asking.setdefault(node_id, asyncio.Lock())
         async with asking:
-            tokenizer = self._built.get(weights.tokenizer) or await asyncio.to_thread(self._here, weights)
-            known = frozenset() if tokenizer is None else frozenset({weights.tokenizer})
+            tokenizer = self._built.get(meaning.tokenizer) or await asyncio.to_thread(self._here, meaning)
+            known = frozenset() if tokenizer is None else frozenset({meaning.tokenizer})
             said = await describe_model(channel, node_id, name, known=known, most_bytes=MAX_PACKED_BYTES, timeout_s=FETCH_S)
-            model, sha256 = said.model, said.tokenizer_sha256
-            if (model.digest, model.weights, sha256) != (weights.digest, weights.format, weights.tokenizer or sha256):
+            loaded, sha256 = said.model, said.tokenizer_sha256
+            if (loaded.model, sha256) != (meaning.model, meaning.tokenizer or sha256):
                 raise FleetError(f"{node_id} has another {name[:200]} loaded than its card says, or another tokenizer for it")
             if tokenizer is None:
                 tokenizer = self._built[sha256] = await asyncio.to_thread(self._take, sha256, said.tokenizer or b"", node_id)
-            return Described(model, tokenizer)
+            return Described(loaded, tokenizer)
 
-    def _here(self, weights: Weights) -> BoundedTokenizer | None:
+    def _here(self, meaning: Meaning) -> BoundedTokenizer | None:
         """What this node has on disk: the model's own files come before what any other node says of it."""
         try:
-            whole = find_whole(weights.digest, self._home)
+            whole = find_whole(meaning.model.digest, self._home)
             own = None if whole is None else open_model(str(whole[0].path), self._home).tokenizer
         except PacelineError as error:
             logger.debug("this node's own files have no tokenizer: %s", error)
             own = None
         if own is not None:
             return BoundedTokenizer(own, IDLE_S)
-        path = self._path(weights.tokenizer)
+        path = self._path(meaning.tokenizer)
         try:
             packed = path.read_bytes()
             os.utime(path)
         except OSError:
             return None
         try:
-            if tokenizer_digest(packed) != weights.tokenizer:
+            if tokenizer_digest(packed) != meaning.tokenizer:
                 raise FleetError(f"{path} is damaged")
-            tokenizer = self._built[weights.tokenizer] = BoundedTokenizer(unpack_tokenizer(packed, path), IDLE_S)
+            tokenizer = self._built[meaning.tokenizer] = BoundedTokenizer(unpack_tokenizer(packed, path), IDLE_S)
             return tokenizer
         except PacelineError as error:
             logger.warning("a tokenizer that was kept is removed, and fetched again: %s", error)

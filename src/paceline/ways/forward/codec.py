@@ -21,6 +21,7 @@ from paceline.core.generation import (
     check_sampling,
 )
 from paceline.core.ids import RequestId
+from paceline.core.model import ModelRef
 from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.mapper import Codec, Length, Mapped, or_none
@@ -94,13 +95,13 @@ _REQUEST: Final = Codec(
 )
 
 
-def write_request(model: str, digest: str, weights: str, numerics_id: str, request: GenerationRequest) -> wire.GenerateRequest:
+def write_request(model: ModelRef, numerics_id: str, request: GenerationRequest) -> wire.GenerateRequest:
     """A request for the node that has exactly this model loaded."""
     return _REQUEST.write(
         request,
-        model_id=model,
-        digest=digest,
-        quantization=weights,
+        model_id=model.name,
+        digest=model.digest,
+        quantization=model.weights,
         numerics_id=numerics_asked(numerics_id, None if request.grammar is None else VERSION),
         scores_only=request.scores_prompt and request.max_tokens == 0,
     )

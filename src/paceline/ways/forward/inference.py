@@ -23,6 +23,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
+from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayAnswer, Use
@@ -31,12 +32,12 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import AnswerRoute, Prompt, RouteStop, Sharing, Weights, routes
+from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, Weights]
+Key = tuple[str, Meaning]
 """A model by name, and what it is."""
 
 RETRY_S = 5.0
@@ -101,7 +102,7 @@ class FleetInference:
         others = [
             described.served(route.stops[0].numerics_id, route.size_bytes)
             for name, route in self._routes.items()
-            if name not in names and (described := self._described.get((name, route.weights))) is not None
+            if name not in names and (described := self._described.get((name, route.meaning))) is not None
         ]
         return (*own, *others)
 
@@ -172,14 +173,14 @@ class FleetInference:
         if not self._stale:
             return
         self._stale = False
-        loaded = {model.name: Weights(model.digest, model.weights, model.tokenizer) for model in self._local.all}
-        meanings = {name: route.weights for name, route in self._routes.items()}
+        loaded = {one.model.name: Meaning(one.model, one.tokenizer) for one in self._local.all}
+        meanings = {name: route.meaning for name, route in self._routes.items()}
         answerers: MayAnswer = self._fleet.eligible(Use.ANSWER)
         before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
-        shown = {(name, route.weights) for name, route in self._routes.items() if name not in loaded}
+        shown = {(name, route.meaning) for name, route in self._routes.items() if name not in loaded}
         self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
         self._set_aside &= shown
         for name, route in self._routes.items():
@@ -195,16 +196,16 @@ class FleetInference:
         if served is None or loaded is None:  # it has another name there
             return
         request = probe(served.tokenizer.encode(PROBE))
-        remote = LoadedModel(offer.model_id, offer.digest, offer.weights, offer.numerics_id, 0, 0)
+        remote = LoadedModel(offer.model, offer.numerics_id, 0, 0)
         stream = RemoteStream(lambda: self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER), stop.node_id, remote, request)
-        self._proofs.prove(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
+        self._proofs.prove(stop, offer, stream, request, self._again(offer.model_id, stop, offer.model))
 
-    def _again(self, name: str, stop: RouteStop, weights: Weights) -> Again | None:
+    def _again(self, name: str, stop: RouteStop, model: ModelRef) -> Again | None:
         """What computes here what another node answers; None where the bytes are not the same."""
         inference, loaded = self._local.inference, self._local.find(name)
         if inference is None or loaded is None or not loaded.numerics_id or loaded.numerics_id != stop.numerics_id:
             return None
-        if (loaded.digest, loaded.weights) != (weights.digest, weights.format) or not loaded.holds_identity:
+        if loaded.model != model or not loaded.holds_identity:
             return None
         return lambda request: inference.generate(name, request)
 
@@ -212,25 +213,25 @@ class FleetInference:
         """This node's model, with the fingerprint of the kernels that would answer."""
         route, loaded = self._routes.get(model.name), self._local.find(model.name)
         # What would be loaded here on demand is asked of those that have it loaded.
-        described = None if route is None or loaded is not None else self._described.get((model.name, route.weights))
+        described = None if route is None or loaded is not None else self._described.get((model.name, route.meaning))
         if route is not None and described is not None:
             return described.served(route.stops[0].numerics_id, route.size_bytes)
         if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
             return model
-        return replace(model, fingerprint=fingerprint_of(loaded.digest, loaded.weights, route.stops[0].numerics_id))
+        return replace(model, fingerprint=fingerprint_of(loaded.model, route.stops[0].numerics_id))
 
-    def leg(self, name: str, same: tuple[Weights, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+    def leg(self, name: str, same: tuple[Meaning, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         """See `Nodes.leg`.
 
         Args:
-            same: the weights and the numerics id that the answer is of.
+            same: what the name stands for, and the numerics id that the answer is of.
         """
         self._refresh()
         route = self._routes.get(name)
-        if route is None or route.weights != same[0]:
+        if route is None or route.meaning != same[0]:
             return None
-        prompt = Prompt(request.prompt_ids, f"{route.weights.digest}:{route.weights.format}", request.cache_salt)
-        held = partial(self._held, route.weights.digest, same[1], request.prompt_ids, request.cache_salt)
+        prompt = Prompt(request.prompt_ids, f"{route.meaning.model.digest}:{route.meaning.model.weights}", request.cache_salt)
+        held = partial(self._held, route.meaning.model.digest, same[1], request.prompt_ids, request.cache_salt)
         stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left, held)
         if stop is None:
             return None
@@ -256,7 +257,7 @@ class FleetInference:
     def _stream(self, name: str, route: AnswerRoute, stop: RouteStop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
             return self._local.inference.generate(name, request)
-        loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
+        loaded = LoadedModel(replace(route.meaning.model, name=name), stop.numerics_id, 0, 0)
 
         def dial() -> grpc.aio.Channel:
             channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
@@ -264,11 +265,11 @@ class FleetInference:
             return channel
 
         stream = RemoteStream(dial, stop.node_id, loaded, request)
-        return self._proofs.watched(stop, route.weights, stream, request, self._again(name, stop, route.weights))
+        return self._proofs.watched(stop, route.meaning.model, stream, request, self._again(name, stop, route.meaning.model))
 
     def _wanted(self, route: AnswerRoute) -> None:
         """A model was asked for."""
-        key = (route.name, route.weights)
+        key = (route.name, route.meaning)
         if key in self._described:
             self._described.move_to_end(key)
         elif key in self._set_aside:
@@ -277,7 +278,7 @@ class FleetInference:
 
     def _fetch(self, route: AnswerRoute) -> None:
         """Get what it takes to show and tokenize for a model of others."""
-        key = (route.name, route.weights)
+        key = (route.name, route.meaning)
         if key in self._described or key in self._fetching or key in self._set_aside or self._closed:
             return
         task = asyncio.create_task(self._describe(key), name=f"tokenizer of {route.name}")
@@ -285,14 +286,14 @@ class FleetInference:
         task.add_done_callback(lambda _: self._fetching.pop(key, None))
 
     async def _describe(self, key: Key) -> None:
-        (name, weights), wait_s = key, RETRY_S
-        while (route := self._routes.get(name)) is not None and route.weights == weights:
+        (name, meaning), wait_s = key, RETRY_S
+        while (route := self._routes.get(name)) is not None and route.meaning == meaning:
             for stop in route.stops:
                 if stop.node_id == self._fleet.node_id:  # its own card, while its engine is down
                     continue
                 try:
                     channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
-                    self._described[key] = await self._tokenizers.describe(channel, stop.node_id, name, weights)
+                    self._described[key] = await self._tokenizers.describe(channel, stop.node_id, name, meaning)
                 except PacelineError as error:
                     logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
                     continue
@@ -307,7 +308,7 @@ class FleetInference:
 
     async def _follow(self, key: Key) -> None:
         """Ask the best node for its context again and again, as long as the model is shown."""
-        name, weights = key
+        name, meaning = key
         while True:
             await asyncio.sleep(CONTEXT_S)
             route = self._routes.get(name)
@@ -316,7 +317,7 @@ class FleetInference:
             stop = route.stops[0]
             with suppress(PacelineError):  # it is told where a request fails by it
                 channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
-                described = await self._tokenizers.describe(channel, stop.node_id, name, weights)
+                described = await self._tokenizers.describe(channel, stop.node_id, name, meaning)
                 if key in self._described:
                     self._described[key] = described
 
@@ -326,7 +327,7 @@ class _Nodes:
 
     def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None) -> None:
         self._fleet, self._name = fleet, name
-        self._same = None if route is None else (route.weights, route.stops[0].numerics_id)
+        self._same = None if route is None else (route.meaning, route.stops[0].numerics_id)
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)

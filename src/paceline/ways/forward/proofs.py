@@ -23,9 +23,10 @@ from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
+from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
-from paceline.ways.forward.routes import WORTH_A_HOP, RouteStop, Weights
+from paceline.ways.forward.routes import WORTH_A_HOP, RouteStop
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ PROBE_TOKENS = 16
 
 Again = Callable[[GenerationRequest], ChunkStream]
 """Computes a request here."""
-Process = tuple[NodeId, bytes, str, str]
-"""A process, and the model that it runs: node, instance, digest, format."""
+Process = tuple[NodeId, bytes, ModelRef]
+"""A process, and the model that it runs: node, instance, model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +99,7 @@ class Proofs:
         found: list[tuple[RouteStop, ModelOffer]] = []
         for card in answerers.cards:
             for offer in card.models if card.node_id != answerers.own else ():
-                process, mine, believed = _process(card, offer), own.get(_model(offer)), self._believed(card, offer, own)
+                process, mine, believed = _process(card, offer), own.get(offer.model), self._believed(card, offer, own)
                 if process is None or mine is None or believed is None:
                     continue
                 if offer.tokens_per_second <= max(WORTH_A_HOP * mine.tokens_per_second, believed.tokens_per_second):
@@ -112,7 +113,7 @@ class Proofs:
     async def watched(
         self,
         stop: RouteStop,
-        weights: Weights,
+        model: ModelRef,
         stream: ChunkStream,
         request: GenerationRequest,
         again: Again | None,
@@ -124,7 +125,7 @@ class Proofs:
             again: None: this node can't compute the request, or not with the same bytes.
             share: of answers that are computed again.
         """
-        process = (stop.node_id, stop.instance, weights.digest, weights.format)
+        process = (stop.node_id, stop.instance, model)
         record = self._records.setdefault(process, Record())
         record.streams += 1
         alone = record.streams == 1
@@ -160,7 +161,7 @@ class Proofs:
         """See how fast a node answers, and whether rightly, beside requests."""
 
         async def run() -> None:
-            async with aclosing(self.watched(stop, Weights(offer.digest, offer.weights), stream, request, again, share=1.0)) as items:
+            async with aclosing(self.watched(stop, offer.model, stream, request, again, share=1.0)) as items:
                 async for _ in items:
                     pass
 
@@ -173,9 +174,9 @@ class Proofs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[tuple[str, str], ModelOffer]) -> ModelOffer | None:
+    def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[ModelRef, ModelOffer]) -> ModelOffer | None:
         """What an offer is worth here; None where its answers were wrong."""
-        process, mine = _process(card, offer), own.get(_model(offer))
+        process, mine = _process(card, offer), own.get(offer.model)
         if process is None:
             return offer
         seen = self._records.get(process, Record())
@@ -253,16 +254,12 @@ def probe(prompt_ids: Sequence[int]) -> GenerationRequest:
     return GenerationRequest(RequestId(f"proof-{uuid4().hex}"), tuple(prompt_ids), PROBE_TOKENS, sampling=sampling, ignore_eos=True)
 
 
-def _own_offers(answerers: MayAnswer) -> dict[tuple[str, str], ModelOffer]:
+def _own_offers(answerers: MayAnswer) -> dict[ModelRef, ModelOffer]:
     own = (card for card in answerers.cards if card.node_id == answerers.own)
-    return {_model(offer): offer for card in own for offer in card.models if _process(card, offer) is not None}
-
-
-def _model(offer: ModelOffer) -> tuple[str, str]:
-    return offer.digest, offer.weights
+    return {offer.model: offer for card in own for offer in card.models if _process(card, offer) is not None}
 
 
 def _process(card: NodeCard, offer: ModelOffer) -> Process | None:
     """None where it does not run whole requests."""
     whole = offer.role is Role.VERIFIER and offer.warm and offer.digest
-    return (card.node_id, card.instance, *_model(offer)) if whole else None
+    return (card.node_id, card.instance, offer.model) if whole else None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
 from paceline.core.ids import NodeId
+from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
@@ -34,11 +35,10 @@ and back is not in them. Raising it: more requests stay where they arrived."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Equal ones are the same model."""
+class Meaning:
+    """What a model's name stands for."""
 
-    digest: str
-    format: str
+    model: ModelRef
     tokenizer: str = ""
     """SHA-256 of its tokenizer and template: nodes that differ in them don't answer for one another."""
 
@@ -64,14 +64,14 @@ class AnswerRoute:
     """The nodes that run requests for a model."""
 
     name: str
-    weights: Weights
+    meaning: Meaning
     stops: tuple[RouteStop, ...]
     """The best first; never empty."""
     size_bytes: int = 0
     """Of the weights, as their cards say."""
 
 
-def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, AnswerRoute]:
+def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning]) -> dict[str, AnswerRoute]:
     """A route for each model that a node which may answer has loaded, by name.
 
     Args:
@@ -79,17 +79,17 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         meanings: what names meant before.
     """
     own, cards = answerers.own, answerers.cards
-    offered: dict[str, dict[Weights, list[tuple[NodeCard, ModelOffer]]]] = {}
+    offered: dict[str, dict[Meaning, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
         whole = [offer for offer in card.models if offer.role is Role.VERIFIER and offer.warm and offer.digest and offer.model_id]
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
-            by_weights = offered.setdefault(offer.model_id, {})
-            by_weights.setdefault(Weights(offer.digest, offer.weights, offer.tokenizer), []).append((card, offer))
+            by_meaning = offered.setdefault(offer.model_id, {})
+            by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))
     found: dict[str, AnswerRoute] = {}
     for name in sorted(offered):
-        weights = _meaning(name, offered[name], cards, loaded, meanings)
-        holders = offered[name][weights]
-        order, times = _order(own, cards, weights, any(card.node_id == own for card, _ in holders))
+        meaning = _meaning(name, offered[name], cards, loaded, meanings)
+        holders = offered[name][meaning]
+        order, times = _order(own, cards, meaning.model, any(card.node_id == own for card, _ in holders))
         stops = {
             card.node_id: RouteStop(
                 card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer), offer.under_way
@@ -99,7 +99,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # Nodes of which nothing is known but that they have it: this one first, then by id.
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
-        found[name] = AnswerRoute(name, weights, (*ranked, *rest), holders[0][1].size_bytes)
+        found[name] = AnswerRoute(name, meaning, (*ranked, *rest), holders[0][1].size_bytes)
     return found
 
 
@@ -110,26 +110,26 @@ def _token_s(offer: ModelOffer) -> float:
 
 def _meaning(
     name: str,
-    offered: Mapping[Weights, list[tuple[NodeCard, ModelOffer]]],
+    offered: Mapping[Meaning, list[tuple[NodeCard, ModelOffer]]],
     cards: tuple[NodeCard, ...],
-    loaded: Mapping[str, Weights],
-    meanings: Mapping[str, Weights],
-) -> Weights:
+    loaded: Mapping[str, Meaning],
+    meanings: Mapping[str, Meaning],
+) -> Meaning:
     for known in (loaded.get(name), meanings.get(name)):
         if known is not None and known in offered:
             return known
     if len(offered) > 1:
         chosen = _choices(cards, PlanRequest(name, ways=frozenset({ALONE})))
-        best = next(((choice.digest, choice.weights) for choice in chosen), None)
+        best = next((ModelRef(choice.digest, choice.weights) for choice in chosen), None)
         # Of one model with several tokenizers, the one that most nodes have.
-        same = [weights for weights in offered if (weights.digest, weights.format) == best] or list(offered)
-        return min(same, key=lambda weights: (-len(offered[weights]), weights.digest, weights.format, weights.tokenizer))
+        same = [meaning for meaning in offered if meaning.model == best] or list(offered)
+        return min(same, key=lambda one: (-len(offered[one]), one.model.digest, one.model.weights, one.tokenizer))
     return next(iter(offered))
 
 
-def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> tuple[list[NodeId], dict[NodeId, float]]:
+def _order(own: NodeId, cards: tuple[NodeCard, ...], model: ModelRef, own_has_it: bool) -> tuple[list[NodeId], dict[NodeId, float]]:
     """Those that have the model loaded, the best first, and what a typical request takes there."""
-    ranked = _choices(cards, PlanRequest(weights.digest, weights.format, ways=frozenset({ALONE})))
+    ranked = _choices(cards, PlanRequest(model.digest, model.weights, ways=frozenset({ALONE})))
     order = [choice.stages[0].node_id for choice in ranked if choice.stages[0].warm]
     times = {choice.stages[0].node_id: choice.estimate.total_s for choice in ranked if choice.stages[0].warm}
     if own_has_it and own in order and times[own] < WORTH_A_HOP * times[order[0]]:

@@ -19,6 +19,7 @@ from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
+from paceline.core.model import ModelRef
 from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.member.meter import FleetMeter
@@ -41,9 +42,7 @@ PART_BYTES = 1 << 20
 class LoadedModel:
     """What exactly a node has loaded under a name."""
 
-    name: str
-    digest: str
-    weights: str
+    model: ModelRef
     numerics_id: str
     created: int
     """Unix seconds."""
@@ -84,12 +83,12 @@ class GenerateServicer(GenerateServiceServicer):
         if loaded is None:
             await abort(context, _not_here(request.model_id))
         try:
-            digest, packed = await self._models.packed_tokenizer(loaded.name)
+            digest, packed = await self._models.packed_tokenizer(loaded.model.name)
         except PacelineError as error:
             await abort(context, error)
         description = wire.DescribeModelResponse(
-            digest=loaded.digest,
-            quantization=loaded.weights,
+            digest=loaded.model.digest,
+            quantization=loaded.model.weights,
             numerics_id=loaded.numerics_id,
             created_unix=loaded.created,
             max_context=loaded.max_context,
@@ -108,7 +107,7 @@ class GenerateServicer(GenerateServiceServicer):
         if formed and request.grammar.version != VERSION:
             raise UnknownModel(f"Grammars are followed by {VERSION} here, and {printable(request.grammar.version, 100)} is asked for")
         numerics = numerics_asked(loaded.numerics_id, VERSION if formed else None)
-        if (loaded.digest, loaded.weights, numerics) != (request.digest, request.quantization, request.numerics_id):
+        if (loaded.model, numerics) != (ModelRef(request.digest, request.quantization), request.numerics_id):
             raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
         longest = max((len(one.token_ids) for one in request.so_far), default=0)
         if len(request.prompt_ids) + longest > loaded.max_context:  # before as many numbers are made of them
@@ -191,7 +190,7 @@ class LocalModels:
 
     def __init__(self, inference: Inference | None, loaded: tuple[LoadedModel, ...], meter: FleetMeter) -> None:
         self.inference = inference
-        self._loaded = {model.name: model for model in loaded}
+        self._loaded = {one.model.name: one for one in loaded}
         self._meter = meter
         self._up = frozenset(self._loaded)
         """Those whose engine takes requests: they are offered."""
@@ -203,13 +202,13 @@ class LocalModels:
         Args:
             up: those whose engine takes requests.
         """
-        self.inference, self._loaded, self._up = inference, {model.name: model for model in loaded}, frozenset(up)
+        self.inference, self._loaded, self._up = inference, {one.model.name: one for one in loaded}, frozenset(up)
         self._packed = {name: task for name, task in self._packed.items() if name in self._loaded}
 
     @property
     def all(self) -> tuple[LoadedModel, ...]:
         """What is offered now."""
-        return tuple(model for model in self._loaded.values() if model.name in self._up)
+        return tuple(one for name, one in self._loaded.items() if name in self._up)
 
     def find(self, name: str) -> LoadedModel | None:
         """What is loaded under a name."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId, Trust
-from paceline.core.model import LayerRange, LayerSpan, shard_id
+from paceline.core.model import LayerRange, LayerSpan, ModelRef, shard_id
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.machines import (
     Links,
@@ -39,9 +39,7 @@ class WarmShard:
     node_id: NodeId
     instance: bytes
     """Of the node's process: another one has lost the KV."""
-    model_id: str
-    digest: str
-    weights: str
+    model: ModelRef
     numerics_id: str
     state: ShardState
     tokens_per_s: float
@@ -50,17 +48,14 @@ class WarmShard:
     """All of the node's."""
 
     def __str__(self) -> str:
-        return f"{shard_id(self.model_id, self.state.layers)} on {self.node_id}"
+        return f"{shard_id(self.model.name, self.state.layers)} on {self.node_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class CoverRequest:
     """What is to be covered, and by whom it may be."""
 
-    model_id: str
-    digest: str
-    weights: str
-    """Weights format."""
+    model: ModelRef
     layers: LayerRange
     numerics_id: str = ""
     """Only shards that compute these very bytes; empty: any."""
@@ -77,7 +72,7 @@ def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
     """Every shard that the cards of a view say is loaded."""
     return [
         WarmShard(
-            *(card.node_id, card.instance, offer.model_id, offer.digest, offer.weights, offer.numerics_id, offer.shard),
+            *(card.node_id, card.instance, offer.model, offer.numerics_id, offer.shard),
             *(offer.tokens_per_second, card.memory_total_bytes),
         )
         for card in live_cards(view).values()
@@ -97,7 +92,7 @@ def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan]:
         ShardUnavailable: none could, or not so few, or they have no stream free; names the layers.
     """
     named = [shard for shard in shards if _is_allowed(shard, request)]
-    same = [shard for shard in named if (shard.digest, shard.weights) == (request.digest, request.weights)]
+    same = [shard for shard in named if shard.model == request.model]
     free = [shard for shard in same if shard.state.streams_free and request.numerics_id in {"", shard.numerics_id}]
     fewest = sorted(free, key=_farthest, reverse=True)
     parts = _greedy(sorted(fewest, key=lambda shard: shard.state.queue_depth), request.layers)
@@ -122,7 +117,7 @@ def warm_cover(
     shards = warm_shards(cards)
     barred = barred_hosts({shard.node_id for shard in shards}, request, trust)
     wanted = CoverRequest(
-        *(request.title, request.model, request.weights, layers, request.numerics_id),
+        *(ModelRef(request.model, request.weights, request.title), layers, request.numerics_id),
         own=request.orchestrator,
         allow_self=request.orchestrator_layers != 0,
         max_shards=request.max_shards,
@@ -139,7 +134,7 @@ def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
         return False
     if shard.node_id in request.exclude:
         return False
-    return shard.model_id == request.model_id or (shard.digest != "" and shard.digest == request.digest)
+    return shard.model.name == request.model.name or (shard.model.digest != "" and shard.model.digest == request.model.digest)
 
 
 _Farthest = tuple[int, float, int, str, str]
@@ -169,7 +164,7 @@ def _none(
     free: Sequence[WarmShard],
     parts: Sequence[LayerSpan] | None,
 ) -> ShardUnavailable | WeightsMismatch:
-    model = request.model_id[:200]
+    model = request.model.name[:200]
     if parts is not None:
         return ShardUnavailable(
             f"Layers {request.layers} of {model} are loaded on {len(parts)} shards at the least, and a request may use "
@@ -184,14 +179,10 @@ def _none(
             f"Layers {layers} of {model} have no stream free: {_listed(busy)} run as many as they may",
             "Ask again later, or have another machine load them.",
         )
-    others = sorted(
-        f"{shard} ({shard.digest[:12] or 'no digest'}, {shard.weights})"
-        for shard in named
-        if (shard.digest, shard.weights) != (request.digest, request.weights) and _touches(shard, missing)
-    )
+    others = sorted(f"{shard} ({shard.model})" for shard in named if shard.model != request.model and _touches(shard, missing))
     if others:
         return WeightsMismatch(
-            f"Layers {layers} of {model} are loaded with other weights than {request.digest[:12]}, {request.weights}: {_listed(others)}",
+            f"Layers {layers} of {model} are loaded with other weights than {request.model}: {_listed(others)}",
             "Pull the same model on all machines.",
         )
     if any(_touches(shard, missing) for shard in same):
@@ -271,5 +262,5 @@ def _has_any(machine: Machine) -> bool:
 
 
 def _loaded(machine: Machine) -> list[LayerRange]:
-    wanted = (machine.offer.digest, machine.offer.weights)
-    return [each.shard.layers for each in machine.card.models if each.shard is not None and (each.digest, each.weights) == wanted]
+    wanted = machine.offer.model
+    return [each.shard.layers for each in machine.card.models if each.shard is not None and each.model == wanted]

@@ -47,9 +47,9 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
 
 def _cover(fleet: PricedFleet, first: Machine, layers: LayerRange) -> CoverRequest:
     """What loaded shards are to cover behind an orchestrator. Its own count in need, where it may hold layers at all."""
-    offer, request = first.offer, fleet.request
+    request = fleet.request
     return CoverRequest(
-        *(offer.model_id, offer.digest, offer.weights, layers, request.numerics_id, first.node_id),
+        *(first.offer.model, layers, request.numerics_id, first.node_id),
         allow_self=fleet.in_need and request.orchestrator_layers != 0,
         max_shards=request.max_shards,
     )

@@ -15,6 +15,7 @@ from tests.fakes.scripted_inference import ScriptedInference
 from tests.unit.net.member.nodes import in_loop, make_node
 
 from paceline.core.clock import SystemClock
+from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.messages import PassedCard
 from paceline.machine.weights import give_weights
@@ -111,7 +112,7 @@ class Unseen:
 
 
 def serving(node: FleetNode, home: Home) -> list[object]:
-    models = LocalModels(ScriptedInference(), (LoadedModel("echo", "d", "", "", 0, 4096),), node.meter)
+    models = LocalModels(ScriptedInference(), (LoadedModel(ModelRef("d", "", "echo"), "", 0, 4096),), node.meter)
     shards = ShardServing(node, Unseen(), Hosting(threads=1), home, SystemClock())
     return [
         lambda _: generate_service(models),

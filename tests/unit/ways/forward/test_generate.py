@@ -16,6 +16,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
 from paceline.core.ids import NodeId, RequestId
+from paceline.core.model import ModelRef
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.ways.forward import client as generate_client
@@ -25,7 +26,7 @@ from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.routes import RouteStop
 from paceline.ways.forward.service import GenerateServicer, LoadedModel
 
-LOADED = LoadedModel("m", "d", "int4", "n", 0, 512)
+LOADED = LoadedModel(ModelRef("d", "int4", "m"), "n", 0, 512)
 REQUEST = GenerationRequest(RequestId("r"), (1, 2), 8, so_far={0: (3, 4)})
 
 
@@ -40,7 +41,7 @@ class Slow:
         """Notices that were due."""
 
     def find(self, name: str) -> LoadedModel | None:
-        return LOADED if name == LOADED.name else None
+        return LOADED if name == LOADED.model.name else None
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         raise NotImplementedError(name)

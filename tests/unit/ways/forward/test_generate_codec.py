@@ -20,6 +20,7 @@ from paceline.core.generation import (
     TokenLogprob,
 )
 from paceline.core.ids import RequestId
+from paceline.core.model import ModelRef
 from paceline.net.wire import generate_pb2 as wire
 from paceline.ways.forward.codec import MAX_N, read_chunks, read_request, write_chunks, write_request
 
@@ -81,7 +82,7 @@ news = st.builds(
 
 @given(requests)
 def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
-    message = wire.GenerateRequest.FromString(write_request("m", "d", "int4", "id", request).SerializeToString())
+    message = wire.GenerateRequest.FromString(write_request(ModelRef("d", "int4", "m"), "id", request).SerializeToString())
     assert read_request(message, ID) == request
     assert (message.model_id, message.digest, message.quantization) == ("m", "d", "int4")
     assert message.numerics_id.startswith("id" if request.grammar is None else "id, llguidance ")

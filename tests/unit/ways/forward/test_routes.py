@@ -8,17 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.ids import NodeId
+from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.ways.forward.routes import Weights, routes
+from paceline.ways.forward.routes import Meaning, routes
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
-ONE, OTHER = Weights("1" * 64, "int4"), Weights("2" * 64, "int4")
+ONE, OTHER = Meaning(ModelRef("1" * 64, "int4")), Meaning(ModelRef("2" * 64, "int4"))
 
 
-def offer(speed: float, weights: Weights = ONE, name: str = "m", **changes: object) -> ModelOffer:
-    base = ModelOffer(name, Role.VERIFIER, weights.format, speed, 10 * speed, weights.digest, True, "numerics", True, 98_000_000, SHAPE)
+def offer(speed: float, meaning: Meaning = ONE, name: str = "m", **changes: object) -> ModelOffer:
+    base = ModelOffer(
+        name, Role.VERIFIER, meaning.model.weights, speed, 10 * speed, meaning.model.digest, True, "numerics", True, 98_000_000, SHAPE
+    )
     return replace(base, **changes)
 
 
@@ -26,8 +29,8 @@ def card(node_id: NodeId, *offers: ModelOffer) -> NodeCard:
     return NodeCard(node_id, 1, (f"{node_id}:1",), b"i", 120, 0, memory_total_bytes=1 << 34, memory_free_bytes=1 << 33, models=offers)
 
 
-def order(own: NodeId, *cards: NodeCard, meanings: dict[str, Weights] | None = None) -> list[str]:
-    loaded = {o.model_id: Weights(o.digest, o.weights) for c in cards if c.node_id == own for o in c.models if o.warm}
+def order(own: NodeId, *cards: NodeCard, meanings: dict[str, Meaning] | None = None) -> list[str]:
+    loaded = {o.model_id: Meaning(o.model) for c in cards if c.node_id == own for o in c.models if o.warm}
     found = routes(Eligible(Use.ANSWER, own, cards), loaded, meanings or {})
     return [stop.node_id for stop in found["m"].stops] if "m" in found else []
 
@@ -56,7 +59,7 @@ def test_only_models_that_run_and_verify_are_on_a_route() -> None:
 def test_other_weights_under_the_same_name_are_another_model() -> None:
     cards = (card(A, offer(50)), card(B, offer(300, OTHER)))
     assert order(A, *cards) == ["a"]
-    assert order(A, card(A, offer(50)), card(B, offer(300, replace(ONE, format="bf16")))) == ["a"]
+    assert order(A, card(A, offer(50)), card(B, offer(300, Meaning(ModelRef("1" * 64, "bf16"))))) == ["a"]
 
 
 def test_a_name_keeps_its_meaning_while_somebody_offers_it() -> None:

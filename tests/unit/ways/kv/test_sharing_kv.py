@@ -19,6 +19,7 @@ from tests.unit.ways.pipeline.host.test_serving import nodes
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId, Trust
+from paceline.core.model import ModelRef
 from paceline.fleet.eligibility import Use
 from paceline.net.channels import Purpose
 from paceline.net.wire import kv_pb2 as wire
@@ -133,7 +134,7 @@ async def test_a_guest_s_request_is_computed_apart_and_a_member_s_with_this_node
     async with nodes(fleet, ("a", new_home("a"), None)) as (a,):
         asker = make_node(fleet, tmp_path, "asker", trust=trust)
         local, scripted = a.inference._local, ScriptedInference()  # pyright: ignore[reportPrivateUsage]
-        loaded = LoadedModel("echo", "d", "", "", 0, 4096)
+        loaded = LoadedModel(ModelRef("d", "", "echo"), "", 0, 4096)
         local.show(scripted, [loaded], {"echo"})
         monkeypatch.setattr(local, "generate", lambda model, request: seen.append(request) or scripted.generate(model, request))
         channel = asker.pool.get(Purpose.STREAM, a.fleet.addresses[0], a.fleet.identity.member)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, LayerSpan
+from paceline.core.model import LayerRange, LayerSpan, ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
 from paceline.ways.pipeline.cover import CoverRequest, WarmShard, pick, warm_shards
 
@@ -22,11 +22,11 @@ DIGEST = "d" * 64
 def shard(node: str, first: int, last: int, *, queue: int = 0, streams: int = 0, rate: float = 10.0, memory: int = 1 << 30) -> WarmShard:
     """Layers `first` to `last`, both counted."""
     state = ShardState(LayerRange(first, last + 1), max_streams=4, streams=streams, queue_depth=queue)
-    return WarmShard(NodeId(node), b"i", "m", DIGEST, "int4", "n", state, rate, memory)
+    return WarmShard(NodeId(node), b"i", ModelRef(DIGEST, "int4", "m"), "n", state, rate, memory)
 
 
 def wanted(n_layers: int = 16) -> CoverRequest:
-    return CoverRequest("m", DIGEST, "int4", LayerRange(0, n_layers))
+    return CoverRequest(ModelRef(DIGEST, "int4", "m"), LayerRange(0, n_layers))
 
 
 def route(cover: Sequence[LayerSpan]) -> list[str]:
@@ -106,7 +106,8 @@ def test_what_is_not_covered_is_named(shards: list[WarmShard], says: str) -> Non
 
 @pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"weights": "int8"}, {"digest": ""}])
 def test_other_weights_are_a_mismatch_only_where_nothing_else_covers(change: dict[str, str]) -> None:
-    good, other = shard("a", 0, 7), replace(shard("b", 8, 15, rate=99.0), **change)
+    good, other = shard("a", 0, 7), shard("b", 8, 15, rate=99.0)
+    other = replace(other, model=replace(other.model, **change))
     with pytest.raises(WeightsMismatch, match=r"Layers 8-15 of m are loaded with other weights than dddddddddddd, int4: m:8-15 on b"):
         pick([good, other], wanted())
     assert route(pick([good, other, shard("c", 8, 15)], wanted())) == ["a 0-7", "c 8-15"]
@@ -114,9 +115,9 @@ def test_other_weights_are_a_mismatch_only_where_nothing_else_covers(change: dic
 
 def test_another_model_is_nobodys_mismatch() -> None:
     with pytest.raises(ShardUnavailable):
-        pick([replace(shard("a", 0, 15), model_id="x", digest="e" * 64)], wanted())
+        pick([replace(shard("a", 0, 15), model=ModelRef("e" * 64, "int4", "x"))], wanted())
     # The same weights under another name are the same weights.
-    assert route(pick([replace(shard("a", 0, 15), model_id="x")], wanted())) == ["a 0-15"]
+    assert route(pick([replace(shard("a", 0, 15), model=ModelRef(DIGEST, "int4", "x"))], wanted())) == ["a 0-15"]
 
 
 def test_only_what_is_loaded_counts() -> None:

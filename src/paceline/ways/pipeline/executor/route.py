@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from paceline.core.ids import NodeId
-from paceline.core.model import ActivationDtype, LayerRange, LayerSpan, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, LayerSpan, ModelRef, WeightsFormat
 from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.stage import StageBatch
 
@@ -107,6 +107,11 @@ class StageRequest:
     """How often the stage says how far it is."""
     kv: bytes = b""
     """Names the session's KV: it outlives the session for a while, and the caller's next session of that name goes on with it. Empty: it does not."""
+
+    @property
+    def model(self) -> ModelRef:
+        """Which one it is of."""
+        return ModelRef(self.digest, self.weights, self.model_id)
 
 
 @dataclass(frozen=True, slots=True)

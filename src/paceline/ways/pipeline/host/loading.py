@@ -23,7 +23,7 @@ from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.manifest import ModelPart
-from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import LayerRange, ModelRef, ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.eligibility import MayGiveWeights
@@ -88,7 +88,7 @@ class LoadMeter:
 RETRY_S = 120.0
 """For so long. A caller that is there has them tried at once."""
 
-Held = tuple[str, WeightsFormat, LayerRange]
+Held = tuple[ModelRef, LayerRange]
 """Layers of a model, by its digest, in one format."""
 
 
@@ -118,7 +118,7 @@ class FailedLoads:
 
 
 def _held(request: StageRequest) -> Held:
-    return request.digest, request.weights, request.layers
+    return request.model, request.layers
 
 
 logger = logging.getLogger(__name__)

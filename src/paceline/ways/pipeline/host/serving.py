@@ -60,14 +60,14 @@ class ShardOffers:
         if loaded is None:
             done, total = shard.meter.progress
             state = ShardState(shard.layers, shard.max_streams, loaded_percent=20 * done // total * 5)
-            return ModelOffer(shard.model_id, Role.SHARD, str(shard.weights), digest=shard.digest, shard=state)
-        key = SpeedKey(shard.digest, shard.weights, self._threads)
+            return ModelOffer(shard.model.name, Role.SHARD, str(shard.weights), digest=shard.model.digest, shard=state)
+        key = SpeedKey(shard.model.digest, shard.weights, self._threads)
         if key not in self._known:
             self._known[key] = self._speeds.find(key)
         runner = loaded.runner
         known = self._known[key] or Speed(0.0, 0.0, "", holds_identity=False, vocabulary="")
         speed = replace(known, numerics_id=runner.numerics_id, holds_identity=runner.holds_identity)
-        model = WarmModel(loaded.name, shard.digest, shard.weights, loaded.shape, loaded.spec.max_context, loaded.size_bytes, speed)
+        model = WarmModel(loaded.name, shard.model.digest, shard.weights, loaded.shape, loaded.spec.max_context, loaded.size_bytes, speed)
         state = ShardState(shard.layers, shard.max_streams, len(shard.claims), shard.queue_depth, loaded.memory_bytes)
         return shard_offer(model, state)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat, shard_id
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelRef, ModelSpec, shard_id
 from paceline.engine.local import LayerRunner
 from paceline.fleet.card import ModelShape
 from paceline.ways.pipeline.executor.route import StageRequest
@@ -116,8 +116,7 @@ class Shard:
     """
 
     def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
-        self.model_id = request.model_id
-        self.digest, self.weights, self.layers = request.digest, request.weights, request.layers
+        self.model, self.weights, self.layers = request.model, request.weights, request.layers
         self.max_streams = max_streams
         self.claims: set[ShardClaim] = set()
         self.used_at = now
@@ -135,7 +134,7 @@ class Shard:
 
     @property
     def shard_id(self) -> str:
-        return shard_id(self.digest[:12] if self.loaded is None else self.loaded.name, self.layers)
+        return shard_id(self.model.digest[:12] if self.loaded is None else self.loaded.name, self.layers)
 
     @property
     def is_idle(self) -> bool:
@@ -162,10 +161,10 @@ class Shard:
     def memory_bytes(self) -> int:
         return 0 if self.loaded is None else self.loaded.memory_bytes
 
-    def holds(self, digest: str, weights: WeightsFormat, layers: LayerRange) -> bool:
+    def holds(self, model: ModelRef, layers: LayerRange) -> bool:
         """Whether these layers are among its own."""
         mine = self.layers
-        return (self.digest, self.weights) == (digest, weights) and mine.start <= layers.start and layers.stop <= mine.stop
+        return self.model == model and mine.start <= layers.start and layers.stop <= mine.stop
 
     def suits(self, request: StageRequest) -> bool:
         """Whether it is large enough for a request, were it the only one."""

@@ -199,7 +199,7 @@ class WarmShards:
 
     def _holding(self, request: StageRequest) -> Shard | None:
         """The shard that has the layers: one with a free stream first, then the smallest."""
-        found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
+        found = [shard for shard in self._shards if shard.holds(request.model, request.layers)]
         return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
 
     def _claimed(self, shard: Shard, kv: KvName | None) -> ShardClaim:

@@ -376,7 +376,7 @@ def build_engine_over(
         undo.callback(executor.close)
         # An answer that began goes on with less, where machines that take over have less.
         opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
-        model = replace(setup.served(head, kv, clock), fingerprint=fingerprint_of(digest, weights, executor.numerics_id))
+        model = replace(setup.served(head, kv, clock), fingerprint=fingerprint_of(setup.model, executor.numerics_id))
         # Where stages may be unlike, what comes after a failover may be other bytes than before it: no other node's are the same, not even its own.
         holds_identity = head.holds_identity and not asked.allow_unlike
         speed = Speed(planned.estimate.tokens_per_s, 0.0, executor.numerics_id, holds_identity, vocabulary_id(opened.tokenizer))

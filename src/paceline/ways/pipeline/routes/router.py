@@ -23,7 +23,7 @@ from paceline.core.background import in_background_of
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineError, PipelineStalled, PlacementError, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, LayerRange, LayerSpan
+from paceline.core.model import BLOCK_TOKENS, LayerRange, LayerSpan, ModelRef
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.client import warm_layers
 from paceline.ways.pipeline.cover import spares_for
@@ -96,7 +96,7 @@ def _same_bytes(card: NodeCard, wanted: Wanted) -> bool:
     request = wanted.request
     if not request.numerics_id:
         return True
-    own = {offer.numerics_id for offer in card.models if (offer.digest, offer.weights) == (request.model, request.weights)}
+    own = {offer.numerics_id for offer in card.models if offer.model == ModelRef(request.model, request.weights)}
     return own <= {"", request.numerics_id}
 
 
