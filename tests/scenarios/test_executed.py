@@ -85,7 +85,7 @@ class Node:
         """Whom the engine asks for drafts where none was named."""
         offer = self.fleet_text.cards[self.node_id].models[0]
         view = FleetView(self.node_id, tuple(LiveCard(card, 0.0, trust=self.fleet_text.trust[card.node_id]) for card in self.cards()))
-        found = drafters(TrustPolicy().eligible(view, Use.DRAFT), Verifier(self.node_id, offer.digest, offer.weights, offer.vocabulary), "")
+        found = drafters(TrustPolicy().eligible(view, Use.DRAFT), Verifier(self.node_id, offer.model, offer.vocabulary), "")
         return f"{found[0].node_id} drafting with {found[0].model_id}"
 
 

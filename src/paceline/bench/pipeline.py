@@ -183,8 +183,8 @@ def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, st
     own = LayerRange(0, stages[0].layers.start)
     here = (Pin(node.node_id, own),) if own else ()
     request = PlanRequest(
-        built.warm.digest,
-        built.warm.weights,
+        built.warm.model.digest,
+        built.warm.model.weights,
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
         ways=frozenset({PIPELINE}),

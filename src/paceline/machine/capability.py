@@ -20,7 +20,7 @@ from paceline.backends import table
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import PacelineError
 from paceline.core.ids import NodeId
-from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.model import ModelRef, ModelSpec
 from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
@@ -43,9 +43,7 @@ MOST_STEPS = 8
 class WarmModel:
     """A model that is loaded and serving here."""
 
-    name: str
-    digest: str
-    weights: WeightsFormat
+    model: ModelRef
     shape: ModelShape
     context: int
     """As served: memory may allow less than the model's own."""
@@ -88,14 +86,14 @@ class LocalOffers:
 
     def offers(self, warm: Sequence[WarmModel] = (), beside: Sequence[ModelLocation] = ()) -> tuple[ModelOffer, ...]:
         """Every model that could run here, those that do first; of those that lie elsewhere than in the home, the ones named."""
-        loaded = {(name, str(model.weights)) for model in warm for name in (model.digest, model.name)}
+        loaded = {(name, one.model.weights) for one in warm for name in (one.model.digest, one.model.name)}
         here = locations(self._home)
         known = {location.path for location in here}
         here += [location for location in beside if location.path not in known]
         cold = [offer for location in here for offer in self._offers(location)]
         files = {offer.digest: offer.files for offer in cold}
         return (
-            *(replace(warm_offer(model), files=files.get(model.digest, "")) for model in warm),
+            *(replace(warm_offer(one), files=files.get(one.model.digest, "")) for one in warm),
             *(offer for offer in cold if (offer.digest or offer.model_id, offer.weights) not in loaded),
         )
 
@@ -111,7 +109,9 @@ class LocalOffers:
                 weights = kind.format_unasked
                 shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, device=kind))
                 speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
-                found.append(replace(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed), files=head.files_digest))
+                found.append(
+                    replace(_offer(ModelRef(head.digest, weights, location.name), shape, head.size_bytes, speed), files=head.files_digest)
+                )
         except (PacelineError, OSError) as error:
             logger.debug("%s is not offered: %s", location.name, error)
         return found
@@ -130,12 +130,12 @@ class LocalOffers:
         return head
 
 
-def warm_offer(model: WarmModel) -> ModelOffer:
+def warm_offer(warm: WarmModel) -> ModelOffer:
     """A model that serves, as a card says it."""
-    offer = _offer(model.name, model.digest, model.weights, model.shape, model.size_bytes, model.speed)
+    offer = _offer(warm.model, warm.shape, warm.size_bytes, warm.speed)
     assert offer.shape is not None
-    shape = replace(offer.shape, max_context=model.context)
-    return replace(offer, warm=True, tokenizer=model.tokenizer, shape=shape, steps=model.steps, drafts=model.drafts)
+    shape = replace(offer.shape, max_context=warm.context)
+    return replace(offer, warm=True, tokenizer=warm.tokenizer, shape=shape, steps=warm.steps, drafts=warm.drafts)
 
 
 def as_served(model: WarmModel, stats: EngineStats, drafts: tuple[MeasuredDraft, ...]) -> WarmModel:
@@ -209,8 +209,8 @@ class _Stopped(Exception):
     """Raised inside a file that is being read."""
 
 
-def _offer(name: str, digest: str, weights: WeightsFormat, shape: ModelShape, size_bytes: int, speed: Speed | None) -> ModelOffer:
-    offer = ModelOffer(name, Role.VERIFIER, str(weights), digest=digest, size_bytes=size_bytes, shape=shape)
+def _offer(model: ModelRef, shape: ModelShape, size_bytes: int, speed: Speed | None) -> ModelOffer:
+    offer = ModelOffer(model.name, Role.VERIFIER, str(model.weights), digest=model.digest, size_bytes=size_bytes, shape=shape)
     if speed is None:
         return offer
     return replace(

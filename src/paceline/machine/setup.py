@@ -196,7 +196,7 @@ class Setup:
         source = self.opened.weights
         size = sum(source.nbytes(name) for name in source.names())
         shape = model_shape(self.opened.spec, self.weights, source.type_of, self.kernels)
-        return WarmModel(self.opened.name, self.digest, self.weights, shape, kv.context, size, speed, self._tokenizer)
+        return WarmModel(self.model, shape, kv.context, size, speed, self._tokenizer)
 
 
 def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:

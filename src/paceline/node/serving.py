@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
-from paceline.core.model import ModelRef
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
@@ -237,9 +236,9 @@ class FleetServing:
         """What an engine that failed had loaded is offered to no one until there is another."""
         nodes = self.models.nodes
         warm = [(node, node.warm) for node in nodes if node.warm is not None]
-        up = [model for node, model in warm if node.host.is_up]
+        up = [one for node, one in warm if node.host.is_up]
         serves = self.models if nodes or self.models.on_demand else None
-        self._local.show(serves, [_loaded(node, model) for node, model in warm], {model.name for model in up})
+        self._local.show(serves, [_loaded(node, one) for node, one in warm], {one.model.name for one in up})
         self._portrait.show(tuple(up))
         known = {location.path for location in self._beside}
         self._beside += [node.location for node in nodes if node.location is not None and node.location.path not in known]
@@ -277,15 +276,9 @@ class FleetServing:
         await asyncio.gather(*(task for task in (self._learning, self._showing) if task is not None), return_exceptions=True)
 
 
-def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
-    return LoadedModel(
-        ModelRef(model.digest, str(model.weights), model.name),
-        model.speed.numerics_id,
-        node.model.created,
-        model.context,
-        model.tokenizer,
-        model.speed.holds_identity,
-    )
+def _loaded(node: BuiltNode, warm: WarmModel) -> LoadedModel:
+    speed = warm.speed
+    return LoadedModel(warm.model, speed.numerics_id, node.model.created, warm.context, warm.tokenizer, speed.holds_identity)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from tests.unit.ways.draft.proposers import Scripted
 from tests.unit.ways.pipeline.host.test_serving import Homes, nodes
 
 from paceline.core.clock import SystemClock
-from paceline.core.model import WeightsFormat
+from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.machine.capability import WarmModel
 from paceline.machine.speed import Speed
@@ -78,7 +78,7 @@ async def test_a_page_of_a_node_in_a_fleet_with_a_pipeline_layers_for_others_and
     async with nodes(TestFleet(), ("other", new_home("other"), None), ("node", new_home("node"), Hosting(threads=1))) as (_, node):
         drafts = NodeDrafts("draft", SystemClock(), in_fleet=True)
         speed = Speed(1.0, 1.0, "test", holds_identity=True, vocabulary="")
-        warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
+        warm = WarmModel(ModelRef("d" * 64, "int4", "echo"), SHAPE, 100, 1 << 20, speed)
         node.drafting.attach(drafts, warm, ByteTokenizer(), EngineStats)
         node.drafting._pool.add("draft", Scripted())  # pyright: ignore[reportPrivateUsage]
         drafts.meter.of("draft")

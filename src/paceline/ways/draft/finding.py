@@ -19,6 +19,7 @@ import grpc.aio
 
 from paceline.core.errors import NodeUnreachable, PacelineError, PlacementError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import NodeId
+from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayDraft, Use
 from paceline.fleet.machines import Links, live_cards, sensible
@@ -164,8 +165,7 @@ class Verifier:
     """The model that is drafted for, on this machine."""
 
     node_id: NodeId
-    digest: str
-    weights: str
+    model: ModelRef
     vocabulary: str
     """Hash of its tokens."""
 
@@ -193,7 +193,7 @@ def drafters(
     ways = frozenset({DRAFT} if model_id or on is not None else {DRAFT, ALONE})
     planned = plan(
         able.values(),
-        PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), proposer=on, draft_model=model_id),
+        PlanRequest(verifier.model.digest, verifier.model.weights, ways=ways, pins=(Pin(own),), proposer=on, draft_model=model_id),
         (Alone(), Drafted()),
     )
     links = Links(able)

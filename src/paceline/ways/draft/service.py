@@ -193,7 +193,7 @@ class DraftService:
         if drafts is None or warm is None or drafts in self._drafts:
             return
         self._drafts.append(drafts)
-        verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
+        verifier = Verifier(self._fleet.node_id, warm.model, warm.speed.vocabulary)
         connections = FleetConnections(self._fleet, self._pool)
         drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), connections.open)
 

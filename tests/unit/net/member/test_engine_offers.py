@@ -20,7 +20,7 @@ from tests.unit.ways.pipeline.host.test_serving import card_of, nodes
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, WayNotAllowed
 from paceline.core.inference import ServedModel
-from paceline.core.model import WeightsFormat
+from paceline.core.model import ModelRef
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import ModelShape, Role
@@ -38,7 +38,7 @@ SHAPE = ModelShape(n_layers=2, hidden=64, layer_bytes=1 << 16, edge_bytes=1 << 1
 def built(*engines: EchoEngine, way: str = "alone", tokens_per_second: float = 10.0) -> BuiltNode:
     """A node with an engine, and those that take its place."""
     speed = Speed(tokens_per_second, 100.0, "n" * 16, holds_identity=True, vocabulary="v" * 32)
-    warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
+    warm = WarmModel(ModelRef("d" * 64, "int4", "echo"), SHAPE, 100, 1 << 20, speed)
     host = host_of(engines[0], 4, *engines[1:], way=way)
     return BuiltNode(host, ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp"), (), "echo", warm)
 
@@ -105,7 +105,7 @@ async def test_every_model_that_is_loaded_is_on_the_card_for_as_long_as_it_is(ne
     def named(name: str, engine: EchoEngine) -> BuiltNode:
         model = ServedModel(name, 0, 100, cast("Tokenizer", None), "fp")
         host = EngineHost(engine, engine.close, model, config, SystemClock())
-        warm = WarmModel(name, name * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
+        warm = WarmModel(ModelRef(name * 64, "int4", name), SHAPE, 100, 1 << 20, speed)
         return BuiltNode(host, model, (), name, warm, ModelLocation(name, Path(f"/nowhere/{name}")))
 
     def offered(viewer: FleetServing) -> set[str]:

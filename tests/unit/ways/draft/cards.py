@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.ids import NodeId
+from paceline.core.model import ModelRef
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.ways.draft.finding import Verifier
 
@@ -13,7 +14,7 @@ VERIFIER = ModelOffer("big", Role.VERIFIER, "int4", 50.0, 400.0, "d" * 64, warm=
 SMALL = replace(VERIFIER, model_id="small", role=Role.PROPOSER, tokens_per_second=200.0, digest="e" * 64)
 LOOKUP = ModelOffer("ngram", Role.PROPOSER, "")
 """What older nodes offer: each looks its own prompts up."""
-A = Verifier(NodeId("a"), "d" * 64, "int4", "v")
+A = Verifier(NodeId("a"), ModelRef("d" * 64, "int4"), "v")
 
 
 def card(name: str, *offers: ModelOffer, rtt_s: float = 0.001) -> NodeCard:

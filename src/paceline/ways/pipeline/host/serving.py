@@ -67,7 +67,7 @@ class ShardOffers:
         runner = loaded.runner
         known = self._known[key] or Speed(0.0, 0.0, "", holds_identity=False, vocabulary="")
         speed = replace(known, numerics_id=runner.numerics_id, holds_identity=runner.holds_identity)
-        model = WarmModel(loaded.name, shard.model.digest, shard.weights, loaded.shape, loaded.spec.max_context, loaded.size_bytes, speed)
+        model = WarmModel(replace(shard.model, name=loaded.name), loaded.shape, loaded.spec.max_context, loaded.size_bytes, speed)
         state = ShardState(shard.layers, shard.max_streams, len(shard.claims), shard.queue_depth, loaded.memory_bytes)
         return shard_offer(model, state)
 
