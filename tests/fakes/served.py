@@ -20,7 +20,7 @@ from paceline.server.settings import ServerSettings, TlsFiles
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=Inference)
-BOUND_S = 30
+BOUND_S = 100
 """Longest wait for anything a test waits for; reached only when it fails."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.fleet.machines import until
+from tests.fleet.machines import BOUND_S, until
 
 from paceline.bench.fault import answer, requests
 from paceline.bench.local_fleet import LocalFleet
@@ -120,7 +120,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
         process.stdin.close()
         process.stdout.read()
         process.stdout.close()
-        process.wait(30)
+        process.wait(BOUND_S)
 
 
 def _other_node(parent: int) -> int:

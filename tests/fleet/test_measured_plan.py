@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from tests.fleet.machines import EMPTY, free_port, machines, token_in, until
+from tests.fleet.machines import BOUND_S, EMPTY, free_port, machines, token_in, until
 
 from paceline.machine.settings import DEFAULT_MODEL
 from paceline.store.home import Home
@@ -48,7 +48,7 @@ def test_a_drafter_that_is_always_wrong_loses_its_place(tmp_path: Path) -> None:
         }
 
         def answered() -> bool:
-            httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+            httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=BOUND_S).raise_for_status()
             return "b" in shares()
 
         until(answered)

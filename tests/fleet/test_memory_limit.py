@@ -59,5 +59,5 @@ def test_it_ends_with_what_runs_in_it() -> None:
         pytest.skip(str(error))
     with limit:
         process = subprocess.Popen([*limit.prefix, "sleep", "600"])
-    assert process.wait(10) != 0
+    assert process.wait(60) != 0
     assert not limit.folder.exists()

@@ -85,7 +85,7 @@ def answer(url: str, body: dict[str, Any], tally: Tally | None = None) -> tuple[
 
 def metrics(url: str) -> dict[str, float]:
     """Samples without labels."""
-    with urlopen(f"{url}/metrics", timeout=10) as page:
+    with urlopen(f"{url}/metrics", timeout=60) as page:
         found = re.findall(r"^(paceline_\w+) (\S+)$", page.read().decode(), re.MULTILINE)
     return {name: float(value) for name, value in found}
 
