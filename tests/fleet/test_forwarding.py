@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import openai
 import pytest
 from tests.fakes.api_clients import openai_client
-from tests.fleet.machines import EMPTY, Machine, until
+from tests.fleet.machines import BOUND_S, EMPTY, Machine, until
 
 MODEL = "smollm2-135m"
 SMALL = ("--fleet-port", "0", "--context", "512", "--kv-tokens", "4096")
@@ -33,7 +33,7 @@ def client_of(machine: Machine) -> openai.OpenAI:
 
 
 def metric(machine: Machine, name: str) -> float:
-    with urlopen(f"{machine.node.url}/metrics", timeout=10) as page:
+    with urlopen(f"{machine.node.url}/metrics", timeout=BOUND_S) as page:
         lines = [line for line in page.read().decode().splitlines() if line.startswith(f"{name} ")]
     return float(lines[0].rpartition(" ")[2])
 
@@ -69,8 +69,7 @@ def test_the_answer_is_the_one_that_the_other_machine_gives(pair: Pair) -> None:
         client.completions.create(model=MODEL, prompt=["One, two,", "A, b,"], max_tokens=8, temperature=0) for client in (there, here)
     ]
     assert completions[0].choices == completions[1].choices
-    assert metric(pair.asked, "paceline_fleet_forwarded_total") >= 6
-    assert metric(pair.runs, "paceline_fleet_served_total") >= 6
+    until(lambda: metric(pair.asked, "paceline_fleet_forwarded_total") >= 6 and metric(pair.runs, "paceline_fleet_served_total") >= 6)
 
 
 def test_a_request_says_what_is_drafted_with_wherever_it_runs(pair: Pair) -> None:
@@ -105,12 +104,13 @@ def test_errors_keep_their_type(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_ends_the_generation_over_there(pair: Pair) -> None:
-    stream = pair.client.chat.completions.create(**ASK, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    assert metric(pair.runs, "paceline_requests_running") == 1
-    stream.close()
-    until(lambda: metric(pair.runs, "paceline_requests_running") == 0)
-    assert metric(pair.runs, "paceline_kv_blocks_used") == 0
+    def left_while_it_ran() -> bool:
+        with pair.client.chat.completions.create(**ASK, max_tokens=400, stream=True, extra_body={"ignore_eos": True}) as stream:
+            next(iter(stream))
+            return metric(pair.runs, "paceline_requests_running") == 1
+
+    until(left_while_it_ran)  # on a busy processor an answer may be over before it is looked at
+    until(lambda: metric(pair.runs, "paceline_requests_running") == 0 and metric(pair.runs, "paceline_kv_blocks_used") == 0)
 
 
 def test_a_machine_lost_in_mid_answer_is_waited_for_and_its_model_goes_with_its_card(pair: Pair) -> None:
