@@ -92,7 +92,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
         url = next((found[1] for line in process.stdout if (found := re.search(r"Ready at (http://\S+)/v1", line))), None)
         assert url is not None
         with httpx.Client(base_url=url, timeout=120) as http:
-            body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
             right = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
             text, told = "", list[str]()
             body |= {"stream": True, "stream_options": {"include_events": True}}

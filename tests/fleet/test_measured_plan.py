@@ -37,9 +37,8 @@ def test_a_drafter_that_is_always_wrong_loses_its_place(tmp_path: Path) -> None:
             return {draft.node_id: draft.acceptance for offer in card.models for draft in offer.drafts}
 
         until(lambda: drafter() == "b")
-        before = planned().splitlines()
-        assert "b drafting" in next(line for line in before if line.startswith("a"))
-        assert any("60% accepted (estimated)" in line for line in before)
+        until(lambda: "b drafting" in next(line for line in planned().splitlines() if line.startswith("a")))
+        assert "60% accepted (estimated)" in planned()
         body = {
             "model": DEFAULT_MODEL,
             "messages": [{"role": "user", "content": "Tell me a long story."}],

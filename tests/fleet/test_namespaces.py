@@ -130,7 +130,7 @@ def whole(fleet: Fleet) -> Iterator[None]:
 
 
 def test_five_nodes_that_joined_converge(fleet: Fleet) -> None:
-    assert fleet.watcher.agree(*NAMES)
+    until(lambda: fleet.watcher.agree(*NAMES))
     said = fleet.nodes["n3"].status()
     assert [node["node_id"] for node in said["nodes"]] == list(NAMES)
     assert [node["addresses"] for node in said["nodes"]] == [[f"{fleet.net.address(name)}:8154"] for name in NAMES]

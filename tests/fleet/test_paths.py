@@ -62,4 +62,4 @@ def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:
         for machine in (o, h):
             held = Process(machine.node.process.pid).net_connections("tcp")
             here = {one.status for one in held if one.laddr.port == given[machine.name]}
-            assert here == {"LISTEN", "ESTABLISHED"}
+            assert here >= {"LISTEN", "ESTABLISHED"}

@@ -414,7 +414,7 @@ class KvSharing:
                 return "none"
             work = partial(receiving.run, fetch, kv.block_bytes)
             await self._loop.run_in_executor(self._threads, work)
-            return "part"
+            return "left"  # or all that was wanted came, which is counted as whole
         finally:
             receiving.close()
 
