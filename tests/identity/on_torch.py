@@ -8,8 +8,8 @@ import sys
 from paceline.backends import torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
+from paceline.backends.torch.linear import onednn_isa
 from paceline.backends.torch.loading import cuts_agree, seeded_rows
-from paceline.backends.torch.processor import onednn_isa
 from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
 
 SPEC = ModelSpec(

@@ -11,11 +11,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
-from paceline.backends.choice import part_bytes, torch_formats
+from paceline.backends.holding import kv_group, part_bytes, torch_formats, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
-from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends import cpu
-from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
+from paceline.backends.holding import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats, working_bytes
 from paceline.backends.memory import MIB, available_bytes, human
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
-from paceline.backends.working import working_bytes
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape

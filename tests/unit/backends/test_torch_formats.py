@@ -14,7 +14,7 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
-from paceline.backends.choice import part_bytes, torch_bytes, torch_formats
+from paceline.backends.holding import part_bytes, torch_bytes, torch_formats
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, PromptWeights
 from paceline.backends.quantize import to_grouped

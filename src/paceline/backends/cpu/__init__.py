@@ -113,12 +113,12 @@ def load(
     if lowering is not None:
         use_lowering(lowering)
     kernel_cache.use(options.kernel_cache)
-    from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
     from paceline.backends.cpu.pack import packer
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
     from paceline.backends.cpu.weights import pack_model
+    from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
 
     form_of = forms_by(options.weights, source.type_of)
     weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)

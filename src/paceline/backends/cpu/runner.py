@@ -21,7 +21,7 @@ from paceline.backends.cpu.rows import embed_rows, reader
 from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
-from paceline.backends.working import cutter_of, product_bytes, thread_bytes
+from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import GROUP, rope_tables

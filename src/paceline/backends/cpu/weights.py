@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.choice import FormOf
 from paceline.backends.cpu import step
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.cpu.sizes import CACHE_LINE, aligned
+from paceline.backends.holding import FormOf
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import blocks_of, slabs, tensor_shape, to_bf16_bits, to_float32
 from paceline.core.errors import UnsupportedModel

@@ -3,14 +3,15 @@
 Matrix libraries choose kernels by the number of rows there, so identity is not promised but measured at load: `holds_identity` says
 what was seen. Blocks are 256 tokens, whatever was asked for: as many as hold the tokens asked for, and one of the runner's own.
 
-Shapes: T rows, D hidden, R rows with logits, V vocabulary.
+Attention is torch's variable-length flash attention, which reads keys through block tables. Its kernel wants pages of 256 tokens (FlashAttention 2's limit),
+int32 tables whose last dimension is contiguous, bf16 heads of at most 256. `num_splits=1` keeps each row's keys in one reduction: the order of its sums does
+not depend on the batch. Rows are aligned with the last keys of their sequence (bottom-right causal mask), so a chunk in the middle of a prompt needs no mask.
 
-Decode steps as CUDA graphs: one launch for a whole step, at a few padded batch sizes.
+Decode steps are CUDA graphs, one launch for a whole step, at a few padded batch sizes. A graph replays fixed addresses, so it has its own inputs, and a batch
+is copied into them. Padding rows are sequences of one token whose table names a block that no sequence owns. Graphs are recorded when a size is first met;
+they share one memory pool.
 
-A graph replays fixed addresses, so it has its own inputs, and a batch is copied into them. Padding rows are sequences of one token whose
-table names a block that no sequence owns. Graphs are recorded when a size is first met; they share one memory pool.
-
-Shapes: T rows = S sequences (one row each), D hidden.
+Shapes: T rows, S sequences, D hidden (or a head's width), R rows with logits, V vocabulary, H query heads, N KV heads, B pages of the longest table.
 """
 
 from __future__ import annotations
@@ -23,19 +24,109 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from paceline.backends.memory import check_kv
 from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.torch.attention import Rope, row_blocks, row_positions
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
-from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, host_tables, to_device
 from paceline.backends.torch.runner import Layer, PooledRunner, TorchModel, edges_of, from_bits, run_watched
-from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, LayerRunner, RowPlan, StepWatch, WireBits
+
+PAGE = 256
+"""Tokens of a block on CUDA."""
+
+
+class CudaPool:
+    """Keys and values of a range of layers, bf16 [layers, 2, blocks, PAGE, N, D]."""
+
+    def __init__(self, n_layers: int, n_blocks: int, n_kv: int, head_dim: int, device: torch.device) -> None:
+        self.n_blocks, self.device = n_blocks, device
+        pool = torch.zeros(n_layers, 2, n_blocks, PAGE, n_kv, head_dim, dtype=torch.bfloat16, device=device)
+        self.pages = [(layer[0], layer[1]) for layer in pool]
+
+    def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
+        """A block's keys and values in each layer, or in some, [PAGE, N, D]."""
+        return [pages[block] for layer in self.pages[layers] for pages in layer]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A batch as the kernel sees it, on the device."""
+
+    positions_T: Tensor
+    slots_T: Tensor
+    """Where each row's key lies: block * PAGE + offset."""
+    query_starts: Tensor
+    """int32 [S + 1]."""
+    key_starts: Tensor
+    """int32 [S + 1]: running sums of the lengths; the kernel finds keys by table, and lengths in `lengths_S`."""
+    lengths_S: Tensor
+    tables_SB: Tensor
+    max_rows: int
+    max_keys: int
+
+
+def host_tables(plan: RowPlan) -> dict[str, npt.NDArray[np.generic]]:
+    """The arrays of `Tables`, still on the host."""
+    positions = row_positions(plan)
+    lengths = (plan.first_position_S + plan.n_rows_S).astype(np.int32)
+    return {
+        "positions_T": positions,
+        "slots_T": row_blocks(plan, positions, PAGE) * PAGE + positions % PAGE,
+        "query_starts": np.concatenate([[0], np.cumsum(plan.n_rows_S)]).astype(np.int32),
+        "key_starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        "lengths_S": lengths,
+        "tables_SB": np.ascontiguousarray(np.maximum(plan.tables_SB[:, : -(-int(lengths.max()) // PAGE)], 0), np.int32),
+    }
+
+
+def to_device(plan: RowPlan, device: torch.device) -> Tables:
+    """The plan of any batch."""
+    arrays = {name: torch.from_numpy(array).to(device) for name, array in host_tables(plan).items()}
+    longest = int((plan.first_position_S + plan.n_rows_S).max())
+    return Tables(**arrays, max_rows=int(plan.n_rows_S.max()), max_keys=longest)
+
+
+class CudaStep:
+    """One batch on a CUDA device. There is one path: bf16."""
+
+    path = Path.PROMPT
+
+    def __init__(self, tables: Tables, pool: CudaPool, rope: Rope, scale: float) -> None:
+        self._tables, self._pool, self._rope, self._scale = tables, pool, rope, scale
+        self._turn = rope.at(tables.positions_T)
+
+    def rotate(self, x_THD: Tensor) -> Tensor:
+        return self._rope.rotate(x_THD, self._turn)
+
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        at, (keys, values) = self._tables, self._pool.pages[layer]
+        for pages, rows in ((keys, k_THD), (values, v_THD)):
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, at.slots_T, rows)
+        out_THD = varlen_attn(
+            q_THD.contiguous(),
+            keys,
+            values,
+            at.query_starts,
+            at.key_starts,
+            at.max_rows,
+            at.max_keys,
+            scale=self._scale,
+            window_size=(-1, 0),
+            enable_gqa=True,
+            seqused_k=at.lengths_S,
+            block_table=at.tables_SB,
+            num_splits=1,
+        )
+        assert isinstance(out_THD, Tensor)
+        return out_THD.flatten(1)
+
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Rows a graph is recorded for. More sizes waste fewer padding rows and take more memory and time to record."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import to_float32
+from paceline.backends.torch.attention import Step
 from paceline.backends.torch.linear import Linear, Scratch, Table, dense, make_linear, make_table
-from paceline.backends.torch.step import Step
 from paceline.core.model import LayerRange, ModelSpec, MoeSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
 

@@ -16,10 +16,15 @@ whatever the rows or threads, and returns bf16. 8-bit codes run on it too, as tw
 whole row, not a group). torch packs by instruction set; which layout is in force is found by packing a probe.
 
 Shapes: N outputs (whole blocks of 64), K inputs, H = K or 2 K packed inputs, G = K / 32 groups, J = N / B blocks, T rows.
+
+oneDNN, which torch multiplies bf16 matrices with, does not tell which instructions it uses. It chooses by what the processor has, below the bound of an
+environment variable; so does `onednn_isa`. Source: oneDNN's developer guide, "CPU dispatcher control".
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,14 +35,53 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from llvmlite import binding
 from torch import Tensor
 
 from paceline.backends.quantize import GroupedTensor, to_bf16_bits, to_grouped
-from paceline.backends.torch.processor import multiplies_bf16
 from paceline.core.errors import UnsupportedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import GROUP, StoredTensor
 from paceline.engine.executor import Path
+
+_LEVELS = {
+    "AVX": ("avx",),
+    "AVX2": ("avx2", "fma"),
+    "AVX2_VNNI": ("avxvnni",),
+    "AVX2_VNNI_2": ("avxvnniint8", "avxneconvert"),
+    "AVX512_CORE": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "AVX512_CORE_VNNI": ("avx512vnni",),
+    "AVX512_CORE_BF16": ("avx512bf16",),
+    "AVX512_CORE_FP16": ("avx512fp16",),
+    "AVX512_CORE_AMX": ("amx-tile", "amx-bf16", "amx-int8"),
+    "AVX512_CORE_AMX_FP16": ("amx-fp16",),
+}
+"""oneDNN's names, ascending, and what each adds. AVX512_CORE does not need the levels between AVX2 and itself."""
+_BOUNDS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_UNITS = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16")
+
+
+def onednn_isa() -> str:
+    """The highest level in use; on other processors than x86, their name and whether they multiply bf16."""
+    features = binding.get_host_cpu_features()
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return f"{platform.machine()}{' bf16' if features.get('bf16', False) else ''}"
+    bound = next((os.environ[name].upper() for name in _BOUNDS if os.environ.get(name)), "ALL")
+    found = "SSE41"
+    for level, needs in _LEVELS.items():
+        if all(features.get(need, False) for need in needs):
+            found = level
+        if level == bound:
+            break
+    return found
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether there are instructions for products of bf16; where there are none, float32 is several times faster."""
+    isa = onednn_isa()
+    return isa in _UNITS or isa.endswith(" bf16")
+
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

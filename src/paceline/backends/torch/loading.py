@@ -1,36 +1,100 @@
 """From a source of weights to a runner: which family, which format, how much memory, what the kernels compute.
 
 Order: weights first, then the KV pool in what is left, then the numerics id, measured on a small seeded model of the same family and
-on the first layer that was loaded, in its real sizes.
+on the first layer that was loaded, in its real sizes. Whether torch gives a row the same bytes however many run beside it is asked of products as long as the
+model's and of attention over its heads: the sums are as long as the model's, the outputs few, since they don't add to each other and a start has no time for
+all of them.
+
+Shapes: T rows, H query heads, D head dimension, K inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from llvmlite import binding
 from torch import Tensor
 
-from paceline.backends.choice import formats_of_products, part_bytes, torch_bytes, torch_formats
+from paceline.backends.holding import formats_of_products, part_bytes, torch_bytes, torch_formats
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
-from paceline.backends.torch import probe
-from paceline.backends.torch.attention import KEYS, KvPool
+from paceline.backends.torch.attention import KEYS, CpuStep, KvPool, Rope
 from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer, TensorReader, linear_numbers
-from paceline.backends.torch.linear import Scratch
-from paceline.backends.torch.processor import multiplies_bf16, onednn_isa
+from paceline.backends.torch.linear import Linear, Scratch, make_linear, multiplies_bf16, onednn_isa
 from paceline.backends.torch.runner import Edges, Layer, TorchModel, TorchRunner, wire_bits
-from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import LayerRange, WeightsFormat
-from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
+from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, DenseTensor, WeightSource
 from paceline.engine.executor import Path
-from paceline.engine.local import LayerRunner
+from paceline.engine.local import LayerRunner, RowPlan
+
+FEW = range(1, 66)
+MANY = (127, 128, 129, 255, 256, 257, 511, 512, 513)
+LENGTH = 2 * KEYS + MANY[-1] + 37
+"""Of the sequence whose last rows attend."""
+TOGETHER = (2, 3, 5, 16)
+"""Sequences of one row."""
+OUTPUTS = {WeightsFormat.INT4: 128, WeightsFormat.INT8: 128, WeightsFormat.BF16: 1024}
+"""Of a matrix. Products of any number of rows choose kernels by outputs too: with few, what differs is not seen."""
+
+
+def torch_holds(spec: ModelSpec, formats: Iterable[WeightsFormat]) -> bool:
+    """Whether every product, of weights in these formats, and attention give a row the same bytes whatever runs beside it."""
+    widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn if spec.moe is None else spec.moe.ffn}
+    return all(products_hold(width, weights) for weights in formats for width in sorted(widths)) and attention_holds(
+        replace(spec, n_heads=2 * (spec.n_heads // spec.n_kv_heads), n_kv_heads=2)
+    )
+
+
+@cache
+def products_hold(width: int, weights: WeightsFormat) -> bool:
+    """Whether the first and the last so many rows of a seeded matrix's product give what they give among all, on each path."""
+    weight_NK = np.random.default_rng(width).standard_normal((OUTPUTS[weights], width), np.float32) * np.float32(width**-0.5)
+    linear = make_linear([(DenseTensor(weight_NK, "f32"), weights)], None, None, torch.device("cpu"))
+    x_TK = torch.randn(MANY[-1], width, generator=torch.Generator().manual_seed(width)).bfloat16()
+    if weights is WeightsFormat.BF16:
+        return _holds(linear, x_TK[: FEW[-1]], Path.PROMPT, FEW)
+    return _holds(linear, x_TK[: FEW[-1]], Path.GENERATED, FEW) and _holds(linear, x_TK, Path.PROMPT, (*FEW, *MANY))
+
+
+def _holds(linear: Linear, x_TK: Tensor, path: Path, counts: Iterable[int]) -> bool:
+    whole = linear(x_TK, path)
+    return all(
+        torch.equal(linear(x_TK[:count], path), whole[:count]) and torch.equal(linear(x_TK[-count:], path), whole[-count:])
+        for count in counts
+    )
+
+
+@cache
+def attention_holds(spec: ModelSpec) -> bool:
+    """Whether the last so many rows of a sequence give what they give among all, and single rows what they give together."""
+    generator = torch.Generator().manual_seed(spec.head_dim)
+    q_THD, k_THD, v_THD = (torch.randn(LENGTH, heads, spec.head_dim, generator=generator).bfloat16() for heads in (spec.n_heads, 2, 2))
+    n_blocks = -(-LENGTH // KEYS)
+    pool, rope = KvPool(1, n_blocks, KEYS, 2, spec.head_dim), Rope(spec.rope, spec.head_dim, LENGTH, torch.device("cpu"))
+
+    def attend(firsts: list[int], count: int) -> Tensor:
+        """So many rows from each of some positions on."""
+        places = np.array(firsts, np.int32)
+        starts, counts = np.arange(len(firsts), dtype=np.int32) * count, np.full(len(firsts), count, np.int32)
+        tables = np.broadcast_to(np.arange(n_blocks, dtype=np.int32), (len(firsts), n_blocks))
+        step = CpuStep(RowPlan(starts, counts, places, np.zeros_like(places), tables), Path.PROMPT, spec, pool, rope)
+        rows = torch.cat([torch.arange(first, first + count) for first in firsts])
+        return step.attend(0, q_THD[rows], k_THD[rows], v_THD[rows])
+
+    whole = attend([0], LENGTH)
+    if not all(torch.equal(attend([LENGTH - count], count), whole[-count:]) for count in (*FEW, *MANY)):
+        return False
+    apart = [list(range(LENGTH - 61, 0, -61))[:count] for count in TOGETHER]
+    return all(torch.equal(attend(places, 1), whole[places]) for places in apart)
+
 
 RESIDENT_SHARE = 0.9
 """Of the memory free before loading, how much weights, KV and resident prompt weights may take together, unasked."""
@@ -112,7 +176,7 @@ def _measured(model: TorchModel, options: LoadOptions, formats: Sequence[Weights
     label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor}"
     seeded, threads = SeededWeights(small(model.spec)), {1, options.threads}
     found = [measure(partial(make, weights), seeded, threads, tensor_bytes, f"{label} {weights}") for weights in formats]
-    holds = all(each.holds_identity for each in found) and _first_layer_holds(model, options) and probe.holds(model.spec, formats)
+    holds = all(each.holds_identity for each in found) and _first_layer_holds(model, options) and torch_holds(model.spec, formats)
     return Numerics(together([each.id for each in found]), holds)
 
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from paceline.backends.numerics import Numerics
-from paceline.backends.torch.attention import CpuStep, KvPool
+from paceline.backends.torch.attention import CpuStep, KvPool, Rope, Step, of_path
 from paceline.backends.torch.families import RmsNorm
 from paceline.backends.torch.linear import Table
-from paceline.backends.torch.step import Rope, Step, of_path
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path

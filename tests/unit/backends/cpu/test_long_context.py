@@ -22,8 +22,8 @@ from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form, Inputs
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
+from paceline.backends.holding import cpu_working_bytes
 from paceline.backends.numerics import SeededWeights
-from paceline.backends.working import cpu_working_bytes
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.engine.local import RowPlan
 

@@ -10,9 +10,9 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 from paceline.backends import cpu
-from paceline.backends.choice import NEAREST, formats_of_products, forms_by, held_bytes, part_bytes, torch_formats
 from paceline.backends.cpu.forms import Form
 from paceline.backends.ggml.dequantise import TYPES
+from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, part_bytes, torch_formats
 from paceline.backends.numerics import SeededWeights, small
 from paceline.backends.options import LoadOptions
 from paceline.backends.quantize import to_blocks, to_float32

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.choice import part_bytes
+from paceline.backends.holding import kv_group, part_bytes, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
-from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, ModelSpec

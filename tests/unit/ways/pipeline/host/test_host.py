@@ -31,9 +31,9 @@ from tests.unit.ways.pipeline.host.hosts import (
     wanted,
 )
 
+from paceline.backends.holding import kv_group
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.backends.working import kv_group
 from paceline.core.errors import (
     BadPipelineRequest,
     NodeUnreachable,
