@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -25,6 +24,7 @@ from tests.fakes.memory_limit import MemoryLimit, NoMemoryLimitsError
 from endpoint import Endpoint
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
+from paceline.core.ports import find_port
 from paceline.fleet.card import ModelOffer
 from paceline.net.member.state import look
 from paceline.net.trust.folder import FleetFolder
@@ -95,8 +95,7 @@ class Nodes:
             folder = FleetFolder(Home(home).fleet)
             folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
             self.limits[name] = stack.enter_context(MemoryLimit(name, limit_bytes))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = int(free.getsockname()[1])
+        self._port = find_port("127.0.0.1")
 
     def start(self, name: str, *options: str) -> Endpoint:
         """Start a node; returns once it serves."""

@@ -20,7 +20,6 @@ import mmap
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from urllib.request import Request, urlopen
+
+from paceline.core.ports import find_port
 
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 BACKGROUND = ("net/member/", "net/exchange.py", "fleet/gossip.py")
@@ -105,8 +106,7 @@ class Machines:
         }
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._said: dict[str, list[str]] = defaultdict(list)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = find_port("127.0.0.1")
 
     def up(self, name: str, *arguments: str) -> str:
         """Start a node; the address of its API, once it serves."""

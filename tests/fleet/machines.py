@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 from paceline.core.ids import NodeId
+from paceline.core.ports import find_port
 from paceline.fleet.card import NodeCard
 from paceline.net.control_service import Sight
 from paceline.net.member.state import look
@@ -189,9 +189,7 @@ def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterato
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return find_port("127.0.0.1")
 
 
 def token_in(text: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Final
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
+from paceline.core.ports import find_port
 from paceline.store.home import Home
 
 HOST: Final = "127.0.0.1"
@@ -60,8 +60,7 @@ class LocalFleet:
         self._janitor, self._alive = start_janitor(root)
         names = [f"local-{number}" for number in range(1, count + 1)]
         self.homes = found_fleet(root, Home.from_environment(), names)
-        with socket.create_server((HOST, 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = find_port(HOST)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in self.names[1:]:
             self.start(name)

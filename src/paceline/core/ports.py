@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 import sys
-from typing import Any
+from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 
+_SERVED: Final = range(20_000, 32_000)
+"""Ports that no system gives to connections that leave it: Linux's begin at 32768, those of others at 49152."""
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 
@@ -38,6 +41,18 @@ def hold_port(host: str, port: int, purpose: str, options: str) -> socket.socket
             look = f"ss -ltnp 'sport = :{port}'" if sys.platform == "linux" else f"lsof -nP -iTCP:{port} -sTCP:LISTEN"
             hint = f"This says which program has it: {look}. Stop that one, or choose another {options}."
         raise ConfigError(f"Cannot listen on {shown}:{port} for {purpose}: {error.strerror or error}", hint) from error
+
+
+def find_port(host: str) -> int:
+    """A port that nothing listens on, for another process to take: one that no connection is given meanwhile, as those bound for 0 may be.
+
+    Raises:
+        ConfigError: there is none, or `host` is not this machine's.
+    """
+    for port in random.sample(_SERVED, k=100):
+        with contextlib.suppress(OSError), _at(host, port):
+            return port
+    raise ConfigError(f"No free port of {host} was found from {_SERVED.start} to {_SERVED.stop - 1}", "Is it an address of this machine?")
 
 
 def listen_on(held: socket.socket, backlog: int) -> None:

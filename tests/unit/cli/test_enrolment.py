@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from paceline.core.ids import Trust
+from paceline.core.ports import find_port
 from paceline.net.trust.folder import FleetFolder
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -24,9 +24,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
     homes = [str(tmp_path / name) for name in ("a", "b")]
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = find_port("127.0.0.1")
 
     def run(home: int, *args: str) -> tuple[int, str, str]:
         process = start_paceline(*args, PACELINE_HOME=homes[home])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.ports import hold_port, listen_on
+from paceline.core.ports import find_port, hold_port, listen_on
 
 
 def hold(host: str, port: int = 0) -> socket.socket:
@@ -57,3 +59,16 @@ def test_a_port_that_another_program_serves_is_not_taken() -> None:
 def test_an_address_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         hold("192.0.2.1")
+
+
+def test_a_port_that_is_found_is_free_and_given_to_no_connection() -> None:
+    port = find_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) if sys.platform == "linux" else 49152
+    assert port < lowest
+
+
+def test_no_port_is_found_at_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match=r"No free port of 192\.0\.2\.1 was found"):
+        find_port("192.0.2.1")

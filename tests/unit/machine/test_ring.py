@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.ports import find_port
 from paceline.machine import devices
 from paceline.machine.devices import RingEnvironment, mlx_version, probe_ring_environment
 
@@ -29,18 +30,10 @@ print(json.dumps([seen.is_available, seen.rank, seen.world_size, seen.address, g
 """
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @needs_mlx
 def test_two_processes_are_a_ring(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in (find_port("127.0.0.1"), find_port("127.0.0.1"))]))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK],

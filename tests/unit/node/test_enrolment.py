@@ -11,6 +11,7 @@ import pytest
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, IdentityError, JoinRefused, MembershipError, TokenError, Unreachable
+from paceline.core.ports import find_port
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.tokens import JoinToken
@@ -18,9 +19,7 @@ from paceline.node import enrolment
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    return find_port("127.0.0.1")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ import grpc.aio
 from tests.fakes.clock import FakeClock
 
 from paceline.core.ids import NodeId, Trust
+from paceline.core.ports import find_port
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, make_request
@@ -33,9 +33,7 @@ SOON_S = 100.0
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    return find_port("127.0.0.1")
 
 
 @dataclass(slots=True)
