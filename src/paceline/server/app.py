@@ -229,6 +229,11 @@ class ApiService:
         return (200 if status == "ok" else 503), body
 
 
+def request_id_of(request: Request) -> str:
+    """How the guard says that a request is called."""
+    return request.scope.get("state", {}).get("request_id", "")
+
+
 def service_of(app: FastAPI) -> ApiService:
     """The service of an application made by `create_app`."""
     return cast("ApiService", app.state.service)
@@ -297,7 +302,9 @@ def _add_faults(app: FastAPI) -> None:
         return Response(status_code=400)  # the client is gone
 
     async def unexpected(request: Request, _: Exception) -> Response:
-        return server_fault("The server failed while it answered; its log says why").response(api_of(request.url.path))
+        answer = server_fault("The server failed while it answered; its log says why").response(api_of(request.url.path))
+        answer.headers["x-request-id"] = request_id_of(request)  # it is written outside of the guard
+        return answer
 
     app.add_exception_handler(Refusal, refusal)
     app.add_exception_handler(PacelineError, typed)

@@ -6,6 +6,8 @@ not allowed: a browser sends requests for any page that is open in it. What tell
 the browser looked up, which its owner may have pointed at this machine), Origin and Sec-Fetch-Site (whose page it is). A page is let in where its
 origin is named in `ServerSettings.allow_origins`, or is this server's own. A body that a page could send without asking first is no JSON to us.
 Who follows a link to the page at / may come from anywhere: the other page reads nothing of it, and can't put it into a frame.
+
+Each answer has an X-Request-Id: the client's own, or one that is made here. The log has it too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
-from paceline.server.metrics import Meter
+from paceline.server.metrics import REQUEST_ID, Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import OWNER_HEADER, ServerSettings
 
@@ -40,6 +42,8 @@ PREFLIGHT_S = 600
 """How long a browser may remember what it may send."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+"""What a client may call its request: it is written into answers and logs."""
 
 
 def headers_of(scope: Scope) -> Headers:
@@ -128,7 +132,7 @@ class Pages:
         origin = headers.get(b"origin")
         if not self._origins:
             return []
-        named = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"retry-after")]
+        named = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"retry-after, x-request-id")]
         return [(b"vary", b"Origin"), *(named if origin in self._origins else [])]  # pyright: ignore[reportReturnType]
 
     def preflight(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]] | None:
@@ -247,6 +251,10 @@ class Guard:
         meter, headers = self._meter, headers_of(scope)
         shared = self._pages.sharing(headers)
         own = [(b"request-id", b"req_" + uuid4().hex.encode())] if path in ANTHROPIC_PATHS else []  # which its clients show
+        said = headers.get(REQUEST_ID)
+        request_id = said if said is not None and _REQUEST_ID.fullmatch(said) else b"req_" + uuid4().hex.encode()
+        own.append((REQUEST_ID, request_id))
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
         begun = False
 
         def counted(message: Message) -> Awaitable[None]:
@@ -282,6 +290,8 @@ class Guard:
             fault = None if is_owner(headers, self._owner_key) else BAD_KEY
         elif fault is None and path not in OPEN_PATHS:
             fault = self._keys.refusal(scope, headers)
+            if fault is None and not _REQUEST_ID.fullmatch(headers.get(REQUEST_ID, b"-")):
+                fault = Fault(400, "X-Request-Id: send 1 to 128 printable ASCII characters without blanks", code="invalid_request_id")
             if fault is None and self._meter.in_flight > self._max_requests:
                 fault = overloaded(f"More than {self._max_requests} requests are in flight. Try again in a moment.", BUSY_RETRY_S)
         return None if fault is None else fault.response(api_of(path))

@@ -2,7 +2,8 @@
 
 Everything runs on the event loop, so counting needs no lock: a token costs one bisection.
 
-One line for each request that was refused or failed, with the words that the client was told; at INFO, one for each other request too.
+One line for each request that was refused or failed, with the words that the client was told; at INFO, one for each other request too. Each ends with the
+request's X-Request-Id.
 
 Lines are bounded in a time, so that a client in a loop fills no terminal.
 """
@@ -98,6 +99,9 @@ class MetricsPage:
 
 logger = logging.getLogger("paceline.requests")
 
+REQUEST_ID = b"x-request-id"
+"""The header that names a request."""
+
 MOST_LINES, IN_S = 20, 10.0
 """Lines about refusals in a time; of the rest, a number."""
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
@@ -120,12 +124,13 @@ class RequestLog:
             return
         began_s = self._clock.monotonic()
         what = f"{scope['method']} {printable(scope['path'], 80)}"
-        status, told = 0, ""
+        status, told, named = 0, "", ""
 
         def seen(message: Message) -> Awaitable[None]:
-            nonlocal status, told
+            nonlocal status, told, named
             if message["type"] == "http.response.start":
                 status = message["status"]
+                named = next((f" [{value.decode('latin-1')}]" for name, value in message.get("headers", ()) if name == REQUEST_ID), "")
             elif not told and (body := message.get("body", b"")) and (status >= 400 or _FAILED in body):
                 told = _words(body)
             return send(message)
@@ -134,9 +139,9 @@ class RequestLog:
             await self._app(scope, receive, seen)
         finally:
             if status >= 400 or told:
-                self._refused(f"{what}: {status} {told.removeprefix(f'{what}: ')}".rstrip())
+                self._refused(f"{what}: {status} {told.removeprefix(f'{what}: ')}".rstrip() + named)
             elif status and scope["path"] not in _QUIET_PATHS:
-                logger.info("%s: %d in %.2f s", what, status, self._clock.monotonic() - began_s)
+                logger.info("%s: %d in %.2f s%s", what, status, self._clock.monotonic() - began_s, named)
 
     def _refused(self, line: str) -> None:
         now_s = self._clock.monotonic()
