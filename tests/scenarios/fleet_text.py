@@ -2,7 +2,7 @@
 
     model NAME layers N hidden H layer BYTES edges BYTES kv BYTES context TOKENS [vocabulary V] [digest D] [weights W]
     node NAME memory FREE/TOTAL rate BYTES [shards BYTES] [leaving] [guest]
-      has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID]
+      has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID] [context TOKENS]    (as long as it is served there)
       loaded MODEL FIRST-LAST
       drafts MODEL [decode RATE]
       saw step ROWS TIMEms | saw drafts NODE MODEL SHARE        (of the model named last, as the node served it)
@@ -113,6 +113,7 @@ class FleetText:
             prefill_tokens_per_second=float(said.get("prefill", 0)),
             numerics_id=said.get("numerics", ""),
             digest=said.get("digest", base.digest).replace("unknown", ""),
+            shape=None if base.shape is None else replace(base.shape, max_context=int(said.get("context", base.shape.max_context))),
         )
         self._change(models=(*self._last.models, offer))
 

@@ -200,5 +200,10 @@ def test_settings_of_pipelines_constrain_the_one_plan(monkeypatch: pytest.Monkey
     assert executed(monkeypatch, [*lines[:-1], "serve a mid"])[1] != "a alone"
 
 
+def test_how_long_a_context_a_machine_serves_parts_no_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = dict(FLEETS)["a slow one that serves a shorter context beside a quick one that has the model on its disk"]
+    assert executed(monkeypatch, lines)[1] == "a [no layers] -> b [0..31]"
+
+
 def test_there_are_twenty_fleets() -> None:
     assert len(FLEETS) >= 20

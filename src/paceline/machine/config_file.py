@@ -74,8 +74,8 @@ class PipelineSettings(_Table):
     stall_seconds: Annotated[float, Field(ge=0.05, le=300)] = 2.0
     """A stage that answers and does no work for so long is lost. Raising it: a stalled answer goes on later; lowering it: slow is taken
     for stalled."""
-    fallback_to_local: bool = False
-    """Whether this machine alone goes on with a model of the same digest when no machines cover all layers."""
+    fallback_to_local: bool | None = None
+    """Whether this machine alone goes on with a model of the same digest when no machines cover all layers. None: where the plan may run it alone."""
     fallback_to_local_after_failures: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Ends the search for other machines after so many losses; None: it lasts `search_seconds`."""
     activation_dtype: Annotated[ActivationDtype, _WORD] = ActivationDtype.BF16

@@ -183,7 +183,10 @@ async def _build_spread(
     whole: FleetServing, settings: NodeSettings, asked: Constraints, access: NodeFleetAccess, chosen: Choice, clock: Clock, told: LoadTold
 ) -> BuiltNode:
     """A pipeline that begins on this node."""
-    order = replace(asked.order, planned=chosen)
+    pipelines = asked.order.settings
+    if pipelines.fallback_to_local is None:  # one that is as free to run alone is not to lose an answer for having spread
+        pipelines = pipelines.overridden(fallback_to_local=ALONE in asked.ways)
+    order = replace(asked.order, planned=chosen, settings=pipelines)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:

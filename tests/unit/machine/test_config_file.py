@@ -32,7 +32,7 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
         "max_shards_per_request": 16,
         "shard_health_timeout_seconds": 30,
         "stall_seconds": 2.0,
-        "fallback_to_local": False,
+        "fallback_to_local": None,
         "fallback_to_local_after_failures": None,
         "activation_dtype": "bf16",
         "allow_self_as_shard": True,

@@ -96,8 +96,8 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
     if not request.allows_unlike and len(alike(together)) > 1:
         raise _unlike(together, request)
     shape = next(iter(machines.values())).shape
-    if shape.max_context < request.prompt_tokens + request.answer_tokens:
-        raise ImpossiblePin(f"The model's context is {shape.max_context} tokens, and the request is longer", "Ask for less.")
+    if (context := _context(together)) < request.prompt_tokens + request.answer_tokens:
+        raise ImpossiblePin(f"The model's context is {context} tokens, and the request is longer", "Ask for less.")
     if len(machines) > shape.n_layers + (request.orchestrator in machines):
         raise ImpossiblePin(f"{len(machines)} machines are pinned, and the model has {shape.n_layers} layers", "Pin fewer.")
     found: list[Choice] = []
@@ -118,6 +118,11 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
     if not found:
         raise _too_little_memory(machines, request, shape.n_layers)
     return found
+
+
+def _context(machines: Sequence[Machine]) -> int:
+    """The model's, in tokens, as far as these say: one that serves it may have room for less."""
+    return max((machine.shape.max_context for machine in machines), default=0)
 
 
 def _too_many(shards: int, request: PlanRequest) -> ImpossiblePin:
@@ -223,11 +228,11 @@ class Pipelined(PricesWay):
             if not request.is_spread_by_pins:
                 raise ImpossiblePin("One machine is pinned, and a pipeline has two or more", "Pin another, or allow it to run alone.")
             return pinned(fleet, machines)
-        if machines[0].shape.max_context < request.prompt_tokens + request.answer_tokens:
-            return []
         found: list[Choice] = []
         for group in [*alike(machines), machines] if request.allows_unlike else alike(machines):
             stages = stage_machines(group, request, fleet.barred)
+            if _context(stages) < request.prompt_tokens + request.answer_tokens:
+                continue
             if request.last_route:
                 found += map(as_choice, _going_on(fleet, stages))
             else:
