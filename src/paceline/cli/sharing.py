@@ -127,7 +127,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     said = read_settings(Home.from_environment())
     configured = said.pipeline
     if settings is not None:
-        settings = replace(settings, role=sharing.role or said.kv.role)
+        settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl)
     several = partial(run_up, more=sharing.more, on_demand=sharing.on_demand, memory_bytes=sharing.memory_bytes)
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:

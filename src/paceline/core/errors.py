@@ -47,6 +47,7 @@ PacelineError
 |   |   |-- StreamClosed          the other side went away
 |   |   |-- StreamStalled         the other side takes or sends nothing within the bound
 |   |   |   `-- StreamIdle        no message has begun to come
+|   |   |-- NixlFailed            what was to be read from another process's memory can't be
 |   |   |-- TensorTooLarge        `tensor_too_large`: a tensor beyond the receive bound
 |   |   `-- StreamCorrupt         a gap, an overrun, a shape that does not match, bytes that are no chunk
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
@@ -361,6 +362,10 @@ class StreamStalled(TensorStreamError):
 
 class StreamIdle(StreamStalled):
     """Nothing came, and nothing was under way. The stream is as good as before, unlike after every other error of its kind."""
+
+
+class NixlFailed(TensorStreamError):
+    """What was to be read from another process's memory can't be; or there is no NIXL here that could."""
 
 
 class TensorTooLarge(TensorStreamError):

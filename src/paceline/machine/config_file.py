@@ -47,6 +47,8 @@ class KvSettings(_Table):
 
     role: Annotated[PrefillRole, _WORD] = PrefillRole.BOTH
     """Whether this machine computes prompts for others, has its own computed by them, or both, where that is measured to be faster."""
+    nixl: bool = True
+    """Whether nodes of one user on one host read KV out of one another's memory, where NIXL is installed. Changes no byte."""
 
 
 class HostSettings(_Table):

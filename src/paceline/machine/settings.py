@@ -63,6 +63,8 @@ class NodeSettings:
     """Of this machine's disk, for KV that outlives the process, of all models together; 0: none. What was asked and answered can be read from it."""
     role: PrefillRole = PrefillRole.BOTH
     """In a fleet."""
+    nixl: bool = True
+    """Where it is installed: KV of nodes of this user on this host is read out of their memory."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
     draft_on: NodeId | None = None

@@ -48,5 +48,5 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     built.loans.wake = host.wake
     peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:
-        peers.role = settings.role
+        peers.role, peers.nixl = settings.role, settings.nixl
     return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.kv, kept, peers)

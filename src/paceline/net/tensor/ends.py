@@ -161,6 +161,17 @@ class TensorSender(End):
         except TensorStreamError as error:
             raise self._broken(error) from error
 
+    def check(self) -> None:
+        """Raises TensorStreamError where the other side has ended the stream, or this one. Does not wait."""
+        try:
+            with self._pipe:
+                while n := self._pipe.receive_now(self._incoming.space()):
+                    self._incoming.filled(n)
+                    self._heard()
+        except TensorStreamError as error:
+            self.fail(error)
+            raise
+
     def _put(self, start: bytes, data: memoryview, silence: PipeSilence) -> None:
         """A frame: its start and its data, in one write where that is cheap."""
         deadline = silence.deadline

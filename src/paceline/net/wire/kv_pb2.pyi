@@ -4,6 +4,8 @@ isort:skip_file
 KV blocks from a node of the fleet that has them. A block is asked for by its key, a chain hash of all tokens up to its end: nobody can name a block
 without knowing what it holds. The blocks themselves go over a tensor stream (docs/adr/0004) that the callee opens to the caller: a tensor of
 16-bit numbers each, behind a header of its key and the CRC-32 of its bytes, as 4 bytes, the first byte first; in the order asked for.
+Where the caller offers NIXL and the callee takes it, the stream's first tensor is empty, and its header is what opens the callee's staging memory
+(docs/adr/0019); each block's tensor is then empty, and its bytes are read from there.
 """
 
 from collections import abc as _abc
@@ -83,6 +85,32 @@ class WatchPrefixesResponse(_message.Message):
 Global___WatchPrefixesResponse: _TypeAlias = WatchPrefixesResponse  # noqa: Y015
 
 @_typing.final
+class NixlOffer(_message.Message):
+    """The caller can read blocks from the memory of a process that runs as the same user on the same host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DOOR_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Of the library: both must have the same."""
+    door: _builtins.str
+    """Name of an abstract Unix socket of the caller, 32 hex digits. What it says proves to the caller that the callee is there."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        door: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["door", b"door", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlOffer: _TypeAlias = NixlOffer  # noqa: Y015
+
+@_typing.final
 class FetchBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -92,6 +120,7 @@ class FetchBlocksRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TENSOR_PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    NIXL_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     numerics_id: _builtins.str
     layout: _builtins.bytes
@@ -101,6 +130,10 @@ class FetchBlocksRequest(_message.Message):
     tensor_port: _builtins.int
     """Where the blocks are to be sent: port of the tensor streams, on the caller's addresses."""
     ticket: _builtins.bytes
+    @_builtins.property
+    def nixl(self) -> Global___NixlOffer:
+        """Not there: blocks come over the tensor stream alone."""
+
     def __init__(
         self,
         *,
@@ -110,12 +143,15 @@ class FetchBlocksRequest(_message.Message):
         keys: _builtins.bytes = ...,
         tensor_port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
+        nixl: Global___NixlOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "keys", b"keys", "layout", b"layout", "numerics_id", b"numerics_id", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
+    _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nixl) -> _WhichOneofReturnType__nixl | None: ...
 
 Global___FetchBlocksRequest: _TypeAlias = FetchBlocksRequest  # noqa: Y015
 
@@ -156,6 +192,7 @@ class PrefillRequest(_message.Message):
     TENSOR_PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    NIXL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's own. The callee's completion names it."""
     epoch: _builtins.int
@@ -176,6 +213,10 @@ class PrefillRequest(_message.Message):
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens of whole blocks, from the first on."""
 
+    @_builtins.property
+    def nixl(self) -> Global___NixlOffer:
+        """As in FetchBlocksRequest."""
+
     def __init__(
         self,
         *,
@@ -190,12 +231,15 @@ class PrefillRequest(_message.Message):
         tensor_port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
+        nixl: Global___NixlOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "nixl", b"nixl", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
+    _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nixl) -> _WhichOneofReturnType__nixl | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

@@ -4,6 +4,8 @@ isort:skip_file
 KV blocks from a node of the fleet that has them. A block is asked for by its key, a chain hash of all tokens up to its end: nobody can name a block
 without knowing what it holds. The blocks themselves go over a tensor stream (docs/adr/0004) that the callee opens to the caller: a tensor of
 16-bit numbers each, behind a header of its key and the CRC-32 of its bytes, as 4 bytes, the first byte first; in the order asked for.
+Where the caller offers NIXL and the callee takes it, the stream's first tensor is empty, and its header is what opens the callee's staging memory
+(docs/adr/0019); each block's tensor is then empty, and its bytes are read from there.
 """
 
 from collections import abc as _abc

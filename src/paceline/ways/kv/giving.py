@@ -22,7 +22,6 @@ from paceline.engine.kv_source import KvLoan
 from paceline.net.mapper import split_bytes
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
-from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
@@ -32,6 +31,7 @@ from paceline.ways.kv.lease import MOST_LEASES, KvLeases, LeaseEnd
 from paceline.ways.kv.prefilling import Prefilling, read_registration
 from paceline.ways.kv.price import MARK_BYTES
 from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+from paceline.ways.kv.staged import BlockSender, offer_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,16 @@ class KvOwner(Protocol):
         """Wait until a model's prefixes are other than those of a version."""
         ...
 
-    def dial(self, to: Member, port: int, ticket: bytes) -> Callable[[], TensorSender]:
-        """How to open a stream to a node that asked; what it returns blocks."""
+    def dial(self, to: Member, port: int, ticket: bytes, offer: wire.NixlOffer | None, block_bytes: int) -> Callable[[], BlockSender]:
+        """How to send blocks to a node that asked; what it returns blocks."""
         ...
 
     def prefilled(self, why: LeaseEnd) -> None:
         """Hear how a prompt of another node ended."""
         ...
 
-    def given(self, n_blocks: int, n_bytes: int) -> None:
-        """Hear what was sent. In other threads."""
+    def given(self, n_blocks: int, n_bytes: int, transport: str) -> None:
+        """Hear what was sent, and how. In other threads."""
         ...
 
 
@@ -82,7 +82,7 @@ class KvServicer(KvServiceServicer):
         self._owner = owner
         self._threads = ThreadPoolExecutor(MOST_GIVEN, "paceline-kv-give")
         self._watches, self._served = Counter[str](), Counter[str]()
-        self._senders: set[TensorSender] = set()
+        self._senders: set[BlockSender] = set()
         self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES, "paceline-kv-push")
 
     # Written to the context: a coroutine that is cancelled ends at once, a generator when it is collected.
@@ -122,7 +122,8 @@ class KvServicer(KvServiceServicer):
             loan = await _lent(kv, keys[: kv.window])
             n_blocks = next((place for place, key in enumerate(keys[: kv.window]) if not kv.has(loan, key)), min(len(keys), kv.window))
             if n_blocks:
-                work = partial(self._send, kv, keys, loan, self._owner.dial(caller, request.tensor_port, request.ticket))
+                opened = self._owner.dial(caller, request.tensor_port, request.ticket, offer_of(request), kv.block_bytes)
+                work = partial(self._send, kv, keys, loan, opened)
                 sending = asyncio.get_running_loop().run_in_executor(self._threads, work)
                 loan = None
                 sending.add_done_callback(lambda done: self._sent(caller, done))
@@ -151,14 +152,15 @@ class KvServicer(KvServiceServicer):
             lease = self._leases.take_lease(caller.node_id, said.request_id, said.epoch, said.lease_s, now)
             work: Prefilling | None = None
             try:
-                work = Prefilling(kv, said, lease, self._owner.dial(caller, said.port, said.ticket))
+                opened = self._owner.dial(caller, said.port, said.ticket, offer_of(first), kv.block_bytes)
+                work = Prefilling(kv, said, lease, opened)
                 await work.run(reading, context, self._pushers, self._leases)
             finally:
                 self._leases.give_back(lease)
                 assert lease.ended is not None, "it was given back"
                 self._owner.prefilled(lease.ended)
                 if work is not None:
-                    self._owner.given(work.sent, work.sent * kv.block_bytes)
+                    self._owner.given(work.sent, work.sent * kv.block_bytes, work.transport)
         except PacelineError as error:
             await abort(context, error)
         if lease.ended is not LeaseEnd.WHOLE:
@@ -174,18 +176,20 @@ class KvServicer(KvServiceServicer):
         for sender in tuple(self._senders):
             sender.close()
 
-    def _send(self, kv: PeerKv, keys: Sequence[bytes], loan: KvLoan, open_stream: Callable[[], TensorSender]) -> None:
+    def _send(self, kv: PeerKv, keys: Sequence[bytes], loan: KvLoan, open_sender: Callable[[], BlockSender]) -> None:
         """In a thread of its own."""
-        data, sent, lent = memoryview(bytearray(kv.block_bytes)), 0, [loan]
+        sent, lent, transport = 0, [loan], ""
         coming: Future[KvLoan] | None = None
         try:
-            sender = open_stream()
+            sender = open_sender()
+            transport = sender.transport
             self._senders.add(sender)
             try:
                 for start in range(0, len(keys), kv.window):
                     stop = start + kv.window
                     coming = kv.loans.ask(keys[stop : stop + kv.window]) if stop < len(keys) else None
                     for key in keys[start:stop]:
+                        data = sender.space()
                         if not kv.read(lent[0], key, data):
                             return
                         send_block(sender, key, data)
@@ -194,6 +198,7 @@ class KvServicer(KvServiceServicer):
                     if coming is not None:
                         lent.append(coming.result(LOOK_S))
                         coming = None
+                sender.finish()
             finally:
                 self._senders.discard(sender)
                 sender.close()
@@ -204,7 +209,7 @@ class KvServicer(KvServiceServicer):
                 kv.loans.give_back(each)
             if coming is not None:
                 _give_back_later(kv, coming)
-            self._owner.given(sent, sent * kv.block_bytes)
+            self._owner.given(sent, sent * kv.block_bytes, transport)
 
     def _sent(self, caller: Member, done: asyncio.Future[None]) -> None:
         self._served[caller.node_id] -= 1

@@ -21,11 +21,11 @@ from paceline.core.ids import RequestId
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import prompt_keys, root_key
 from paceline.net.mapper import split_bytes
-from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.lease import KvLease, KvLeases, LeaseEnd
 from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+from paceline.ways.kv.staged import BlockSender
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,15 @@ def read_registration(message: wire.PrefillRequest, kv: PeerKv) -> Registration:
 class Prefilling:
     """One prompt, for one caller. On the event loop, but for `send`."""
 
-    def __init__(self, kv: PeerKv, registration: Registration, lease: KvLease, open_stream: Callable[[], TensorSender]) -> None:
-        self.kv, self.registration, self.lease, self._open_stream = kv, registration, lease, open_stream
+    def __init__(self, kv: PeerKv, registration: Registration, lease: KvLease, open_sender: Callable[[], BlockSender]) -> None:
+        self.kv, self.registration, self.lease, self._open_sender = kv, registration, lease, open_sender
         self.sent = 0
         self._computed = False
-        self._sender: TensorSender | None = None
+        self._sender: BlockSender | None = None
+
+    @property
+    def transport(self) -> str:
+        return "" if self._sender is None else self._sender.transport
 
     async def run(self, requests: AsyncIterator[wire.PrefillRequest], context: Context, threads: Executor, leases: KvLeases) -> None:
         """Until the lease is over. Returns with nothing held."""
@@ -148,13 +152,14 @@ class Prefilling:
 
     def send(self) -> None:
         """Send each block once it stands. Ends the lease."""
-        keys, data = self.registration.keys, memoryview(bytearray(self.kv.block_bytes))
+        keys = self.registration.keys
         try:
-            sender = self._sender = self._open_stream()
+            sender = self._sender = self._open_sender()
             try:
                 while self.sent < len(keys) and self.lease.ended is None:
-                    if not self._send_next(sender, keys[self.sent : self.sent + self.kv.window], data):
+                    if not self._send_next(sender, keys[self.sent : self.sent + self.kv.window]):
                         break
+                sender.finish()
             finally:
                 sender.close()
         except (FleetError, TimeoutError, CancelledError) as error:
@@ -162,7 +167,7 @@ class Prefilling:
             self.lease.end(LeaseEnd.WRITE_FAILED)
         self.lease.end(LeaseEnd.WHOLE if self.sent == len(keys) else LeaseEnd.NOT_COMPUTED)
 
-    def _send_next(self, sender: TensorSender, keys: Sequence[bytes], data: memoryview) -> bool:
+    def _send_next(self, sender: BlockSender, keys: Sequence[bytes]) -> bool:
         """Those that stand next. Returns whether there were any."""
         was_computed, before = self._computed, self.sent
         asked = self.kv.loans.ask(keys, when_computed=not was_computed)
@@ -171,7 +176,7 @@ class Prefilling:
             return self.lease.ended is None and not was_computed
         try:
             for key in keys:
-                if self.lease.ended is not None or not self.kv.read(loan, key, data):
+                if self.lease.ended is not None or not self.kv.read(loan, key, data := sender.space()):
                     break
                 send_block(sender, key, data)
                 self.sent += 1

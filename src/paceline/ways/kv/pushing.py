@@ -18,7 +18,6 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import FleetError, StreamCorrupt
-from paceline.net.tensor.listener import TensorListener
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.ways.kv.lease import HEARTBEAT_S, LEASE_S
@@ -79,13 +78,14 @@ class Push:
         kv: PeerKv,
         fetch: PeerFetch,
         epoch: int,
-        tensors: TensorListener,
+        receiving: Receiving,
+        port: int,
         open_channel: Callable[[], grpc.aio.Channel],
         threads: Executor,
     ) -> None:
         assert fetch.push is not None, "it is to be computed"
         self._kv, self._fetch, self._epoch, self._push = kv, fetch, epoch, fetch.push
-        self._tensors, self._open_channel, self._threads = tensors, open_channel, threads
+        self._receiving, self._port, self._open_channel, self._threads = receiving, port, open_channel, threads
         self._began = False
         """The peer has taken the registration."""
 
@@ -116,7 +116,7 @@ class Push:
         return PushEnd.WATCHDOG if fetch.is_late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
 
     async def _run(self, over: asyncio.Event) -> PushEnd:
-        fetch, receiving = self._fetch, Receiving(self._tensors.expect())
+        fetch, receiving = self._fetch, self._receiving
         call: Call | None = None
         hearing: asyncio.Task[PushEnd] | None = None
         ending = asyncio.create_task(over.wait())
@@ -193,9 +193,10 @@ class Push:
             prompt_ids=self._push.prompt_ids,
             keys=b"".join(self._fetch.keys),
             tp_size=TP_SIZE,
-            tensor_port=self._tensors.port,
+            tensor_port=self._port,
             ticket=ticket,
             lease_ms=int(1000 * LEASE_S),
+            nixl=None if self._receiving.offered is None else self._receiving.offered.message,
         )
 
     async def _beat(self, call: Call) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, PacelineError, StreamCorrupt
+from paceline.core.errors import FleetError, NixlFailed, PacelineError, StreamCorrupt
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
@@ -34,7 +34,6 @@ from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import Service
 from paceline.net.tensor.dialling import dial, tensor_addresses
-from paceline.net.tensor.ends import TensorSender
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
@@ -44,6 +43,7 @@ from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.price import MARK_BYTES, KvPrice, PrefillPrice, marked, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
 from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, Receiving
+from paceline.ways.kv.staged import BlockSender, NixlOffered, NixlUse, block_sender
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,9 @@ class KvMeter:
         """By how they ended."""
         self.blocks = Counter[str]()
         self.bytes = Counter[str]()
+        self.moved = Counter[tuple[str, str]]()
+        """Bytes taken and given, by what they came or went through."""
+        self.nixl_failures = 0
         self.marks = 0
         """Told by peers, now."""
         self.least_tokens: Mapping[NodeId, int] = {}
@@ -102,6 +105,8 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     counter("paceline_kv_peer_fetches", "Prefixes asked of other nodes, by how it ended.", lambda meter: dict(meter.fetches), "outcome"),
     counter("paceline_kv_peer_blocks", "KV blocks between this node and others.", lambda meter: dict(meter.blocks), "what"),
     counter("paceline_kv_peer_bytes", "Bytes of these blocks.", lambda meter: dict(meter.bytes), "what"),
+    counter("paceline_kv_transport_bytes", "Bytes of KV taken from other nodes and given to them, by what they went through.", lambda meter: dict(meter.moved), "what", "transport"),
+    counter("paceline_kv_nixl_failures", "Transfers that NIXL did not finish: blocks of that node come over TLS for ten minutes.", lambda meter: meter.nixl_failures),
     gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
     gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
@@ -126,6 +131,9 @@ class KvSharing:
         self._asking: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(2 * MOST_FETCHES, "paceline-kv-fetch")
         self._resting: dict[NodeId, float] = {}
+        self.nixl = NixlUse()
+        self._through: dict[NodeId, str] = {}
+        """What blocks of each node came through last."""
         self._seen: dict[NodeId, tuple[float, float]] = {}
         """Bytes a second of the last fetch, and when that was."""
         self._said: dict[tuple[NodeId, str, type], bool] = {}
@@ -151,6 +159,8 @@ class KvSharing:
         """
         if kv not in self._used:
             kv.compute = compute
+            if kv.nixl:
+                self.nixl.start()
             self._used[kv] = asyncio.Event()
             kv.loans.on_used = partial(self._on_loop, partial(self._changed, kv))
             self._look_soon()
@@ -168,6 +178,7 @@ class KvSharing:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.nixl.stop()
         self._servicer.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -209,26 +220,39 @@ class KvSharing:
         while kv in self._used and kv.loans.prefixes.version == version:
             await self._used[kv].wait()
 
-    def dial(self, to: Member, port: int, ticket: bytes) -> Callable[[], TensorSender]:
+    def dial(self, to: Member, port: int, ticket: bytes, offer: wire.NixlOffer | None, block_bytes: int) -> Callable[[], BlockSender]:
         """See `KvOwner`."""
         live = self._fleet.view().get(to.node_id)
         if live is None:
             raise FleetError(f"{to.node_id} is not in this node's view of the fleet")
         addresses = tensor_addresses(self._fleet.book.order(live.card.addresses), port)
         identity, voids = self._fleet.identity, self._fleet.gossip.voids
-        return lambda: dial(addresses, to, ticket, identity, voids, _soon(DIAL_S))
+        agent = self.nixl.agent
+        return lambda: block_sender(dial(addresses, to, ticket, identity, voids, _soon(DIAL_S)), offer, agent, block_bytes)
 
     def prefilled(self, why: LeaseEnd) -> None:
         """See `KvOwner`."""
         self.meter.prefills[why] += 1
 
-    def given(self, n_blocks: int, n_bytes: int) -> None:
+    def given(self, n_blocks: int, n_bytes: int, transport: str) -> None:
         """See `KvOwner`."""
-        self._on_loop(partial(self._count, "given", n_blocks, n_bytes))
+        self._on_loop(partial(self._count, "given", n_blocks, n_bytes, transport))
 
-    def _count(self, what: str, n_blocks: int, n_bytes: int) -> None:
-        self.meter.blocks[what] += n_blocks
-        self.meter.bytes[what] += n_bytes
+    def _count(self, what: str, n_blocks: int, n_bytes: int, transport: str) -> None:
+        if n_blocks:
+            self.meter.blocks[what] += n_blocks
+            self.meter.bytes[what] += n_bytes
+            self.meter.moved["given" if what == "given" else "taken", transport] += n_bytes
+
+    def _came(self, what: str, node_id: NodeId, receiving: Receiving, n_blocks: int, n_bytes: int) -> None:
+        """Count what came, and say what through, where that has changed."""
+        self._count(what, n_blocks, n_bytes, receiving.transport)
+        if receiving.nixl_failed:
+            self.meter.nixl_failures += 1
+            self.nixl.failed(node_id, self._clock.monotonic())
+        if n_blocks and self._through.get(node_id) != receiving.transport:
+            self._through[node_id] = receiving.transport
+            logger.info("KV of %s comes %s", node_id, "by NIXL, out of its memory" if receiving.transport == "nixl" else "through TLS")
 
     # -------------------------------------------------------------------------------------------------------- what peers tell
 
@@ -365,7 +389,11 @@ class KvSharing:
         peer, began_s = fetch.peer, self._clock.monotonic()
         timer, outcome = self._loop.call_later(fetch.most_s, fetch.expire), "lost"
         try:
-            outcome = await self._blocks_of(kv, fetch)
+            try:
+                outcome = await self._blocks_of(kv, fetch, self.nixl.offer(peer.node_id, began_s))
+            except NixlFailed as error:
+                logger.warning("the rest of a prefix comes from %s through TLS: %s", peer.node_id, error)
+                outcome = await self._blocks_of(kv, fetch, None)
         except (FleetError, grpc.aio.AioRpcError) as error:
             outcome = "wrong" if isinstance(error, StreamCorrupt) else "left" if fetch.is_over else "lost"
             if outcome == "wrong" or (outcome == "lost" and fetch.filled < fetch.expected):
@@ -378,10 +406,9 @@ class KvSharing:
                 outcome = "whole" if fetch.filled >= fetch.expected else "late" if fetch.is_late else outcome
             self._ended(kv, fetch, outcome, self._clock.monotonic() - began_s)
 
-    async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch) -> str:
-        """Ask for a fetch's blocks, and take them. Returns how it ended."""
-        expected = self._fleet.tensors.expect()
-        receiving = Receiving(expected)
+    async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch, offered: NixlOffered | None) -> str:
+        """Ask for those of a fetch's blocks that lack, and take them. Returns how it ended."""
+        receiving, before = Receiving(self._fleet.tensors.expect(), offered), fetch.filled
         call: grpc.aio.UnaryUnaryCall[wire.FetchBlocksRequest, wire.FetchBlocksResponse] | None = None
 
         def hang_up() -> None:
@@ -396,9 +423,10 @@ class KvSharing:
                 digest=kv.digest,
                 numerics_id=kv.numerics_id,
                 layout=kv.layout,
-                keys=b"".join(fetch.keys),
+                keys=b"".join(fetch.keys[before:]),
                 tensor_port=self._fleet.tensors.port,
-                ticket=expected.ticket,
+                ticket=receiving.ticket,
+                nixl=None if offered is None else offered.message,
             )
             call = KvServiceStub(channel).FetchBlocks(request, timeout=fetch.most_s)
             if fetch.is_over:
@@ -417,11 +445,12 @@ class KvSharing:
             return "left"  # or all that was wanted came, which is counted as whole
         finally:
             receiving.close()
+            n_blocks = fetch.filled - before
+            self._came("fetched", fetch.peer.node_id, receiving, n_blocks, n_blocks * kv.block_bytes)
 
     def _ended(self, kv: PeerKv, fetch: PeerFetch, outcome: str, seconds: float) -> None:
         node_id, n_bytes = fetch.peer.node_id, fetch.filled * kv.block_bytes
         self.meter.fetches[outcome] += 1
-        self._count("fetched", fetch.filled, n_bytes)
         self.meter.blocks["missed"] += max(0, fetch.expected - fetch.filled)
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
@@ -440,15 +469,16 @@ class KvSharing:
     async def _push(self, kv: PeerKv, fetch: PeerFetch) -> None:
         """Have a prompt computed, and count how it ended."""
         self._epoch = max(self._epoch + 1, int(self._clock.wall() * 1e6))
-        end = PushEnd.LEFT
+        end, node_id = PushEnd.LEFT, fetch.peer.node_id
+        receiving = Receiving(self._fleet.tensors.expect(), self.nixl.offer(node_id, self._clock.monotonic()))
         try:
-            opened = partial(self._fleet.channel, fetch.peer.node_id, fetch.peer.addresses, Use.SHARE_KV)
-            end = await Push(kv, fetch, self._epoch, self._fleet.tensors, opened, self._threads).run()
+            opened = partial(self._fleet.channel, node_id, fetch.peer.addresses, Use.SHARE_KV)
+            end = await Push(kv, fetch, self._epoch, receiving, self._fleet.tensors.port, opened, self._threads).run()
         finally:
             fetch.cancel()
             self.meter.pushes[end] += 1
-            self._count("pushed", fetch.filled, fetch.filled * kv.block_bytes)
-            self._rest(fetch.peer.node_id, push_rest_s(end))
+            self._came("pushed", node_id, receiving, fetch.filled, fetch.filled * kv.block_bytes)
+            self._rest(node_id, push_rest_s(end))
 
 
 def _soon(seconds: float) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.core.errors import StreamCorrupt, TensorStreamError
+from paceline.core.errors import NixlFailed, StreamCorrupt, TensorStreamError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.inference import ChunkStream
@@ -27,10 +27,11 @@ from paceline.engine.kv_source import KvFetch, KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.machine.kv_tier import DiskTier, kv_name
 from paceline.machine.settings import PrefillRole
-from paceline.net.tensor.ends import TensorReceiver, TensorSender
+from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.net.tensor.listener import ExpectedStream
 from paceline.ways.kv.price import KvPrice, PrefillPrice, marked, run_of
+from paceline.ways.kv.staged import SEND_S, BlockSender, NixlOffered, StagedReceiver
 
 KEY_BYTES: Final = 16
 MOST_KEYS: Final = 4096
@@ -44,8 +45,6 @@ MOST_PUSH_S: Final = 45.0
 """The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
 SILENCE_S: Final = 5.0
 """Between two blocks."""
-SEND_S: Final = 5.0
-"""For as long as a peer takes nothing."""
 WINDOW_BYTES: Final = 32 << 20
 """Of blocks that are lent at a time. Raising it: more of the pool can't be handed out while a peer takes its blocks."""
 _HEADER: Final = struct.Struct("<16sI")
@@ -169,7 +168,7 @@ class PeerKv:
         """Blocks that a peer is lent at a time."""
         self._peers: Sequence[KvPeer] = ()
         self._begin: Callable[[PeerFetch], None] | None = None
-        self.role = PrefillRole.BOTH
+        self.role, self.nixl = PrefillRole.BOTH, False
         self.compute: Callable[[GenerationRequest], ChunkStream] | None = None
         """Runs a request of another node on this engine; None: none may."""
         self._found: tuple[int, int, KvPeer | None, PromptPush | None] = (0, 0, None, None)
@@ -302,13 +301,13 @@ class PeerKv:
         return here, run, peer, push
 
 
-def send_block(sender: TensorSender, key: bytes, data: memoryview) -> None:
-    """Put a block on a stream. Raises as `TensorSender.send` does, where nothing is taken for `SEND_S`."""
+def send_block(sender: BlockSender, key: bytes, data: memoryview) -> None:
+    """Send the block that is in the sender's space. Raises as `TensorSender.send` does, where nothing is taken for `SEND_S`."""
     sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + SEND_S)
 
 
-def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int) -> None:
-    """Fill a fetch's blocks with what comes, until it is over. Blocks. What is computed first may take its time.
+def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, block_bytes: int) -> None:
+    """Fill those of a fetch's blocks that lack with what comes, until it is over. Blocks. What is computed first may take its time.
 
     Raises:
         StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
@@ -317,7 +316,7 @@ def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int)
     silence_s = SILENCE_S if fetch.push is None else fetch.most_s
     with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
         checked: Future[bool] | None = None
-        for key in fetch.keys:
+        for key in fetch.keys[fetch.filled :]:
             try:
                 message = receiver.receive(time.perf_counter() + silence_s)
             except TensorStreamError:
@@ -332,7 +331,7 @@ def receive_blocks(receiver: TensorReceiver, fetch: PeerFetch, block_bytes: int)
             checked.result()
 
 
-def _take(receiver: TensorReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage, block_bytes: int) -> bool:
+def _take(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage, block_bytes: int) -> bool:
     """In a thread of its own, while the next block comes."""
     data = message.array.data.cast("B") if message.array.nbytes else memoryview(b"")
     if len(data) != block_bytes or message.header != _HEADER.pack(key, zlib.crc32(data)):
@@ -341,19 +340,37 @@ def _take(receiver: TensorReceiver, fetch: PeerFetch, key: bytes, message: Tenso
 
 
 class Receiving:
-    """A stream of blocks that is waited for, then read. Closing it ends either."""
+    """A stream of blocks that is waited for, then read. Closing it ends either.
 
-    def __init__(self, expected: ExpectedStream) -> None:
-        self._expected, self.ticket = expected, expected.ticket
+    Args:
+        offered: what the sender may do in place of sending blocks through the stream.
+    """
+
+    def __init__(self, expected: ExpectedStream, offered: NixlOffered | None = None) -> None:
+        self._expected, self.ticket, self.offered = expected, expected.ticket, offered
         self._receiver: TensorReceiver | None = None
+        self.transport = "stream"
+        self.nixl_failed = False
 
     def run(self, fetch: PeerFetch, block_bytes: int) -> None:
         """In a thread of its own. Raises as `receive_blocks` does."""
         self._receiver = self._expected.wait(time.perf_counter() + fetch.most_s)
         if self._receiver.peer != fetch.peer.node_id:
             raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
-        if not fetch.is_over:
+        if fetch.is_over:
+            return
+        if self.offered is None:
             receive_blocks(self._receiver, fetch, block_bytes)
+            return
+        staged = StagedReceiver(self._receiver, self.offered, block_bytes)
+        try:
+            receive_blocks(staged, fetch, block_bytes)
+        except NixlFailed:
+            self.nixl_failed = True
+            raise
+        finally:
+            self.transport = staged.transport
+            staged.close()
 
     def close(self) -> None:
         self._expected.cancel()

@@ -70,7 +70,12 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
         "ShardService/EchoRows": shard_pb2.EchoRowsRequest(session_id=bytes(16), batch_id=1, n_rows=1),
         "KvService/WatchPrefixes": kv_pb2.WatchPrefixesRequest(digest="0" * 64, numerics_id="n"),
         "KvService/FetchBlocks": kv_pb2.FetchBlocksRequest(
-            digest="0" * 64, layout=bytes(16), keys=bytes(32), tensor_port=1, ticket=bytes(32)
+            digest="0" * 64,
+            layout=bytes(16),
+            keys=bytes(32),
+            tensor_port=1,
+            ticket=bytes(32),
+            nixl=kv_pb2.NixlOffer(version="1.5.1", door="0" * 32),
         ),
         "KvService/Prefill": kv_pb2.PrefillRequest(
             request_id="r",

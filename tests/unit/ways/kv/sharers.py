@@ -31,7 +31,14 @@ class Sharer:
     """A node with an engine."""
 
     def __init__(
-        self, fleet: TestFleet, root: Path, name: str, *peers: FleetNode, trust: Trust = Trust.MEMBER, speed: float = SLOW
+        self,
+        fleet: TestFleet,
+        root: Path,
+        name: str,
+        *peers: FleetNode,
+        trust: Trust = Trust.MEMBER,
+        speed: float = SLOW,
+        nixl: bool = False,
     ) -> None:
         offer = ModelOffer("null", Role.VERIFIER, "bf16", 1.0, speed, DIGEST, warm=True, numerics_id="null")
         self.node = make_node(fleet, root, name, *peers, offers=(offer,), trust=trust)
@@ -39,6 +46,7 @@ class Sharer:
         self._came, self._turn = threading.Event(), threading.Lock()
         self.kv: PeerKv
         self.bench = EngineBench(kv=self._made, wait=self._wait, loans=self.loans, n_blocks=64, max_context=200, model_digest=DIGEST)
+        self.kv.nixl = nixl
         self.loans.wake = self._woken
         self.sharing = KvSharing(self.node, SystemClock())
         self.pace: Callable[[], object] = lambda: None
@@ -149,5 +157,7 @@ async def sharers(root: Path, *made: Callable[[TestFleet, Path, tuple[FleetNode,
         await asyncio.gather(*(one.stop() for one in found))
 
 
-def sharer(name: str, trust: Trust = Trust.MEMBER, speed: float = SLOW) -> Callable[[TestFleet, Path, tuple[FleetNode, ...]], Sharer]:
-    return lambda fleet, root, peers: Sharer(fleet, root, name, *peers, trust=trust, speed=speed)
+def sharer(
+    name: str, trust: Trust = Trust.MEMBER, speed: float = SLOW, *, nixl: bool = False
+) -> Callable[[TestFleet, Path, tuple[FleetNode, ...]], Sharer]:
+    return lambda fleet, root, peers: Sharer(fleet, root, name, *peers, trust=trust, speed=speed, nixl=nixl)

@@ -53,7 +53,9 @@ def _put(sender: TensorSender, key: bytes, crc: int, data: memoryview | bytes) -
 
 
 def damaged(sender: TensorSender, key: bytes, data: memoryview) -> None:
-    _put(sender, key, zlib.crc32(data), bytes([data[0] ^ 1]) + bytes(data[1:]))
+    crc = zlib.crc32(data)
+    data[0] ^= 1
+    _put(sender, key, crc, data)
 
 
 def another(sender: TensorSender, key: bytes, data: memoryview) -> None:

@@ -1,0 +1,277 @@
+"""NIXL between two processes of one user on one host: one reads the other's memory, and no socket lies between them.
+
+Law: UCX, which NIXL moves bytes with, checks nobody. Over TCP, whoever reaches its port writes this process's memory; and what describes an agent is
+parsed by code that believes it. So an agent here has the transports of shared memory and no port, and meets only a process that was shown to run as
+this user on this host (`HostDoor`): such a one may read and write this one's memory anyway. Nothing is written into another process but the token
+that says what was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.core.errors import NixlFailed
+
+PACKAGE: Final = "nixl_cu12"
+"""The one of NIXL's builds that is asked for. On the memory of processors it needs nothing of CUDA's."""
+PROOF_BYTES: Final = 32
+TOKEN_BYTES: Final = 16
+PIECE_BYTES: Final = 1 << 20
+"""Of one read, which holds the interpreter. Raising it: fewer calls, and other threads wait for longer."""
+KNOCK_S: Final = 1.0
+PAUSE_S: Final = 200e-6
+"""Between two looks at what is not done yet."""
+_PEER = struct.Struct("3i")
+_SETTINGS = {
+    "UCX_TLS": "posix,cma,self",
+    "UCX_MODULES": "cma",  # no others are loaded: those of network cards would look for cards
+    "UCX_HANDLE_ERRORS": "none",  # signals stay Python's
+    "UCX_MEM_EVENTS": "n",  # malloc stays the system's
+    "UCX_VFS_ENABLE": "n",
+    "UCX_LOG_LEVEL": "fatal",  # what goes wrong is raised
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+
+
+def is_installed() -> bool:
+    """Whether this system can have an agent. Loads nothing."""
+    return sys.platform == "linux" and find_spec(PACKAGE) is not None
+
+
+class HostDoor:
+    """Tells what proves that one was here to processes of this user on this host, and to no others. On the event loop."""
+
+    def __init__(self) -> None:
+        self.name, self.proof = secrets.token_hex(16), secrets.token_bytes(PROOF_BYTES)
+        self._listening: socket.socket | None = None
+
+    def open(self) -> None:
+        """Raises OSError where the system has no such sockets."""
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(_path(self.name))
+        self._listening.listen()
+        self._listening.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listening, self._answer, self._listening)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+
+    def _answer(self, listening: socket.socket) -> None:
+        with suppress(OSError):  # who knocked is gone
+            caller, _ = listening.accept()
+            with caller:
+                if _is_this_user(caller):
+                    caller.send(self.proof)
+
+
+def knock(name: str) -> bytes | None:
+    """What a door says; None: there is none of this user on this host. Blocks, for `KNOCK_S` at most."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(KNOCK_S)
+        try:
+            sock.connect(_path(name))
+            proof = sock.recv(PROOF_BYTES, socket.MSG_WAITALL) if _is_this_user(sock) else b""
+        except OSError:
+            return None
+        return proof if len(proof) == PROOF_BYTES else None
+
+
+def _path(name: str) -> str:
+    """In Linux's abstract namespace, which is the network namespace's: no file is left behind."""
+    return f"\0paceline-{name}"
+
+
+def _is_this_user(sock: socket.socket) -> bool:
+    """Whether the other end is this user's process, in sight of this one (its id is 0 where it is in a container apart)."""
+    process, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return process > 0 and user == os.geteuid()
+
+
+class StagedMemory:
+    """Memory in slots that an agent's peer may read, or that is read into. Made by `NixlAgent.stage`."""
+
+    def __init__(self, agent: NixlAgent, n_slots: int, slot_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        self._memory = memoryview(mmap.mmap(-1, n_slots * slot_bytes, flags=flags))
+        self.n_slots, self.slot_bytes = n_slots, slot_bytes
+        self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+        self._agent = agent
+        self._registered = [agent.call("register_memory", [(self.address, len(self._memory), 0, "")], "DRAM")]
+
+    def slot(self, place: int) -> memoryview:
+        return self._memory[place * self.slot_bytes : (place + 1) * self.slot_bytes]
+
+    def describe(self) -> bytes:
+        """What a peer opens it with."""
+        return self._agent.call("get_partial_agent_metadata", self._registered[0], True, ["UCX"])
+
+    def close(self) -> None:
+        """Have no one read it any more. Its memory goes with its last slot that is held. Idempotent, from any thread."""
+        with suppress(IndexError):
+            self._agent.call("deregister_memory", self._registered.pop())
+
+
+class NixlAgent:
+    """Of one node; for any thread.
+
+    Raises:
+        NixlFailed: the library is not there, or can't be used here. So do all calls.
+    """
+
+    def __init__(self) -> None:
+        os.environ.update(_SETTINGS)
+        try:
+            api = import_module(f"{PACKAGE}._api")
+            bindings = import_module(f"{PACKAGE}._bindings")
+            self.version = metadata.version(PACKAGE)
+        except (ImportError, OSError) as error:
+            raise NixlFailed(f"NIXL can't be loaded: {error}") from error
+        made = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+        self._errors: tuple[type[Exception], ...] = (*made, RuntimeError, ValueError)
+        self._lock = threading.Lock()
+        self._read = Counter[bytes]()
+        """Slots of each transfer that its peer has read."""
+        self._met = Counter[str]()
+        """Readings of each peer's memory."""
+        self._lost: list[StagedMemory] = []
+        """What a peer's bytes may still come into: never used again."""
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
+        try:
+            self._agent: Any = api.nixl_agent(f"paceline-{secrets.token_hex(8)}", config)
+        except self._errors as error:
+            raise NixlFailed(f"NIXL makes no agent: {error}") from error
+        # UCX's shared memory knows no other mode: a peer that is gone is noticed by the reader, and by the stream beside it.
+        self.call("create_backend", "UCX", {"ucx_error_handling_mode": "none"})
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """One of the library's own."""
+        try:
+            return getattr(self._agent, name)(*arguments)
+        except self._errors as error:
+            raise NixlFailed(f"NIXL's {name} failed: {error}") from error
+
+    def stage(self, n_slots: int, slot_bytes: int) -> StagedMemory:
+        """Memory for one transfer."""
+        return StagedMemory(self, n_slots, slot_bytes)
+
+    # ------------------------------------------------------------------------------------------------------------- whose memory is read
+
+    def listen(self, token: bytes) -> None:
+        """Count what is read of a transfer from now on."""
+        with self._lock:
+            self._read[token] = 0
+
+    def n_read(self, token: bytes) -> int:
+        """Slots of a transfer that its peer has read so far."""
+        with self._lock:
+            for tokens in self.call("get_new_notifs").values():
+                self._read.update(one for one in tokens if one in self._read)
+            return self._read[token]
+
+    def forget(self, token: bytes) -> None:
+        with self._lock:
+            self._read.pop(token, None)
+
+    # -------------------------------------------------------------------------------------------------------------------- who reads
+
+    def meet(self, described: bytes) -> str:
+        """Be able to read what a peer described, which was shown to be at hand (`HostDoor`). Returns its name, for `part`."""
+        with self._lock:
+            name: str = self.call("add_remote_agent", described)
+            self._met[name] += 1
+            return name
+
+    def part(self, name: str) -> None:
+        """Once for each `meet`."""
+        with self._lock:
+            self._met[name] -= 1
+            if not self._met[name]:
+                del self._met[name]
+                self.call("remove_remote_agent", name)
+
+    def keep_for_good(self, staging: StagedMemory) -> None:
+        """A read into it did not end."""
+        self._lost.append(staging)
+
+
+class NixlReading:
+    """Reads a peer's slots into slots of this process. For one thread.
+
+    Args:
+        described, address, n_slots, slot_bytes: the peer's memory, as its `StagedMemory` says.
+        n_here: slots of this process.
+        token: told to the peer with each slot that was read.
+    """
+
+    def __init__(self, agent: NixlAgent, described: bytes, address: int, n_slots: int, slot_bytes: int, n_here: int, token: bytes) -> None:
+        self._agent, self._token = agent, token
+        self._each = -(-slot_bytes // PIECE_BYTES)
+        self._handles: list[Any] = []
+        self._ended = True
+        self._name = agent.meet(described)
+        try:
+            self._into = agent.stage(n_here, slot_bytes)
+        except NixlFailed:
+            agent.part(self._name)
+            raise
+        try:
+            for owner, start, n in (("NIXL_INIT_AGENT", self._into.address, n_here), (self._name, address, n_slots)):
+                ends = [(at, min(PIECE_BYTES, slot_bytes - at)) for at in range(0, slot_bytes, PIECE_BYTES)]
+                pieces = [(start + slot * slot_bytes + at, length, 0) for slot in range(n) for at, length in ends]
+                self._handles.append(agent.call("prep_xfer_dlist", owner, np.array(pieces, np.uint64), "DRAM"))
+        except NixlFailed:
+            self.close()
+            raise
+
+    def read(self, theirs: int, mine: int, deadline: float) -> memoryview:
+        """One slot, by a deadline on the monotonic clock.
+
+        Raises:
+            NixlFailed: the peer is gone, or it took too long. No other slot is read then.
+        """
+        agent, n = self._agent, self._each
+        local, remote = self._handles
+        for place in range(n):
+            token = self._token if place == n - 1 else b""
+            transfer = agent.call("make_prepped_xfer", "READ", local, [mine * n + place], remote, [theirs * n + place], token)
+            state = agent.call("transfer", transfer)
+            while state == "PROC" and time.perf_counter() < deadline:
+                time.sleep(PAUSE_S)
+                state = agent.call("check_xfer_state", transfer)
+            if state != "DONE":
+                self._ended = state != "PROC"
+                raise NixlFailed("NIXL reads nothing more of a peer's memory")
+            agent.call("release_xfer_handle", transfer)
+        return self._into.slot(mine)
+
+    def close(self) -> None:
+        """Raises NixlFailed where the library can't end it."""
+        try:
+            for handle in self._handles:
+                self._agent.call("release_dlist_handle", handle)
+        finally:
+            self._agent.part(self._name)
+            if self._ended:
+                self._into.close()
+            else:
+                self._agent.keep_for_good(self._into)
