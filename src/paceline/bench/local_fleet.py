@@ -112,8 +112,11 @@ class LocalFleet:
 
 
 def become_first(fleet: LocalFleet) -> None:
-    """Make this process the first of the nodes: its home is that node's from now on."""
-    os.environ["PACELINE_HOME"] = str(fleet.homes[fleet.names[0]])
+    """Make this process the first of the nodes: its home is that node's from now on, and its endpoint is found from this user's home too."""
+    notes, home = Home.from_environment().running, fleet.homes[fleet.names[0]]
+    notes.mkdir(exist_ok=True)
+    (home / notes.name).symlink_to(notes, target_is_directory=True)
+    os.environ["PACELINE_HOME"] = str(home)
 
 
 def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
