@@ -46,6 +46,7 @@ def test_nodes_of_one_machine_run_a_model_named_by_its_path(tmp_path: Path) -> N
         assert " on local-3" in "".join(o.node.said)
         assert [row.split()[0] for row in o.run("ps").splitlines() if row] == ["name", "seeded"], "it is found as any other endpoint"
         assert f"{o.node.url}/v1: ok, serves seeded" in o.run("status")
+        assert f"seeded is loaded at {o.node.url}/v1" in o.run("load", str(path))
 
 
 def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_model_moves_to_a_pipeline_and_back_between_answers(tmp_path: Path) ->
         text = "".join(next(answer) for _ in range(5))
         h.node.kill()
         assert text + "".join(answer) == alone
-        until(lambda: "; would rather be o alone" in runs(o))
+        until(lambda: "; now over o [0..29]; would rather be o alone" in runs(o))
         set_plan_clock(o, 2 * HELD_S)
         until(lambda: runs(o).startswith("o alone: "))
         assert "".join(pieces(o, 150)) == alone

@@ -216,7 +216,7 @@ class Models(Generic[Hosted]):
         if known is None:
             self._places[place.name] = place
             await self._bring(place.name)
-        elif known.location is None or known.location.path != place.path:
+        elif known.location is not None and known.location.path != place.path:
             raise ConfigError(f"Another {place.name} is loaded", f"Unload it first: paceline unload {place.name}")
         return place.name
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock, SystemClock
+from paceline.core.model import LayerSpan
 from paceline.fleet.plan import ALONE
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.host import EngineHost
@@ -25,6 +27,8 @@ class BuiltNode(HostedModel):
     """For the owner of the node to attach."""
     peer_kv: PeerKv | None = None
     """Likewise."""
+    spans: Callable[[], tuple[LayerSpan, ...]] = tuple
+    """The layers that a pipeline runs now behind this machine's own; from any thread."""
 
 
 def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:

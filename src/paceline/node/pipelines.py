@@ -25,6 +25,7 @@ from paceline.core.errors import (
     PlacementError,
     UserError,
 )
+from paceline.core.model import LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import ALONE, Choice, Plan, Way
@@ -296,8 +297,18 @@ class _Replanning:
 
     def _show(self) -> None:
         rather = self._standing.rather
-        words = self._words if rather is None else f"{self._words}; would rather be {_brief(rather)}"
+        words = f"{self._words}{self._now_over()}"
+        words = words if rather is None else f"{words}; would rather be {_brief(rather)}"
         self._whole.show_plan(self._location.name, self._standing.running, words)
+
+    def _now_over(self) -> str:
+        """What a pipeline runs over, where that is not what was planned: after a loss, say."""
+        planned = tuple(LayerSpan(stage.node_id, stage.layers) for stage in self._standing.running.stages[1:])
+        spans = next((node.spans() for node in self._whole.models.nodes if node.model.name == self._location.name), planned)
+        if spans == planned:
+            return ""
+        parts = " -> ".join(f"{span.node_id} [{span.layers.start}..{span.layers.stop - 1}]" for span in spans)
+        return f"; now over {parts}" if parts else "; looks for machines now"
 
 
 def _nothing(*_: object) -> None:
@@ -333,6 +344,10 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
     def ways() -> frozenset[str]:
         return frozenset({ALONE if built.executor.is_alone else PIPELINE})
 
+    def spans() -> tuple[LayerSpan, ...]:
+        return tuple(LayerSpan(stage.node_id, stage.layers) for stage in built.executor.stages)
+
+    kept = drafts if built.drafts is drafts else None
     engine = MeteredEngine(built.engine, meter, clock)
     host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
-    return BuiltNode(host, built.model, (), built.summary, built.warm, kv=built.kv, drafts=drafts if built.drafts is drafts else None)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, kv=built.kv, drafts=kept, spans=spans)

@@ -102,7 +102,7 @@ async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[l
     monkeypatch.setattr(pipelines, "_build_here", lambda *_: build(ALONE))
     monkeypatch.setattr(pipelines, "_build_spread", lambda *_: build(PIPELINE))
     whole: Any = SimpleNamespace(
-        models=SimpleNamespace(change=change, is_loaded=lambda _: True), slots=SimpleNamespace(taken=0), show_plan=show
+        models=SimpleNamespace(change=change, is_loaded=lambda _: True, nodes=()), slots=SimpleNamespace(taken=0), show_plan=show
     )
     asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
     eyes: Any = Eyes(CARDS)
