@@ -107,7 +107,7 @@ class BoundedTokenizer:
         threading.Thread(target=self._begin, name="paceline-tokenizer", daemon=True).start()
 
     def _begin(self) -> None:
-        with self._lock, suppress(PacelineError):  # the first request says what is wrong
+        with self._lock, suppress(PacelineError, OSError):  # the first request says what is wrong; at this process's end files are closed
             self._started()
 
     def close(self) -> None:
