@@ -32,6 +32,7 @@ from paceline.ways.kv.pushing import PushEnd
 from size_rows import machine
 
 PERIOD_S = 0.1
+LEAST = 'paceline_kv_push_least_tokens{node="p"}'
 
 
 def throttle(pid: int, share: float, over: threading.Event) -> None:
@@ -41,6 +42,11 @@ def throttle(pid: int, share: float, over: threading.Event) -> None:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(PERIOD_S * (1 - share))
         os.kill(pid, signal.SIGCONT)
+
+
+def ends_of(d: Machine) -> dict[str, float]:
+    """Pushes, by how they ended."""
+    return {end.value: counted(d, f'paceline_kv_pushes_total{{outcome="{end}"}}') for end in PushEnd}
 
 
 def first_token_s(d: Machine, prompt: list[int], salt: str | None) -> float:
@@ -60,6 +66,7 @@ def main() -> int:
     up = ("--fleet-port", "0", "--context", "8192", "--kv-tokens", "65536", "--model", MODEL)
     draw, over = random.Random(1), threading.Event()
     rows: dict[str, list[float]] = {"pushed": [], "here": []}
+    went: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, machines(Path(scratch), Home.from_environment().kernels, "p", "d") as (p, d):
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         p.up(*up)
@@ -73,27 +80,29 @@ def main() -> int:
         p.up(*up, "--role", "prefill")
         d.run("join", token_in(p.run("token", "--address", "127.0.0.1")), "--name", "d")
         d.up(*up, "--role", "decode")
-        until(lambda: counted(d, 'paceline_kv_push_least_tokens{node="p"}') > 0)
+        until(lambda: counted(d, LEAST) > 0)
         throttling = threading.Thread(target=throttle, args=(d.node.process.pid, options.share, over))
         throttling.start()
         try:
             for number in range(options.rounds + 1):
                 prompt = [draw.randrange(1000, 40000) for _ in range(options.tokens)]
+                gate, before = counted(d, LEAST), ends_of(d)
                 for kind, salt in (("pushed", None), ("here", str(number))):
                     rows[kind].append(first_token_s(d, prompt, salt))
+                ended = ", ".join(end for end, count in ends_of(d).items() if count > before[end])
+                went.append(ended or f"not pushed: from {gate:g} tokens on" if gate else "not pushed: never faster")
                 if not number:
-                    rows = {kind: [] for kind in rows}
+                    rows, went = {kind: [] for kind in rows}, []
         finally:
             over.set()
             throttling.join()
-        pushes = {end.value: counted(d, f'paceline_kv_pushes_total{{outcome="{end}"}}') for end in PushEnd}
         said = {
             "tokens": options.tokens,
             "share_of_d": options.share,
             "pushed_s": [round(one, 3) for one in rows["pushed"]],
             "here_s": [round(one, 3) for one in rows["here"]],
-            "pushes": {end: int(number) for end, number in pushes.items() if number},
-            "least_tokens": counted(d, 'paceline_kv_push_least_tokens{node="p"}'),
+            "went": went,
+            "least_tokens": counted(d, LEAST),
             "faster": round(median(b / a for a, b in zip(rows["pushed"], rows["here"], strict=True)), 2),
             "at_least": 2.2,
             "reach_for": 3.0,

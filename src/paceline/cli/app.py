@@ -430,6 +430,7 @@ def plan(
     from paceline.cli.plan import run_plan
     from paceline.cli.sharing import fleet_view
 
+    view, sharers = fleet_view()
     run_plan(
         model,
         weights=weights,
@@ -440,7 +441,8 @@ def plan(
         draft_on=pin_draft,
         allows_unlike=bool(allow_unlike),
         as_json=as_json,
-        view=fleet_view(),
+        view=view,
+        sharers=sharers,
     )
 
 

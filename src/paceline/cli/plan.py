@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -29,6 +29,7 @@ def run_plan(
     allows_unlike: bool = False,
     as_json: bool,
     view: View | None = None,
+    sharers: Collection[NodeId] | None = None,
 ) -> None:
     """Plan, then print it for a person or as JSON.
 
@@ -46,7 +47,7 @@ def run_plan(
         proposer=None if draft_on is None else NodeId(draft_on),
         allows_unlike=allows_unlike,
     )
-    made = explained(request, view)
+    made = explained(request, view, sharers)
     if as_json:
         json.dump(made.as_json(), sys.stdout, indent=2)
         print()
@@ -70,6 +71,8 @@ def show(console: Console, made: Explained) -> None:
     for line in made.lines:
         if line.startswith("note: "):
             console.print(Text(line, "yellow"))
+        elif line.startswith("prompts: "):
+            console.print(Text(line))
     for each in plan.excluded:
         console.print(Text(f"not alone: {each.node_id} {each.why}", "dim"))
 

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.cli.api_options import ApiOptions
 from paceline.core.errors import ConfigError, MembershipError
+from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.net.member.settings import FleetSettings, parse_preset
@@ -259,11 +260,13 @@ def _stop_at_eof() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
-    """The live cards of those that may answer, as this machine's running node sees the fleet; None where this machine is to be looked at alone."""
+def fleet_view() -> tuple[Callable[[], Sequence[NodeCard]] | None, Collection[NodeId] | None]:
+    """The live cards of those that may answer, as this machine's running node sees the fleet, and who of them may share KV; None where this machine is
+    to be looked at alone.
+    """
     home = Home.from_environment()
     if not home.is_in_fleet:
-        return None
+        return None, None
     import asyncio
 
     from paceline.fleet.eligibility import Use
@@ -272,11 +275,12 @@ def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
     from paceline.net.trust.folder import FleetFolder
 
     try:
-        cards = read_trust_policy(home).eligible(asyncio.run(look(FleetFolder(home.fleet))).sight.view, Use.ANSWER).cards
+        policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
     except MembershipError as error:
         print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
-        return None
-    return lambda: cards
+        return None, None
+    cards = policy.eligible(sight.view, Use.ANSWER).cards
+    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}
 
 
 def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, mdns: bool, needed: bool) -> FleetSettings | None:

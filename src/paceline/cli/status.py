@@ -245,7 +245,7 @@ def _plans(looked: Looked) -> list[tuple[str, str]]:
     lost = _lost(looked)
     eligible = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER)
     cards = [card for card in eligible.cards if card.node_id not in lost]
-    names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
+    names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.runs_whole})
     own, running = looked.sight.view.own, {name for name, _ in looked.sight.plans}
     lines: list[tuple[str, str]] = []
     for name in names:

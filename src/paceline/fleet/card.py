@@ -25,7 +25,7 @@ class Role(StrEnum):
     SHARD = "shard"
     """Runs a range of layers."""
     PREFILL = "prefill"
-    """Computes the KV of prompts for another node."""
+    """Runs the whole model, to compute the KV of prompts for other nodes: it answers where no verifier does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,11 @@ class ModelOffer:
     def model(self) -> ModelRef:
         """Which one it is."""
         return ModelRef(self.digest, self.weights, self.model_id)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether all layers run there."""
+        return self.role in {Role.VERIFIER, Role.PREFILL}
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) ->
 
 MOST_ADDRESSES = 8
 """Of one node, measured at most."""
-_LAYERED = frozenset({Role.VERIFIER, Role.SHARD})
+_LAYERED = frozenset({Role.VERIFIER, Role.SHARD, Role.PREFILL})
 
 
 def peers_to_measure(own: NodeCard, cards: Iterable[NodeCard]) -> dict[NodeId, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ModelNotFound
 from paceline.core.ids import NodeId
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayGiveWeights
 from paceline.fleet.machines import DIGEST_DIGITS, Links, live_cards
 
@@ -74,7 +74,7 @@ def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]
 
 def _whole(givers: MayGiveWeights) -> list[tuple[NodeCard, ModelOffer]]:
     cards = live_cards(givers.cards).values()
-    return [(card, offer) for card in cards for offer in card.models if offer.role is Role.VERIFIER and offer.digest]
+    return [(card, offer) for card in cards for offer in card.models if offer.runs_whole and offer.digest]
 
 
 def _addresses(own: NodeCard | None, card: NodeCard) -> tuple[str, ...]:

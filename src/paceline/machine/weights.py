@@ -17,7 +17,7 @@ import grpc.aio
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DownloadError, FetchInProgress, MembershipError, PacelineError, SourceLost
 from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard, Role, SealedCard
+from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.eligibility import MayGiveWeights, TrustPolicy, Use, Voids
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.sources import WeightsSource, digests_of, sources_of, weights_sources
@@ -179,7 +179,7 @@ def _full_name(model: str, cards: Sequence[NodeCard]) -> str:
     if ref is None or ref.selector is None:
         return model
     folder, part = ref.folder.lower(), ref.selector.lower()
-    ids = {offer.model_id for card in cards for offer in card.models if offer.role is Role.VERIFIER}
+    ids = {offer.model_id for card in cards for offer in card.models if offer.runs_whole}
     split = [(model_id, *model_id.lower().split(":", 1)) for model_id in ids if ":" in model_id]
     fits = [model_id for model_id, of, file in split if of == folder and part in file]
     exact = [model_id for model_id, of, file in split if of == folder and part == file]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, ModelRef
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.node.ways import WAYS, plan
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
+from paceline.ways.kv.price import explain_prompts
 
 View = Callable[[], Sequence[NodeCard]]
 """The live cards, as a node of the fleet sees them."""
@@ -32,12 +33,13 @@ class Explained:
         return _plain(asdict(self.plan)) | {"explanation": list(self.lines)}
 
 
-def explained(request: PlanRequest, view: View | None = None) -> Explained:
+def explained(request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None) -> Explained:
     """Plan a request and say why.
 
     Args:
         request: what for. Its model may be named as on this machine (an alias, a path).
         view: the fleet; default: this machine alone, as it sees itself.
+        sharers: nodes that may share KV with one another; None: all.
 
     Raises:
         PlacementError: there is no plan.
@@ -50,6 +52,10 @@ def explained(request: PlanRequest, view: View | None = None) -> Explained:
         request = replace(request, model=location.name)
     made = plan(cards, request)
     lines = [*explain(made)]
+    if len(made.chosen.stages) == 1:
+        able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
+        at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
+        lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
     if len(cards) == 1:
         lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
     return Explained(made, tuple(lines))

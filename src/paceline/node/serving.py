@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
-from paceline.machine.settings import NodeSettings
+from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.machine.weights import give_weights
 from paceline.net.member.meter import fleet_metrics
 from paceline.net.member.node import FleetNode
@@ -64,6 +64,8 @@ class Portrait:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
         self.load: Callable[[], int] = lambda: 0
         """Sequences that run and wait."""
+        self.prefills: Callable[[], Collection[str]] = tuple
+        """Names of models that are there to compute prompts for other nodes."""
         self.served: Callable[[WarmModel], WarmModel] = lambda model: model
         """A model that is loaded, with what was seen as it served."""
 
@@ -81,15 +83,21 @@ class Portrait:
 
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
         """As of the last look."""
-        card, load = self._portrait.card(addresses, links), shown_load(self.load())
-        if not load:
+        card, load, prefills = self._portrait.card(addresses, links), shown_load(self.load()), self.prefills()
+        if not load and not prefills:
             return card
-        return replace(card, models=tuple(replace(offer, under_way=load) if is_whole(offer) else offer for offer in card.models))
+
+        def said(offer: ModelOffer) -> ModelOffer:
+            if not is_whole(offer):
+                return offer
+            return replace(offer, under_way=load, role=Role.PREFILL if offer.model_id in prefills else offer.role)
+
+        return replace(card, models=tuple(map(said, card.models)))
 
 
 def is_whole(offer: ModelOffer) -> bool:
     """Whether a model answers here."""
-    return offer.role is Role.VERIFIER and offer.warm
+    return offer.runs_whole and offer.warm
 
 
 def shown_load(sequences: int) -> int:
@@ -132,7 +140,7 @@ class FleetServing:
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares)
-        portrait.load, portrait.served = self.inference.own_load, self._as_served
+        portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
@@ -223,6 +231,10 @@ class FleetServing:
 
     def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
         return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)
+
+    def _prefilling(self) -> Collection[str]:
+        nodes = self.models.nodes
+        return {node.model.name for node in nodes if node.peer_kv is not None and node.peer_kv.role is PrefillRole.PREFILL}
 
     def _as_served(self, model: WarmModel) -> WarmModel:
         """With what its engine saw. Steps of a pipeline are not this machine's."""

@@ -24,7 +24,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.core.model import ModelRef
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayAnswer
 from paceline.ways.forward.routes import WORTH_A_HOP, RouteStop
 
@@ -261,5 +261,5 @@ def _own_offers(answerers: MayAnswer) -> dict[ModelRef, ModelOffer]:
 
 def _process(card: NodeCard, offer: ModelOffer) -> Process | None:
     """None where it does not run whole requests."""
-    whole = offer.role is Role.VERIFIER and offer.warm and offer.digest
+    whole = offer.runs_whole and offer.warm and offer.digest
     return (card.node_id, card.instance, offer.model) if whole else None

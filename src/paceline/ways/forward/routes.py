@@ -15,7 +15,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
@@ -57,6 +57,8 @@ class RouteStop:
     """What a token of a prompt takes there; 0: not known."""
     under_way: int = 0
     """Sequences that run and wait there, as it said last."""
+    prefills: bool = False
+    """It is there to compute prompts for others: asked where no other can answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,12 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         loaded: what this node itself runs.
         meanings: what names meant before.
     """
-    own, cards = answerers.own, answerers.cards
+    own = answerers.own
+    # What a machine is there for is said to others: its own clients it answers.
+    cards = tuple(_answering(card) if card.node_id == own else card for card in answerers.cards)
     offered: dict[str, dict[Meaning, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
-        whole = [offer for offer in card.models if offer.role is Role.VERIFIER and offer.warm and offer.digest and offer.model_id]
+        whole = [offer for offer in card.models if offer.runs_whole and offer.warm and offer.digest and offer.model_id]
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))
@@ -92,7 +96,8 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         order, times = _order(own, cards, meaning.model, any(card.node_id == own for card, _ in holders))
         stops = {
             card.node_id: RouteStop(
-                card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer), offer.under_way
+                *(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer)),
+                *(offer.under_way, offer.role is Role.PREFILL),
             )
             for card, offer in holders
         }
@@ -101,6 +106,10 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
         found[name] = AnswerRoute(name, meaning, (*ranked, *rest), holders[0][1].size_bytes)
     return found
+
+
+def _answering(card: NodeCard) -> NodeCard:
+    return replace(card, models=tuple(replace(offer, role=Role.VERIFIER) if offer.role is Role.PREFILL else offer for offer in card.models))
 
 
 def _token_s(offer: ModelOffer) -> float:
@@ -217,7 +226,7 @@ class Sharing:
         quickest_s, slowest_s = min(times.values(), default=0.5), max(times.values(), default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
 
-        def cost(stop: RouteStop) -> tuple[bool, float]:
+        def cost(stop: RouteStop) -> tuple[bool, bool, float]:
             node_id = stop.node_id
             seconds = times.get(node_id, 2 * slowest_s)
             saved = (FAVOUR * (seconds - prompt_s(stop)) + prompt_s(stop)) / seconds if seconds > 0 else 0.0
@@ -227,7 +236,7 @@ class Sharing:
                 seconds *= WORTH_A_HOP
             load = max(self._under_way[node_id], stop.under_way, self._own_load() if node_id == self._own else 0)
             share = max(known.get(node_id, 0.0), held_now.get(node_id, 0.0))
-            return self._is_lost(stop), seconds * (1 + BUSY * load) * (1 - saved * share)
+            return self._is_lost(stop), stop.prefills, seconds * (1 + BUSY * load) * (1 - saved * share)
 
         return min(open_stops, key=cost)  # the first of equal ones
 

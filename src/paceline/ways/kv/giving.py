@@ -85,6 +85,11 @@ class KvServicer(KvServiceServicer):
         self._senders: set[BlockSender] = set()
         self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES, "paceline-kv-push")
 
+    @property
+    def n_leases(self) -> int:
+        """Prompts that are computed for others now."""
+        return len(self._leases.live)
+
     # Written to the context: a coroutine that is cancelled ends at once, a generator when it is collected.
     async def WatchPrefixes(self, request: wire.WatchPrefixesRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         caller = await self._admitted(context)

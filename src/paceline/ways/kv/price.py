@@ -5,12 +5,15 @@ Law: pure. A link that was not measured, or a speed, is no reason to fetch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from paceline.fleet.card import Link, ModelOffer
+from paceline.core.ids import NodeId
+from paceline.core.model import BLOCK_TOKENS, ModelRef
+from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.fleet.figures import two_digits
+from paceline.fleet.machines import Links
 
 MARK_BYTES = 8
 """Of a key, in what a node tells of its prefixes."""
@@ -117,6 +120,41 @@ class PrefillPrice:
         if least is None:
             return f"prompts are not computed there: {there:g} tokens a second come from there, and {here:g} are computed here"
         return f"prompts of {least * block_tokens} new tokens or more are computed there: {there:g} a second come, and {here:g} are computed here"
+
+
+def explain_prompts(cards: Mapping[NodeId, NodeCard], at: NodeId, model: ModelRef, prompt_tokens: int) -> list[str]:
+    """Which prompts a node that answers has computed elsewhere, and why: a line for each node that has the same model loaded.
+
+    Args:
+        cards: of those that may answer, and share KV with it.
+        at: the node that answers.
+        prompt_tokens: of a prompt, all new, of which is said whether it goes.
+    """
+    here, links = _loaded(cards.get(at), model), Links(cards)
+    if here is None or here.shape is None:
+        return []
+    lines: list[str] = []
+    block_bytes, n_blocks = (
+        BLOCK_TOKENS * here.shape.n_layers * here.shape.kv_bytes_per_token_per_layer,
+        (prompt_tokens - 1) // BLOCK_TOKENS,
+    )
+    for node_id in sorted(cards.keys() - {at}):
+        there = _loaded(cards[node_id], model)
+        if there is None or there.numerics_id != here.numerics_id:
+            continue
+        cost = price(block_bytes, BLOCK_TOKENS, here, links.between(node_id, at))
+        prefill = None if cost is None else prefill_price(cost, BLOCK_TOKENS, there)
+        if prefill is None:
+            lines.append(f"{node_id}: prompts are not computed there: its speed, or the link, is not measured")
+        else:
+            goes = "goes there" if prefill.saved_s(n_blocks, n_blocks) > 0 else f"stays at {at}"
+            lines.append(f"{node_id}: {prefill.words(BLOCK_TOKENS)}; one of {prompt_tokens} {goes}")
+    return lines
+
+
+def _loaded(card: NodeCard | None, model: ModelRef) -> ModelOffer | None:
+    offers = () if card is None else card.models
+    return next((offer for offer in offers if offer.runs_whole and offer.warm and offer.numerics_id and offer.model.is_same(model)), None)
 
 
 def prefill_price(cost: KvPrice, block_tokens: int, there: ModelOffer | None) -> PrefillPrice | None:

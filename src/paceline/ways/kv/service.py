@@ -24,7 +24,7 @@ from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
 from paceline.core.metrics import Metrics, Row, counter, gauge
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.messages import Effect
@@ -96,6 +96,8 @@ class KvMeter:
         """Prompts that others were to compute, by how that ended."""
         self.prefills = Counter[str]()
         """Prompts of others, likewise."""
+        self.leases: Callable[[], int] = lambda: 0
+        """Prompts that are computed for others now."""
         self.least_pushed: Mapping[NodeId, int] = {}
         """New tokens of a prompt, from which on it is computed elsewhere, by node."""
 
@@ -111,6 +113,7 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
     counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
+    gauge("paceline_kv_leases", "Prompts that are computed for other nodes now.", lambda meter: meter.leases()),
     gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere.", lambda meter: dict(meter.least_pushed), "node"),
 )
 # fmt: on
@@ -142,6 +145,7 @@ class KvSharing:
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
         self._servicer = KvServicer(self)
+        self.meter.leases = lambda: self._servicer.n_leases
         self._guard: PeerGuard | None = None
         self._stale = self._stopped = False
         fleet.listen(self._on_news)
@@ -486,7 +490,7 @@ def _soon(seconds: float) -> float:
 
 
 def _answers(offer: ModelOffer) -> bool:
-    return offer.role is Role.VERIFIER and offer.warm and bool(offer.digest and offer.numerics_id)
+    return offer.runs_whole and offer.warm and bool(offer.digest and offer.numerics_id)
 
 
 def _offer_of(card: NodeCard | None, kv: PeerKv) -> ModelOffer | None:

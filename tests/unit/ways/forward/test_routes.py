@@ -56,6 +56,16 @@ def test_only_models_that_run_and_verify_are_on_a_route() -> None:
     assert order(A, card(B, offer(100, digest=""))) == []
 
 
+def test_a_node_that_is_there_for_prompts_comes_last_and_still_answers_its_own_clients() -> None:
+    computes = offer(300, role=Role.PREFILL)
+    assert order(A, card(A, offer(100)), card(B, computes)) == ["a", "b"]
+    assert order(A, card(B, computes), card(C, offer(10))) == ["c", "b"]
+    assert order(A, card(B, computes)) == ["b"]
+    assert order(B, card(A, offer(100)), card(B, computes)) == ["b", "a"]
+    stops = routes(Eligible(Use.ANSWER, B, (card(A, computes), card(B, computes))), {}, {})["m"].stops
+    assert {stop.node_id: stop.prefills for stop in stops} == {A: True, B: False}
+
+
 def test_other_weights_under_the_same_name_are_another_model() -> None:
     cards = (card(A, offer(50)), card(B, offer(300, OTHER)))
     assert order(A, *cards) == ["a"]

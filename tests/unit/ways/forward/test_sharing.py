@@ -53,6 +53,14 @@ def test_a_slower_machine_has_its_share_once_the_faster_one_is_busy() -> None:
     assert [Door().send([stop(B, 4.0), stop(C, None)]).node_id for _ in range(1)] == [B]
 
 
+def test_one_that_is_there_for_prompts_is_asked_where_the_others_are_lost() -> None:
+    door, prefills = Door(), replace(stop(B, 0.1), prefills=True)
+    sent = [door.send([prefills, stop(C, 4.0)]) for _ in range(4)]
+    assert [one.node_id for one in sent] == [C] * 4
+    door.sharing.ended(sent[0], NodeUnreachable("gone"))
+    assert door.send([prefills, stop(C, 4.0)]).node_id == B
+
+
 def test_what_a_card_says_counts_where_it_is_more_than_was_sent_from_here() -> None:
     door = Door()
     assert door.send([replace(STOPS[0], under_way=3), STOPS[1]]).node_id == C

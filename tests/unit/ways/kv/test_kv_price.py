@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, Role
-from paceline.ways.kv.price import FASTER, OPENING_S, KvPrice, marked, price, run_of
+from paceline.core.model import ModelRef
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.ways.kv.price import FASTER, OPENING_S, KvPrice, explain_prompts, marked, price, run_of
 
 LINK = Link(NodeId("b"), "b:1", 0.001, 1e8)
 
@@ -48,3 +49,27 @@ def test_a_prefix_reaches_to_the_last_mark_of_it() -> None:
     assert run_of(marks, marked(marks, keys)) == 10
     assert run_of(marks, marked(marks, keys[:9])) == 4
     assert run_of({bytes(8)}, marked(marks, keys)) == 0
+
+
+def card(name: str, per_s: float, role: Role = Role.VERIFIER, numerics: str = "n", to: str = "") -> NodeCard:
+    shape = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
+    shown = ModelOffer("m", role, "int4", 10.0, per_s, "d" * 64, warm=True, numerics_id=numerics, shape=shape)
+    links = (Link(NodeId(to), "x:1", 0.001, 1e8),) if to else ()
+    return NodeCard(NodeId(name), 1, (f"{name}:1",), b"i", 120, 0, models=(shown,), links=links)
+
+
+def test_it_is_said_which_prompts_are_computed_elsewhere_and_why() -> None:
+    cards = [
+        card("d", 100.0),
+        card("like", 100.0, to="d"),
+        card("other", 4000.0, numerics="m", to="d"),
+        card("p", 4000.0, Role.PREFILL, to="d"),
+        card("unmeasured", 4000.0),
+    ]
+    said = explain_prompts({one.node_id: one for one in cards}, NodeId("d"), ModelRef("d" * 64, "int4"), 500)
+    assert said == [
+        "like: prompts are not computed there: 100 tokens a second come from there, and 100 are computed here; one of 500 stays at d",
+        "p: prompts of 16 new tokens or more are computed there: 4000 a second come, and 100 are computed here; one of 500 goes there",
+        "unmeasured: prompts are not computed there: its speed, or the link, is not measured",
+    ]
+    assert explain_prompts({one.node_id: one for one in cards}, NodeId("gone"), ModelRef("d" * 64, "int4"), 500) == []

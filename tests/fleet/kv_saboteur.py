@@ -1,0 +1,165 @@
+"""`paceline` as a person starts it, but for its KV: it gives as its home's `deed` says, and fills every block that is freed with poison.
+
+A deed is done once, to the first stream of blocks that it sends which comes so far. The file then goes by another name: `held`, or `done`.
+
+    hold N          after N blocks nothing is sent, until `held` is removed
+    damaged N       the block after N others is not as its checksum says
+    another N       ... has another's name
+    close N         ... does not come: the stream ends
+    forget N        ... can't be read, nor any after it, as if the pool had given them up, until `done` is removed
+
+`lease_s` in its home bounds the leases that it gives; `clock_s` says how far its clock is off. A peer that failed is asked again at once.
+
+Law, looked after here: a block that is free holds poison until it is handed out; one that is known by name, and idle, holds what it held when its last
+user went. What breaks it is written to `violations`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from paceline.cli import main
+from paceline.core.clock import SystemClock
+from paceline.core.ids import BlockId
+from paceline.engine import scheduler
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.kv_source import KvLoan
+from paceline.engine.step_costs import StepCosts
+from paceline.net.tensor.ends import TensorSender
+from paceline.ways.kv import giving, lease, prefilling, pushing, service
+from paceline.ways.kv.source import PeerKv, send_block
+
+HOME = Path(os.environ["PACELINE_HOME"])
+NOT_A_NUMBER = b"\xc0\x7f"
+"""In bf16: nor is what is computed with it."""
+AGAIN_S = 0.1
+
+
+class Poisoned(BlockPool):
+    """Blocks of which it is known what they must hold."""
+
+    runner: Any = None
+
+    def __init__(self, n_blocks: int) -> None:
+        super().__init__(n_blocks)
+        self._sums: dict[BlockId, int] = {}
+        """Of free and idle blocks."""
+
+    def take(self) -> BlockId:
+        block = super().take()
+        self._look(block)
+        return block
+
+    def share(self, block: BlockId) -> None:
+        self._look(block)
+        super().share(block)
+
+    def give_back(self, blocks: Iterable[BlockId]) -> None:
+        given = list(blocks)
+        super().give_back(given)
+        for block in {block for block in given if self.runner is not None and not self._users[block]}:
+            if block not in self.cache:
+                self.runner.import_block(block, memoryview(NOT_A_NUMBER * (self.runner.block_bytes // 2)))
+            self._sums[block] = self._sum_of(block)
+
+    def _look(self, block: BlockId) -> None:
+        due = self._sums.pop(block, None)
+        if due is not None and self._sum_of(block) != due:
+            with (HOME / "violations").open("a") as file:
+                file.write(f"block {block} was written while nobody used it\n")
+
+    def _sum_of(self, block: BlockId) -> int:
+        data = memoryview(bytearray(self.runner.block_bytes))
+        self.runner.export_block(block, data)
+        return zlib.crc32(data)
+
+
+def taken(names: set[str], sent: int, becomes: str) -> str:
+    """The deed that is due after so many blocks, if it is one of these; it is another's no more."""
+    try:
+        name, after = (HOME / "deed").read_text().split()
+        if name not in names or sent != int(after):
+            return ""
+        (HOME / "deed").rename(HOME / becomes)
+    except (FileNotFoundError, ValueError):
+        return ""
+    return name
+
+
+sent = Counter[TensorSender]()
+reads = Counter[str]()
+
+
+def send_badly(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    if taken({"hold"}, sent[sender], "held"):
+        while (HOME / "held").exists():
+            time.sleep(0.01)
+    match taken({"damaged", "another", "close"}, sent[sender], "done"):
+        case "damaged":
+            return send_block(BadSum(sender), key, data)  # type: ignore[arg-type]
+        case "another":
+            key = key[::-1]
+        case "close":
+            return sender.close()
+        case _:
+            pass
+    sent[sender] += 1
+    return send_block(sender, key, data)
+
+
+class BadSum:
+    """Sends another bit than the checksum is of."""
+
+    def __init__(self, sender: TensorSender) -> None:
+        self._sender = sender
+
+    def send(self, header: bytes, array: Any, deadline: float) -> None:
+        changed = array.copy()
+        changed[0] ^= 1
+        self._sender.send(header, changed, deadline)
+
+
+def read_badly(self: PeerKv, loan: KvLoan, key: bytes, into: memoryview) -> bool:
+    forgetting = is_in("deed", "forget")
+    if forgetting and taken({"forget"}, reads["forget"], "done"):
+        reads.clear()
+    reads["forget"] += forgetting
+    return not is_in("done", "forget") and read(self, loan, key, into)
+
+
+def is_in(name: str, word: str) -> bool:
+    try:
+        return (HOME / name).read_text().startswith(word)
+    except FileNotFoundError:
+        return False
+
+
+def made(self: PeerKv, runner: Any, *others: Any) -> None:
+    make(self, runner, *others)
+    Poisoned.runner = runner
+
+
+def number_in(name: str, default: float) -> float:
+    try:
+        return float((HOME / name).read_text())
+    except (FileNotFoundError, ValueError):
+        return default
+
+
+if __name__ == "__main__":  # and not where a process of its own is begun
+    read, make, wall = PeerKv.read, PeerKv.__init__, SystemClock.wall
+    PeerKv.read, PeerKv.__init__ = read_badly, made  # type: ignore[method-assign]
+    SystemClock.wall = lambda self: wall(self) + number_in("clock_s", 0.0)  # type: ignore[method-assign]
+    scheduler.BlockPool = Poisoned  # type: ignore[misc]
+    prefilling.send_block = giving.send_block = send_badly
+    StepCosts.seen_prefill = lambda self: 0.0  # type: ignore[method-assign]  # it stays as fast as its home says
+    lease.LEASE_S = number_in("lease_s", lease.LEASE_S)  # type: ignore[misc]
+    for room in (pushing, service):
+        room.REST_S = room.WRONG_REST_S = AGAIN_S  # type: ignore[misc]
+    main()
