@@ -31,9 +31,9 @@ from paceline.engine import scheduler
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.step_costs import StepCosts
-from paceline.net.tensor.ends import TensorSender
 from paceline.ways.kv import giving, lease, prefilling, pushing, service
 from paceline.ways.kv.source import PeerKv, send_block
+from paceline.ways.kv.staged import BlockSender
 
 HOME = Path(os.environ["PACELINE_HOME"])
 NOT_A_NUMBER = b"\xc0\x7f"
@@ -92,11 +92,11 @@ def taken(names: set[str], sent: int, becomes: str) -> str:
     return name
 
 
-sent = Counter[TensorSender]()
+sent = Counter[BlockSender]()
 reads = Counter[str]()
 
 
-def send_badly(sender: TensorSender, key: bytes, data: memoryview) -> None:
+def send_badly(sender: BlockSender, key: bytes, data: memoryview) -> None:
     if taken({"hold"}, sent[sender], "held"):
         while (HOME / "held").exists():
             time.sleep(0.01)
@@ -116,13 +116,12 @@ def send_badly(sender: TensorSender, key: bytes, data: memoryview) -> None:
 class BadSum:
     """Sends another bit than the checksum is of."""
 
-    def __init__(self, sender: TensorSender) -> None:
+    def __init__(self, sender: BlockSender) -> None:
         self._sender = sender
 
     def send(self, header: bytes, array: Any, deadline: float) -> None:
-        changed = array.copy()
-        changed[0] ^= 1
-        self._sender.send(header, changed, deadline)
+        array[0] ^= 1  # where it lies: it may be read from there
+        self._sender.send(header, array, deadline)
 
 
 def read_badly(self: PeerKv, loan: KvLoan, key: bytes, into: memoryview) -> bool:
