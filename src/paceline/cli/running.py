@@ -342,10 +342,12 @@ def run_load(ref: str) -> None:
     """Have a model loaded, which the fleet brings here first where it is not; raises UserError where it can't be."""
     console, home = Terminal(), Home.from_environment()
     one = _endpoints()[0]
-    ensure(ref, console)
-    location = resolve(ref, home)
-    console.print(f"Loading {location.name}", markup=False, soft_wrap=True)
-    name = _ask(one, "load", {"model": location.name if location in locations(home) else str(location.path)})["model"]
+    name = ref
+    if ref not in {use["name"] for use in _in_use(one) if use["state"] == "loaded"}:
+        ensure(ref, console)
+        location = resolve(ref, home)
+        console.print(f"Loading {location.name}", markup=False, soft_wrap=True)
+        name = _ask(one, "load", {"model": location.name if location in locations(home) else str(location.path)})["model"]
     console.print(f"{name} is loaded at {one.url}/v1", markup=False, soft_wrap=True)
 
 
@@ -362,8 +364,9 @@ def run_rm(ref: str) -> None:
     home = Home.from_environment()
     path = str(resolve(ref, home).path)
     for one in running(home):
-        if any(use["path"] == path or (use["state"] == "loading" and use["name"] == ref) for use in _in_use(one)):
-            raise ConfigError(f"{ref} is loaded at {one.url}/v1", f"Unload it first: paceline unload {ref}")
+        for use in _in_use(one):
+            if use["path"] == path or (use["state"] == "loading" and use["name"] == ref):
+                raise ConfigError(f"{ref} is loaded at {one.url}/v1", f"Unload it first: paceline unload {use['name']}")
     removed = remove_model(ref, home)
     what = f"; {removed.location.path} stays" if removed.kept else ""
     Terminal().print(f"{removed.location.name} is removed: {human(removed.freed_bytes)} freed{what}", markup=False, soft_wrap=True)

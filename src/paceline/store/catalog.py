@@ -276,4 +276,4 @@ def _not_found(ref: str, names: list[str]) -> ModelNotFound:
     near = [lowered[name] for name in difflib.get_close_matches(ref.lower(), list(lowered), n=3, cutoff=0.5)]
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     pull = f"`paceline pull {ref}` gets it from the hub" if parse_ref(ref) else "`paceline pull org/name` gets one from the hub"
-    return ModelNotFound(f"there is no model {ref[:200]!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")
+    return ModelNotFound(f"There is no model {ref[:200]!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")

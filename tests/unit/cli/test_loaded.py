@@ -52,6 +52,10 @@ def test_what_is_loaded_is_shown_and_changed_by_the_owner_alone(home: Home, star
     assert "smollm2-135m is loaded" in paceline("load", "smollm2-135m")
     (endpoint,) = json.loads(paceline("ps", "--json"))
     assert [use["name"] for use in endpoint["models"]] == ["one", "smollm2-135m"]
+    elsewhere = str(write_gguf(home.root / "three.gguf", TINY, "Q8_0", 3))
+    assert "three is loaded" in paceline("load", elsewhere)
+    assert "three is loaded" in paceline("load", "three"), "by the name that ps shows, too"
+    assert "paceline unload three" in paceline("rm", elsewhere, code=2)
     assert "two is removed" in paceline("rm", "two")
     assert not (home.models / "two").exists()
     up.send_signal(signal.SIGINT)
