@@ -23,6 +23,9 @@ FETCHED = 'paceline_kv_peer_blocks_total{what="fetched"}'
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
     with machines(tmp_path_factory.mktemp("kv"), Home.from_environment().kernels, "a", "b") as (a, b):
         a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        for machine in (a, b):
+            machine.home.mkdir(exist_ok=True)
+            (machine.home / "config.toml").write_text("[kv]\nnixl = false\n")  # as on two hosts
         a.up(*SMALL)
         a.node.stop()
         # Both are slow with prompts, so that fetching pays however busy this machine is.

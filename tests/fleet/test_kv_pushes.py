@@ -24,6 +24,9 @@ PREFILLED = 'paceline_kv_prefills_total{outcome="%s"}'
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
     with machines(tmp_path_factory.mktemp("push"), Home.from_environment().kernels, "p", "d") as (p, d):
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        for machine in (p, d):
+            machine.home.mkdir(exist_ok=True)
+            (machine.home / "config.toml").write_text("[kv]\nnixl = false\n")  # as on two hosts
         p.up(*SMALL)
         p.node.stop()
         (d.home / "cache" / "speeds").mkdir(parents=True, exist_ok=True)

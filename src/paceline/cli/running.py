@@ -149,6 +149,7 @@ _FIGURES = {
     "paceline_kv_disk_bytes": "disk_bytes",
     **{f"paceline_kv_disk_blocks_total {what}": what for what in BLOCK_COUNTS},
     **{f"paceline_kv_peer_blocks_total {what}": f"peer_{what}" for what in ("fetched", "pushed", "missed", "given")},
+    "paceline_kv_transport_bytes_total taken nixl": "peer_nixl",
 }
 
 
@@ -185,11 +186,14 @@ class KvPeerLoad:
     pushed: int = 0
     """Computed there for this node."""
     fetched_per_s: float | None = None
+    nixl_bytes: int = 0
+    """Of what came, read out of another process's memory."""
 
     def __str__(self) -> str:
         rate = f" ({self.fetched_per_s:.0f}/s)" if self.fetched_per_s else ""
         pushed = f", {self.pushed} computed there" if self.pushed else ""
-        return f"{self.fetched} fetched{rate}{pushed}, {self.missed} missed, {self.given} given"
+        nixl = f"; {human(self.nixl_bytes)} came by NIXL" if self.nixl_bytes else ""
+        return f"{self.fetched} fetched{rate}{pushed}, {self.missed} missed, {self.given} given{nixl}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +295,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         )
         if last["keeps"]
         else None,
-        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), fetched_per_s=rate("peer_fetched"))
+        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), rate("peer_fetched"), int(last["peer_nixl"]))
         if any(last[what] for what in peers)
         else None,
     )
@@ -314,7 +318,8 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
 def _samples(page: str) -> Iterator[tuple[str, float]]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            yield f"{sample.name} {sample.labels.get('what', '')}".rstrip(), sample.value
+            labels = (sample.labels.get(label) for label in ("what", "transport"))
+            yield " ".join([sample.name, *filter(None, labels)]), sample.value
 
 
 def _key() -> str | None:

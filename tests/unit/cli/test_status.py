@@ -138,9 +138,9 @@ def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=peers))[-1] == (
         "  KV of other machines: blocks: 512 fetched (64/s), 7 missed, 30 given"
     )
-    pushed = KvPeerLoad(0, 0, 2, pushed=40)
+    pushed = KvPeerLoad(0, 0, 2, pushed=40, nixl_bytes=3 << 20)
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=pushed))[-1] == (
-        "  KV of other machines: blocks: 0 fetched, 40 computed there, 0 missed, 2 given"
+        "  KV of other machines: blocks: 0 fetched, 40 computed there, 0 missed, 2 given; 3 MiB came by NIXL"
     )
 
 
