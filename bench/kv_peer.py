@@ -118,7 +118,7 @@ def give(root: Path, options: argparse.Namespace, pipe: Connection) -> None:
 
 async def loaded(sharing: KvSharing) -> None:
     """Until NIXL is there, where it is installed."""
-    while sharing.nixl.starts:  # noqa: ASYNC110
+    while is_installed() and sharing.nixl.agent is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

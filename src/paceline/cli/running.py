@@ -295,7 +295,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         )
         if last["keeps"]
         else None,
-        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), rate("peer_fetched"), int(last["peer_nixl"]))
+        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), fetched_per_s=rate("peer_fetched"), nixl_bytes=int(last["peer_nixl"]))
         if any(last[what] for what in peers)
         else None,
     )

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.core.errors import NixlFailed, StreamCorrupt, TensorStreamError
+from paceline.core.errors import NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.inference import ChunkStream
@@ -365,8 +365,8 @@ class Receiving:
         staged = StagedReceiver(self._receiver, self.offered, block_bytes)
         try:
             receive_blocks(staged, fetch, block_bytes)
-        except NixlFailed:
-            self.nixl_failed = True
+        except (NixlFailed, StreamStalled) as error:
+            self.nixl_failed = isinstance(error, NixlFailed) or staged.transport == "nixl"
             raise
         finally:
             self.transport = staged.transport

@@ -88,12 +88,7 @@ class StreamedBlocks:
 
 
 class StagedBlocks:
-    """Blocks that are read out of this process's memory.
-
-    Raises:
-        NixlFailed: there is none that can be.
-        TensorStreamError: the stream broke.
-    """
+    """Blocks that are read out of this process's memory. Raises NixlFailed where none can be, TensorStreamError where the stream broke."""
 
     transport = "nixl"
 
@@ -101,9 +96,9 @@ class StagedBlocks:
         self._sender, self._agent = sender, agent
         self._n_slots, self._sent = max(2, min(MOST_SLOTS, STAGED_BYTES // block_bytes)), 0
         self._staging, self._token = agent.stage(self._n_slots, block_bytes), secrets.token_bytes(TOKEN_BYTES)
+        opens = _OPENS.pack(_MARK, proof, self._token, self._staging.address, self._n_slots) + self._staging.describe()
+        agent.listen(self._token)
         try:
-            opens = _OPENS.pack(_MARK, proof, self._token, self._staging.address, self._n_slots) + self._staging.describe()
-            agent.listen(self._token)
             sender.send(opens, _EMPTY, time.perf_counter() + SEND_S)
         except TensorStreamError:
             self.close()
@@ -135,7 +130,9 @@ class StagedBlocks:
             if read > last:
                 last, until = read, now + SEND_S
             if now >= until:
-                raise StreamStalled("a node reads none of the KV that is staged for it")
+                stalled = StreamStalled("a node reads none of the KV that is staged for it")
+                self._sender.fail(stalled)  # it may have read, and not be heard: it is told
+                raise stalled
             if now >= look_at:
                 self._sender.check()
                 look_at = now + LOOK_S
@@ -188,12 +185,7 @@ class StagedReceiver:
         return "stream" if self._reading is None else "nixl"
 
     def receive(self, deadline: float) -> TensorMessage:
-        """See `TensorReceiver`.
-
-        Raises:
-            NixlFailed: the memory can't be read.
-            StreamCorrupt: it was opened by a process that did not see the door.
-        """
+        """See `TensorReceiver`. Raises NixlFailed where memory can't be read, StreamCorrupt where who opened it did not see the door."""
         message = self._receiver.receive(deadline)
         if not self._taken and self._reading is None and message.header.startswith(_MARK) and not message.array.nbytes:
             self._open(message.header)
@@ -237,11 +229,6 @@ class NixlUse:
         """Soon, in the background, where it is installed. Idempotent."""
         if self._starting is None and is_installed():
             self._starting = asyncio.create_task(self._start(), name="NIXL")
-
-    @property
-    def starts(self) -> bool:
-        """Whether it is being loaded."""
-        return self._starting is not None and not self._starting.done()
 
     async def stop(self) -> None:
         if self._starting is not None:

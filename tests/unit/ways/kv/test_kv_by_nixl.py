@@ -131,7 +131,7 @@ async def test_what_cannot_be_read_is_asked_for_again_through_the_stream(tmp_pat
 
 
 @in_loop
-async def test_a_reader_that_stops_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_is_not_heard_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "SEND_S", 0.3)
     async with pair(tmp_path) as (a, b):
         monkeypatch.setattr(NixlAgent, "n_read", lambda *of: 0)
@@ -140,6 +140,8 @@ async def test_a_reader_that_stops_is_left(tmp_path: Path, monkeypatch: pytest.M
         assert (await b.answer("1", PROMPT)).token_ids == alone(PROMPT)
         await until(lambda: not a.loans.out and not a.sharing._servicer._served.total())  # pyright: ignore[reportPrivateUsage]
         assert through(a)["given", "nixl"] == staged.MOST_SLOTS
+        # It has read them, and was not heard: it hears that, and has the next ones sent through the stream.
+        await until(lambda: b.sharing.meter.nixl_failures == 1 and b.sharing.meter.fetches == {"lost": 1})
 
 
 @pytest.mark.parametrize("change", [bytes(32), None], ids=["proof", "agent"])
