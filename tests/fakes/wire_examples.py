@@ -418,6 +418,7 @@ def kv_examples() -> Iterator[Example]:
     offer = kv_pb2.NixlOffer(version="1.5.1", door="0123456789abcdef" * 2)
     for asked in (kv_pb2.FetchBlocksRequest(nixl=offer), kv_pb2.PrefillRequest(request_id="r", epoch=7, nixl=offer)):
         yield plain("nixl", asked)
+    yield plain("routed", kv_pb2.PrefillRequest(request_id="r", remote_engine_id="p", remote_request_id="s", remote_tp_size=1))
 
 
 def tensor_examples() -> Iterator[Example]:

@@ -74,6 +74,23 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLeg:
+    """This node's part of a request that a router sends to two: one computes the prompt, the other has its KV from there and writes the answer."""
+
+    request_id: str
+    """What both have in common (see `server.call.Call.named`), and 8 hex digits of this node's own."""
+    is_prefill: bool
+    """The prompt is computed here; else the answer is written here."""
+    engine_id: str = ""
+    """The node that computes the prompt, where the answer is written here; empty: it is known by its address."""
+    address: str = ""
+    tp_size: int = 1
+    """Ranks of that node."""
+    remote_request_id: str = ""
+    """That node's own id of its part; empty: it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One client request, tokenized. Each of its `n` sequences i draws with seed + i."""
 
@@ -108,6 +125,8 @@ class GenerationRequest:
     nothing else is."""
     ways: frozenset[str] | None = None
     """Ways of spreading work that may serve it, as plans call them; None: whichever the plan chose."""
+    leg: KvLeg | None = None
+    """None: all of it is this node's."""
 
     def allows(self, way: str) -> bool:
         """Whether a way of spreading work may serve it."""
@@ -135,6 +154,8 @@ class TokenLogprob:
 
 LOCAL_FALLBACK = "local_fallback"
 """The notice that one machine goes on with what others ran with it."""
+KV_TRANSFER = "kv_transfer"
+"""The notice of how it ended that another node was to compute a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +163,7 @@ class Notice:
     """Something that happened to an answer and is no part of it, for clients that ask: a machine was lost, another took over."""
 
     kind: str
-    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`."""
+    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`."""
     detail: Mapping[str, str | int | float]
 
 
@@ -170,6 +191,8 @@ class GenerationChunk:
     """Of the prompt's tokens, from the second on, where they were asked for: those that follow what earlier chunks had."""
     notices: tuple[Notice, ...] = ()
     """Set on chunks that carry nothing else."""
+    transfer: Mapping[str, object] | None = None
+    """Of a request with legs, at its end: `kv_transfer_params` of the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class KvSource(Protocol):
         """How many blocks of a chain it expects to have, from the first on, if to fetch them pays.
 
         Args:
-            request: whose prompt these blocks end, and which may be shown to who computes it elsewhere; None: there is none.
+            request: whose prompt these blocks end; None: there is none.
         """
         ...
 
@@ -103,9 +103,7 @@ class KvTraffic:
 
     def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
         """Have what there is of a sequence's next blocks brought into them."""
-        request, whole = seq.request, len(seq.tokens) == seq.n_prompt
-        shown = whole and not request.caller and not request.cache_salt and not request.scores_prompt
-        if n := self._source.run_of(keys, request if shown else None):
+        if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None):
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
             seq.flights += 1
 
@@ -208,6 +206,11 @@ class KvLoans:
     def give_back(self, loan: KvLoan) -> None:
         self._returned.append(loan)
         self.wake()
+
+    def leave(self, asked: Future[KvLoan]) -> None:
+        """What was asked for is wanted no more, whether it came or not."""
+        if not asked.cancel():
+            asked.add_done_callback(lambda done: self.give_back(done.result()))
 
     def settle(self, pool: BlockPool) -> None:
         """Take back what was read, and lend what was asked for."""

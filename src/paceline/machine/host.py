@@ -189,6 +189,8 @@ class EngineHost:
             raise PacelineError("The engine was closed")
         if self._draining:
             raise NodeStopping("This machine is being stopped", "Try again in a moment.")
+        if request.leg is not None:
+            raise InvalidRequest("kv_transfer_params: this machine shares no KV of the model with others", field="kv_transfer_params")
         if self._died is not None:
             raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:

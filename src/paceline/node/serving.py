@@ -139,7 +139,7 @@ class FleetServing:
         self.kv = KvSharing(self.fleet, clock)
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
-        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares)
+        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
@@ -157,7 +157,7 @@ class FleetServing:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         """What it counts, for the metrics' page."""
-        always = (self.metrics, self._pipeline_metrics, self.kv.metrics, *self.drafting.metrics)
+        always = (self.metrics, self._pipeline_metrics, self.kv.metrics, self.kv.legs.metrics, *self.drafting.metrics)
         return always if self.shards is None else (*always, self.shards.metrics)
 
     async def start(self, claim: Claim | None = None) -> None:

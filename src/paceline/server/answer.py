@@ -291,6 +291,7 @@ class Answer(Response):
                 for chunk in item:
                     place = tally.base[chunk.request_id] + chunk.index
                     choices[place].add(readers[place].read(chunk), logprobs_of(chunk), chunk.finish_reason)
+                    choices[place].transfer = chunk.transfer
         self._check_complete()
         body = self._shape.whole(choices, tally.usage(readers))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]

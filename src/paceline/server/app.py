@@ -163,7 +163,8 @@ class ApiService:
             Refusal, PacelineError: turned into an error answer by the application.
         """
         arrived_s = self.clock.monotonic()
-        return self.answer_to(await self.read(request, parse), arrived_s)
+        call = await self.read(request, parse)
+        return self.answer_to(call.named(request_id_of(request)), arrived_s)
 
     async def read(self, request: Request, parse: Callable[[Intake, bytes], Asked], *, declared: bool = True) -> Asked:
         """Read a body and make of it what was asked for.

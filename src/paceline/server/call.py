@@ -10,9 +10,11 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.inference import ServedModel
 from paceline.core.text import Vocabulary
@@ -153,6 +155,25 @@ class Call:
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that the server does not know."""
+
+    def named(self, request_id: str) -> Call:
+        """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.
+
+        Raises:
+            InvalidRequest: legs can't be called so.
+        """
+        if all(request.leg is None for request in self.requests):
+            return self
+        if ":" in request_id:
+            raise InvalidRequest("X-Request-Id: a request with kv_transfer_params has none with a colon", field="kv_transfer_params")
+        kind = self.id.partition("-")[0]
+
+        def named(one: GenerationRequest) -> GenerationRequest:
+            if one.leg is None:
+                return one
+            return replace(one, leg=replace(one.leg, request_id=f"{kind}-{request_id}{one.leg.request_id}-{token_hex(4)}"))
+
+        return replace(self, requests=tuple(map(named, self.requests)))
 
     def readers(self) -> Sequence[Reader]:
         """A reader for each choice."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import Inference, ServedModel
 from paceline.server.call import Call, Reading
@@ -274,6 +274,7 @@ class Intake:
                     draft=asked.draft,
                     ways=None if asked.ways is None else frozenset(_known(asked.ways, self._ways)),
                     cache_salt=asked.cache_salt or "",
+                    leg=_leg(asked, most, "" if shape is ChatShape else f"-{place}", n_prompts=len(prompts)),
                 )
                 for place, ids in enumerate(prompts)
             ),
@@ -283,6 +284,26 @@ class Intake:
             logprobs=logprobs is not None,
             include_events=bool(asked.stream_options and asked.stream_options.include_events),
         )
+
+
+def _leg(asked: Sampling, most: int | None, place: str, *, n_prompts: int) -> KvLeg | None:
+    """Which part of a request a router wants from this node, as vLLM's say it; None: all of it."""
+    said = asked.kv_transfer_params
+    if said is None or not (said.do_remote_decode or said.do_remote_prefill):
+        return None
+    address = f"{said.remote_host}:{said.remote_port}" if said.remote_host and said.remote_port else ""
+    for field, wrong in {
+        "do_remote_prefill": (said.do_remote_decode and said.do_remote_prefill, "a prompt is computed here or elsewhere"),
+        "do_remote_decode": (said.do_remote_decode and (most != 1 or asked.stream), "send max_tokens: 1, and no stream"),
+        "remote_engine_id": (said.do_remote_prefill and not said.remote_engine_id and not address, "say which machine, or its address"),
+    }.items():
+        if wrong[0]:
+            raise InvalidRequest(f"kv_transfer_params.{field}: {wrong[1]}", field=f"kv_transfer_params.{field}")
+    if said.do_remote_decode:
+        return KvLeg(place, is_prefill=True)
+    # Of several prompts, one's id is no other's.
+    remote_id = (said.remote_request_id or "") if n_prompts == 1 else ""
+    return KvLeg(place, False, said.remote_engine_id or "", address, said.tp_size or 1, remote_id)
 
 
 def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:

@@ -41,6 +41,7 @@ def refusals(model: type[BaseModel], settings: ServerSettings, *only: int) -> Do
 
 
 FinishedBy = Literal["stop", "length"]
+PARTED = "Only where a router sent a part of a request: what the other machine is told, or how the prompt came from it"
 
 
 def event_stream(data: str, event: str = "") -> dict[str, Any]:
@@ -98,6 +99,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageReply
+    kv_transfer_params: dict[str, Any] = Field(default_factory=dict, description=PARTED)
 
 
 class CompletionLogprobs(BaseModel):
@@ -122,6 +124,7 @@ class Completion(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageReply
+    kv_transfer_params: dict[str, Any] = Field(default_factory=dict, description=PARTED)
 
 
 class ListedModel(BaseModel):

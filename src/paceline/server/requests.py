@@ -171,6 +171,9 @@ class Sampling(ExtendedSampling):
         default=None, description="Beyond OpenAI's: the answer is of this Lark grammar, as llguidance reads it."
     )
     regex: GrammarText | None = Field(default=None, description="Beyond OpenAI's: the whole answer matches this regular expression.")
+    kv_transfer_params: KvTransferFields | None = Field(
+        default=None, description="Beyond OpenAI's, as vLLM's: from a router, which of two machines computes the prompt for the other."
+    )
 
     user: str | None = Field(default=None, description="Ignored.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
@@ -180,6 +183,19 @@ class Sampling(ExtendedSampling):
     prompt_cache_key: str | None = Field(default=None, description="Ignored.")
     prompt_cache_retention: str | None = Field(default=None, description="Ignored.")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
+
+class KvTransferFields(Strict):
+    """What a router says to the two machines between which it parts a request, as vLLM's do."""
+
+    do_remote_decode: bool | None = Field(default=None, description="The prompt is computed here, and the answer written elsewhere.")
+    do_remote_prefill: bool | None = Field(default=None, description="The answer is written here, and the prompt computed elsewhere.")
+    remote_engine_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="That machine's name in the fleet.")
+    remote_host: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="With `remote_port`, in place of its name.")
+    remote_port: int | None = Field(default=None, ge=1, lt=1 << 16, description="Of its fleet address.")
+    remote_request_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="Its own id of the request.")
+    tp_size: int | None = Field(default=None, ge=1, le=1024, description="Ranks there.")
+    remote_block_ids: Any = Field(default=None, description="Ignored: blocks are asked for by name.")
 
 
 class ThinkingFields(Strict):

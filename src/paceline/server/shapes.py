@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -54,6 +54,8 @@ class Collected:
     calls: list[CalledTool] = field(default_factory=list[CalledTool])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
+    transfer: Mapping[str, object] | None = None
+    """Of a request that a router parted: what it is told of the KV."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
         """Take what the sequence gained."""
@@ -146,7 +148,8 @@ class OpenAIShape(Shape):
             {"index": index, **self.choice(index, collected), "finish_reason": finish_reason(collected.finish, bool(collected.calls))}
             for index, collected in enumerate(choices)
         ]
-        return orjson.dumps({**self._base(self.whole_object), "choices": listed, "usage": usage.as_json()})
+        transfer = next(({"kv_transfer_params": one.transfer} for one in choices if one.transfer is not None), {})
+        return orjson.dumps({**self._base(self.whole_object), "choices": listed, "usage": usage.as_json(), **transfer})
 
     def _base(self, kind: str) -> dict[str, object]:
         call = self._call

@@ -193,6 +193,9 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     NIXL_FIELD_NUMBER: _builtins.int
+    REMOTE_ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REMOTE_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REMOTE_TP_SIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's own. The callee's completion names it."""
     epoch: _builtins.int
@@ -209,6 +212,14 @@ class PrefillRequest(_message.Message):
     ticket: _builtins.bytes
     lease_ms: _builtins.int
     """Without a heartbeat for so long, the callee stops; at most 30 seconds."""
+    remote_engine_id: _builtins.str
+    """Set where a router has the prompt computed at the callee, by a request of its own that is matched with this one: the callee's node id. Then there are no
+    prompt_ids, and the callee waits for that request.
+    """
+    remote_request_id: _builtins.str
+    """The callee's id of that request, if the caller was told. Else it is request_id, or differs from it in the 8 hex digits at the end."""
+    remote_tp_size: _builtins.int
+    """Ranks among which the callee's layers are shared, as the caller was told: 1."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens of whole blocks, from the first on."""
@@ -232,10 +243,13 @@ class PrefillRequest(_message.Message):
         ticket: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
         nixl: Global___NixlOffer | None = ...,
+        remote_engine_id: _builtins.str = ...,
+        remote_request_id: _builtins.str = ...,
+        remote_tp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "nixl", b"nixl", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "nixl", b"nixl", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "remote_engine_id", b"remote_engine_id", "remote_request_id", b"remote_request_id", "remote_tp_size", b"remote_tp_size", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
     _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015

@@ -72,7 +72,8 @@ class KvServiceServicer:
 
     def Prefill(self, request_iterator, context):
         """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
-        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over. Of a prompt that a router
+        has computed there: NOT_FOUND, behind a message of progress, where no request comes that it could be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,8 @@ class KvServiceStub:
     """RESOURCE_EXHAUSTED where the callee gives blocks to as many as it will."""
     Prefill: _aio.StreamStreamMultiCallable[_kv_pb2.PrefillRequest, _kv_pb2.PrefillResponse]
     """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
-    the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+    the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over. Of a prompt that a router
+    has computed there: NOT_FOUND, behind a message of progress, where no request comes that it could be.
     """
 
 class KvServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -56,7 +57,8 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_kv_pb2.PrefillRequest], _abc.AsyncIterator[_kv_pb2.PrefillResponse]],
     ) -> _abc.AsyncIterator[_kv_pb2.PrefillResponse]:
         """Compute a prompt, and send each of its blocks once it stands, as FetchBlocks does. FAILED_PRECONDITION where the callee computes none for others, or
-        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over.
+        the epoch is an old one; RESOURCE_EXHAUSTED where it computes for as many as it will; DEADLINE_EXCEEDED once the lease is over. Of a prompt that a router
+        has computed there: NOT_FOUND, behind a message of progress, where no request comes that it could be.
         """
 
 def add_KvServiceServicer_to_server(servicer: KvServiceServicer, server: _aio.Server) -> None: ...

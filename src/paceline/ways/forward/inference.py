@@ -19,7 +19,7 @@ from functools import partial
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequest, PacelineError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
@@ -66,15 +66,17 @@ class FleetInference:
         clock: Clock,
         draw: Callable[[], float] = random.random,
         held: Callable[[str, str, Sequence[int], str], Mapping[NodeId, float]] = lambda *_: {},
+        legs: Callable[[str, str, GenerationRequest], ChunkStream] | None = None,
     ) -> None:
         """On the event loop.
 
         Args:
             held: what part of a prompt each node has KV of, from a model's digest, its numerics id, the prompt and its salt.
+            legs: runs a request that a router sent to two nodes, from a model's digest and its numerics id; None: there are none.
             draw: numbers in [0, 1): which answers of others are computed again here.
         """
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
-        self._held = held
+        self._held, self._legs = held, legs
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, draw)
         self._routes: dict[str, AnswerRoute] = {}
@@ -115,6 +117,8 @@ class FleetInference:
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""
         self._refresh()
+        if request.leg is not None:
+            return self._leg_here(model, request)
         route = self._routes.get(model)
         if route is not None:
             self._wanted(route)
@@ -219,6 +223,13 @@ class FleetInference:
         if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
             return model
         return replace(model, fingerprint=fingerprint_of(loaded.model, route.stops[0].numerics_id))
+
+    def _leg_here(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """A router chose this node for it."""
+        loaded = self._local.find(model)
+        if loaded is None or self._legs is None:
+            raise InvalidRequest(f"kv_transfer_params: {model} does not run at this machine", field="kv_transfer_params")
+        return self._legs(loaded.model.digest, loaded.numerics_id, request)
 
     def leg(self, name: str, same: tuple[Meaning, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         """See `Nodes.leg`.

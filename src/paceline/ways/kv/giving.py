@@ -27,9 +27,10 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServicer_to_server
-from paceline.ways.kv.lease import MOST_LEASES, KvLeases, LeaseEnd
+from paceline.ways.kv.lease import MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
 from paceline.ways.kv.prefilling import Prefilling, read_registration
 from paceline.ways.kv.price import MARK_BYTES
+from paceline.ways.kv.routed import KvLegs, RoutedPrefilling
 from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
 from paceline.ways.kv.staged import BlockSender, offer_of
 
@@ -78,12 +79,12 @@ class KvOwner(Protocol):
 class KvServicer(KvServiceServicer):
     """Of one node."""
 
-    def __init__(self, owner: KvOwner) -> None:
-        self._owner = owner
+    def __init__(self, owner: KvOwner, legs: KvLegs) -> None:
+        self._owner, self._legs = owner, legs
         self._threads = ThreadPoolExecutor(MOST_GIVEN, "paceline-kv-give")
         self._watches, self._served = Counter[str](), Counter[str]()
         self._senders: set[BlockSender] = set()
-        self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES, "paceline-kv-push")
+        self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES + MOST_ROUTED, "paceline-kv-push")
 
     @property
     def n_leases(self) -> int:
@@ -152,13 +153,14 @@ class KvServicer(KvServiceServicer):
         if not kv.prefills:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node computes no prompts for others")
         try:
-            said = await asyncio.to_thread(read_registration, first, kv)
+            said = await asyncio.to_thread(read_registration, first, kv, self._legs.node_id)
             now = asyncio.get_running_loop().time()
-            lease = self._leases.take_lease(caller.node_id, said.request_id, said.epoch, said.lease_s, now)
+            lease = self._leases.take_lease(caller.node_id, said.request_id, said.epoch, said.lease_s, now, is_routed=said.is_routed)
             work: Prefilling | None = None
             try:
                 opened = self._owner.dial(caller, said.port, said.ticket, offer_of(first), kv.block_bytes)
-                work = Prefilling(kv, said, lease, opened)
+                routed = self._legs.of(kv) if said.is_routed else None
+                work = Prefilling(kv, said, lease, opened) if routed is None else RoutedPrefilling(kv, said, lease, opened, routed)
                 await work.run(reading, context, self._pushers, self._leases)
             finally:
                 self._leases.give_back(lease)
@@ -169,7 +171,8 @@ class KvServicer(KvServiceServicer):
         except PacelineError as error:
             await abort(context, error)
         if lease.ended is not LeaseEnd.WHOLE:
-            code = grpc.StatusCode.DEADLINE_EXCEEDED if lease.ended is LeaseEnd.EXPIRED else grpc.StatusCode.ABORTED
+            codes = {LeaseEnd.EXPIRED: grpc.StatusCode.DEADLINE_EXCEEDED, LeaseEnd.UNMATCHED: grpc.StatusCode.NOT_FOUND}
+            code = codes.get(lease.ended, grpc.StatusCode.ABORTED)
             await context.abort(code, f"the prompt is not computed to its end: {lease.ended}")
 
     def close(self) -> None:
@@ -213,7 +216,7 @@ class KvServicer(KvServiceServicer):
             for each in lent:
                 kv.loans.give_back(each)
             if coming is not None:
-                _give_back_later(kv, coming)
+                kv.loans.leave(coming)
             self._owner.given(sent, sent * kv.block_bytes, transport)
 
     def _sent(self, caller: Member, done: asyncio.Future[None]) -> None:
@@ -241,17 +244,11 @@ async def _lent(kv: PeerKv, keys: Sequence[bytes]) -> KvLoan:
         async with asyncio.timeout(LOOK_S):
             return await asyncio.shield(asyncio.wrap_future(asked))
     except TimeoutError:
-        _give_back_later(kv, asked)
+        kv.loans.leave(asked)
         return KvLoan({})
     except BaseException:
-        _give_back_later(kv, asked)
+        kv.loans.leave(asked)
         raise
-
-
-def _give_back_later(kv: PeerKv, asked: Future[KvLoan]) -> None:
-    """What was asked for is wanted no more."""
-    if not asked.cancel():
-        asked.add_done_callback(lambda done: kv.loans.give_back(done.result()))
 
 
 def kv_service(servicer: KvServicer) -> Service:

@@ -19,6 +19,8 @@ HEARTBEAT_S: Final = 5.0
 """Between two of the caller. Raising it: more are lost with one."""
 MOST_LEASES: Final = 4
 """Prompts computed for others at once, half of them one node's. Raising it: each is computed more slowly, and this node's own."""
+MOST_ROUTED: Final = 16
+"""The same of prompts that routers have computed here anyway. Raising it: more threads, which share the link."""
 MOST_FENCES: Final = 256
 """Epochs that are remembered of requests that ended, the latest. Raising it: memory."""
 
@@ -36,6 +38,8 @@ class LeaseEnd(StrEnum):
     """The caller ended it, or is gone."""
     WRITE_FAILED = "write_failed"
     """The stream of blocks broke, or was not read."""
+    UNMATCHED = "unmatched"
+    """No router's request came with this prompt."""
     NOT_COMPUTED = "not_computed"
     """The engine refused the prompt, ended, or had to give up blocks before they were sent."""
 
@@ -49,6 +53,8 @@ class KvLease:
     epoch: int
     lease_s: float
     until_s: float
+    is_routed: bool = False
+    """The prompt is computed by a router's request."""
     ended: LeaseEnd | None = field(default=None)
 
     def heartbeat(self, request_id: str, epoch: int, now: float) -> bool:
@@ -72,7 +78,7 @@ class KvLeases:
         self._fences: dict[tuple[NodeId, str], int] = {}
         """The last epoch of each request."""
 
-    def take_lease(self, holder: NodeId, request_id: str, epoch: int, lease_s: float, now: float) -> KvLease:
+    def take_lease(self, holder: NodeId, request_id: str, epoch: int, lease_s: float, now: float, *, is_routed: bool = False) -> KvLease:
         """Begin one, and end an earlier one of that request.
 
         Raises:
@@ -82,8 +88,9 @@ class KvLeases:
         key = holder, request_id
         if epoch <= self._fences.get(key, 0):
             raise InvalidRequest(f"epoch {epoch} of {request_id} is over", "Register it with a later one.", field="epoch")
-        others = [lease for other, lease in self.live.items() if other != key]
-        if len(others) >= MOST_LEASES or sum(lease.holder == holder for lease in others) >= MOST_LEASES // 2:
+        others = [lease for other, lease in self.live.items() if other != key and lease.is_routed == is_routed]
+        most = MOST_ROUTED if is_routed else MOST_LEASES
+        if len(others) >= most or sum(lease.holder == holder for lease in others) >= most // 2:
             raise Overloaded("This node computes prompts for as many others as it will", "Compute it there.", retry_after_s=1)
         if key in self.live:
             self.live[key].end(LeaseEnd.FENCED)
@@ -92,7 +99,7 @@ class KvLeases:
         while len(self._fences) > MOST_FENCES:
             del self._fences[next(iter(self._fences))]
         lease_s = min(lease_s, LEASE_S)
-        lease = self.live[key] = KvLease(holder, request_id, epoch, lease_s, now + lease_s)
+        lease = self.live[key] = KvLease(holder, request_id, epoch, lease_s, now + lease_s, is_routed)
         return lease
 
     def expire(self, now: float) -> None:

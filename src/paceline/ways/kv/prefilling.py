@@ -17,7 +17,7 @@ import grpc.aio
 
 from paceline.core.errors import FleetError, InvalidRequest, PacelineError
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import NodeId, RequestId
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import prompt_keys, root_key
 from paceline.net.mapper import split_bytes
@@ -51,6 +51,10 @@ class Registration:
     port: int
     ticket: bytes
     lease_s: float
+    is_routed: bool
+    """A router has the prompt computed here, by a request of its own."""
+    remote_request_id: str
+    """That request's id, as this node told it; empty: the caller was not told."""
 
     @property
     def completion(self) -> str:
@@ -58,20 +62,27 @@ class Registration:
         return f"{self.request_id}:{self.tp_size}"
 
 
-def read_registration(message: wire.PrefillRequest, kv: PeerKv) -> Registration:
+def read_registration(message: wire.PrefillRequest, kv: PeerKv, own: NodeId) -> Registration:
     """The first message of a call.
+
+    Args:
+        own: this node.
 
     Raises:
         InvalidRequest: it makes no sense; `field` names what.
     """
     n_keys, rest = divmod(len(message.keys), KEY_BYTES)
     n_blocks, part = divmod(len(message.prompt_ids), kv.block_tokens)
+    routed = bool(message.remote_engine_id)
     for field, wrong in {
         "request_id": not 0 < len(message.request_id) <= MOST_ID or ":" in message.request_id,
         "epoch": message.epoch == 0,
         "layout": message.layout != kv.layout,
-        "prompt_ids": bool(part) or not n_blocks,
-        "keys": bool(rest) or not 0 < n_keys <= min(MOST_KEYS, n_blocks),
+        "prompt_ids": bool(message.prompt_ids) if routed else bool(part) or not n_blocks,
+        "keys": bool(rest) or not 0 < n_keys <= (MOST_KEYS if routed else min(MOST_KEYS, n_blocks)),
+        "remote_engine_id": message.remote_engine_id not in ("", own),
+        "remote_request_id": len(message.remote_request_id) > MOST_ID,
+        "remote_tp_size": message.remote_tp_size != (1 if routed else 0),
         "tp_size": message.tp_size != 1,
         "tensor_port": not 0 < message.tensor_port < 1 << 16,
         "ticket": len(message.ticket) != TICKET_BYTES,
@@ -81,10 +92,19 @@ def read_registration(message: wire.PrefillRequest, kv: PeerKv) -> Registration:
             raise InvalidRequest(f"A prompt can't be computed for another node: {field} is not what it takes", field=field)
     keys = split_bytes(message.keys, KEY_BYTES)
     prompt = tuple(message.prompt_ids)
-    if keys != tuple(prompt_keys(root_key(kv.numerics_id, kv.digest), prompt, kv.block_tokens)[n_blocks - n_keys :]):
+    if not routed and keys != tuple(prompt_keys(root_key(kv.numerics_id, kv.digest), prompt, kv.block_tokens)[n_blocks - n_keys :]):
         raise InvalidRequest("The blocks asked for are not the last ones of the prompt", field="keys")
     return Registration(
-        message.request_id, message.epoch, prompt, keys, message.tp_size, message.tensor_port, message.ticket, message.lease_ms / 1000
+        message.request_id,
+        message.epoch,
+        prompt,
+        keys,
+        message.tp_size,
+        message.tensor_port,
+        message.ticket,
+        message.lease_ms / 1000,
+        routed,
+        message.remote_request_id,
     )
 
 
@@ -104,8 +124,8 @@ class Prefilling:
     async def run(self, requests: AsyncIterator[wire.PrefillRequest], context: Context, threads: Executor, leases: KvLeases) -> None:
         """Until the lease is over. Returns with nothing held."""
         loop = asyncio.get_running_loop()
-        sending = loop.run_in_executor(threads, self.send)
-        others = [asyncio.create_task(self._compute()), asyncio.create_task(self._hear(requests))]
+        sending = asyncio.create_task(self._send_in(threads))
+        others = [sending, asyncio.create_task(self._compute()), asyncio.create_task(self._hear(requests))]
         try:
             while not sending.done() and self.lease.ended is None:
                 leases.expire(loop.time())
@@ -113,6 +133,8 @@ class Prefilling:
                     await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent))
                     wait_s = min(PROGRESS_S, max(0.01, self.lease.until_s - loop.time()))
                     await asyncio.wait({sending}, timeout=wait_s)
+            if sending.done():
+                sending.result()  # a failure of this node's own is told as one
             if self.lease.ended is LeaseEnd.WHOLE:
                 said = self.registration.completion
                 await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent, completion=said))
@@ -123,6 +145,14 @@ class Prefilling:
             if self._sender is not None:
                 self._sender.close()
             await asyncio.gather(*others, return_exceptions=True)
+
+    async def _send_in(self, threads: Executor) -> None:
+        await self._known()
+        if self.lease.ended is None:
+            await asyncio.get_running_loop().run_in_executor(threads, self.send)
+
+    async def _known(self) -> None:
+        """Until it is known what computes the prompt."""
 
     async def _compute(self) -> None:
         assert self.kv.compute is not None, "the service looked"

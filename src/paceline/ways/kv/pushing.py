@@ -52,6 +52,10 @@ class PushEnd(StrEnum):
     """It took as long as computing all of it here."""
     WRITE_FAILED = "write_failed"
     """The call or the stream ended before the last block."""
+    UNMATCHED = "unmatched"
+    """It was to have the prompt of a router, and did not."""
+    UNASKED = "unasked"
+    """It was to have the prompt of a router, and was not asked: all blocks were here, or as much was under way as may be."""
     LEASE_EXPIRED = "lease_expired"
     DAMAGED = "damaged"
     """It sent another block than the next one, or a completion that is not of this call."""
@@ -62,7 +66,7 @@ class PushEnd(StrEnum):
 def push_rest_s(end: PushEnd) -> float | None:
     """For how long the peer is asked for nothing; None: it may be."""
     match end:
-        case PushEnd.WHOLE | PushEnd.LEFT:
+        case PushEnd.WHOLE | PushEnd.LEFT | PushEnd.UNMATCHED | PushEnd.UNASKED:
             return None
         case PushEnd.DAMAGED:
             return WRONG_REST_S
@@ -184,6 +188,7 @@ class Push:
                 beating.cancel()
 
     def _registration(self, ticket: bytes) -> wire.PrefillRequest:
+        leg = self._push.leg
         return wire.PrefillRequest(
             request_id=self._push.request_id,
             epoch=self._epoch,
@@ -197,6 +202,9 @@ class Push:
             ticket=ticket,
             lease_ms=int(1000 * LEASE_S),
             nixl=None if self._receiving.offered is None else self._receiving.offered.message,
+            remote_engine_id="" if leg is None else self._fetch.peer.node_id,
+            remote_request_id="" if leg is None else leg.remote_request_id,
+            remote_tp_size=0 if leg is None else leg.tp_size,
         )
 
     async def _beat(self, call: Call) -> None:
@@ -211,6 +219,8 @@ class Push:
         match status:
             case grpc.StatusCode.DEADLINE_EXCEEDED if self._began:
                 return PushEnd.LEASE_EXPIRED
+            case grpc.StatusCode.NOT_FOUND if self._began:
+                return PushEnd.UNMATCHED
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED if not self._began:
                 return PushEnd.HANDSHAKE_FAILED
             case _:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from paceline.core.errors import FleetError, NixlFailed, PacelineError, StreamCo
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
-from paceline.core.metrics import Metrics, Row, counter, gauge
+from paceline.core.metrics import Metrics
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayShareKv, Use
@@ -40,9 +39,11 @@ from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.ways.kv.giving import KvServicer, kv_service
 from paceline.ways.kv.lease import LeaseEnd
+from paceline.ways.kv.meter import KV_ROWS, KvMeter
 from paceline.ways.kv.price import MARK_BYTES, KvPrice, PrefillPrice, marked, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
-from paceline.ways.kv.source import MOST_FETCHES, KvPeer, PeerFetch, PeerKv, Receiving
+from paceline.ways.kv.routed import KvLegs
+from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, KvPeer, PeerFetch, PeerKv, Receiving
 from paceline.ways.kv.staged import BlockSender, NixlOffered, NixlUse, block_sender
 
 logger = logging.getLogger(__name__)
@@ -77,48 +78,6 @@ class ToldPrefixes:
     prefills: bool
 
 
-class KvMeter:
-    """What became of it, since the start."""
-
-    def __init__(self) -> None:
-        self.fetches = Counter[str]()
-        """By how they ended."""
-        self.blocks = Counter[str]()
-        self.bytes = Counter[str]()
-        self.moved = Counter[tuple[str, str]]()
-        """Bytes taken and given, by what they came or went through."""
-        self.nixl_failures = 0
-        self.marks = 0
-        """Told by peers, now."""
-        self.least_tokens: Mapping[NodeId, int] = {}
-        """From which on KV is fetched, by node."""
-        self.pushes = Counter[str]()
-        """Prompts that others were to compute, by how that ended."""
-        self.prefills = Counter[str]()
-        """Prompts of others, likewise."""
-        self.leases: Callable[[], int] = lambda: 0
-        """Prompts that are computed for others now."""
-        self.least_pushed: Mapping[NodeId, int] = {}
-        """New tokens of a prompt, from which on it is computed elsewhere, by node."""
-
-
-# fmt: off
-KV_ROWS: tuple[Row[KvMeter], ...] = (
-    counter("paceline_kv_peer_fetches", "Prefixes asked of other nodes, by how it ended.", lambda meter: dict(meter.fetches), "outcome"),
-    counter("paceline_kv_peer_blocks", "KV blocks between this node and others.", lambda meter: dict(meter.blocks), "what"),
-    counter("paceline_kv_peer_bytes", "Bytes of these blocks.", lambda meter: dict(meter.bytes), "what"),
-    counter("paceline_kv_transport_bytes", "Bytes of KV taken from other nodes and given to them, by what they went through.", lambda meter: dict(meter.moved), "what", "transport"),
-    counter("paceline_kv_nixl_failures", "Transfers that NIXL did not finish: blocks of that node come over TLS for ten minutes.", lambda meter: meter.nixl_failures),
-    gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
-    gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
-    counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
-    counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
-    gauge("paceline_kv_leases", "Prompts that are computed for other nodes now.", lambda meter: meter.leases()),
-    gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere.", lambda meter: dict(meter.least_pushed), "node"),
-)
-# fmt: on
-
-
 class KvSharing:
     """Of one node in a fleet. Made on the event loop."""
 
@@ -132,7 +91,7 @@ class KvSharing:
         self._told: dict[_Told, ToldPrefixes] = {}
         self._watches: dict[_Told, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(2 * MOST_FETCHES, "paceline-kv-fetch")
+        self._threads = ThreadPoolExecutor(2 * MOST_FETCHES + MOST_ROUTED_PUSHES, "paceline-kv-fetch")
         self._resting: dict[NodeId, float] = {}
         self.nixl = NixlUse()
         self._through: dict[NodeId, str] = {}
@@ -144,7 +103,8 @@ class KvSharing:
         self._prices: dict[_Told, KvPrice] = {}
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
-        self._servicer = KvServicer(self)
+        self.legs = KvLegs(fleet, self.models, self.meter.pushes, lambda node_id: clock.monotonic() < self._resting.get(node_id, 0.0))
+        self._servicer = KvServicer(self, self.legs)
         self.meter.leases = lambda: self._servicer.n_leases
         self._guard: PeerGuard | None = None
         self._stale = self._stopped = False
@@ -173,6 +133,7 @@ class KvSharing:
         """End with the engines that are gone."""
         for kv in [one for one in self._used if one not in living]:
             self._used.pop(kv).set()
+            self.legs.forget(kv)
 
     async def stop(self) -> None:
         """End. Bounded; idempotent."""
@@ -483,6 +444,8 @@ class KvSharing:
             self.meter.pushes[end] += 1
             self._came("pushed", node_id, receiving, fetch.filled, fetch.filled * kv.block_bytes)
             self._rest(node_id, push_rest_s(end))
+            if fetch.push is not None:
+                fetch.push.ended(end, fetch.filled)
 
 
 def _soon(seconds: float) -> float:

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.core.errors import NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
-from paceline.core.generation import GenerationRequest
-from paceline.core.ids import BlockId, NodeId
+from paceline.core.generation import GenerationRequest, KvLeg
+from paceline.core.ids import BlockId, NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.engine.kv_source import KvFetch, KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
@@ -38,6 +38,8 @@ MOST_KEYS: Final = 4096
 """Of one fetch. Raising it: a longer prefix comes at once, and a request for it takes more room."""
 MOST_FETCHES: Final = 4
 """At once, of one engine. Raising it: more threads, which share the link."""
+MOST_ROUTED_PUSHES: Final = 8
+"""The same of prompts that a router has computed elsewhere."""
 LEAST_S: Final = 0.5
 MOST_S: Final = 30.0
 """A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
@@ -68,8 +70,12 @@ class PromptPush:
 
     request_id: str
     """Names one sequence of a client's request."""
-    prompt_ids: tuple[int, ...]
-    """Of whole blocks."""
+    prompt_ids: tuple[int, ...] = ()
+    """Of whole blocks. None, where the peer has them from a router."""
+    leg: KvLeg | None = None
+    """A router has it computed, by a request of its own."""
+    ended: Callable[[str, int], object] = lambda *_: None
+    """Told how it ended, and how many blocks came."""
 
 
 class PeerFetch:
@@ -96,6 +102,8 @@ class PeerFetch:
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
         self.most_s = min(max(LEAST_S, expected * peer.price.computed_s), MOST_S if push is None else MOST_PUSH_S)
+        if push is not None and push.leg is not None:
+            self.most_s = MOST_PUSH_S
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
@@ -166,6 +174,10 @@ class PeerKv:
         self.layout = bytes.fromhex(kv_name(runner, model_digest))
         self.window = max(1, min(WINDOW_BYTES // self.block_bytes, runner.n_blocks // 8))
         """Blocks that a peer is lent at a time."""
+        self.most_held = runner.n_blocks // 4
+        """Blocks that are held for nodes that are to come for them."""
+        self.routed: dict[RequestId, tuple[KvPeer, PromptPush]] = {}
+        """Prompts that a router has computed at a peer. Whoever asks for them first takes them from here."""
         self._peers: Sequence[KvPeer] = ()
         self._begin: Callable[[PeerFetch], None] | None = None
         self.role, self.nixl = PrefillRole.BOTH, False
@@ -279,7 +291,13 @@ class PeerKv:
         """Blocks of a chain that the disk has; those that the best peer may have, or is to compute; that peer, if more come from it and that pays."""
         here = 0 if self._disk is None else self._disk.run_of(keys)
         best: tuple[float, int, KvPeer, PromptPush | None] | None = None
-        if self._peers and sum(not fetch.is_over for fetch in self._fetches) < MOST_FETCHES:
+        under_way = [fetch.push is not None and fetch.push.leg is not None for fetch in self._fetches if not fetch.is_over]
+        lacks = here < len(keys) <= here + MOST_KEYS
+        if lacks and request is not None and request.request_id in self.routed and sum(under_way) < MOST_ROUTED_PUSHES:
+            return here, len(keys), *self.routed.pop(request.request_id)
+        if request is not None and (request.caller or request.cache_salt or request.scores_prompt):
+            request = None  # who computes a prompt sees it
+        if self._peers and under_way.count(False) < MOST_FETCHES:
             peers = self._peers
             found = marked(frozenset[bytes]().union(*(peer.marks for peer in peers)), keys)
             whole = 0 if request is None else (len(request.prompt_ids) - 1) // self.block_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class Sharer:
         self.kv.nixl = nixl
         self.loans.wake = self._woken
         self.sharing = KvSharing(self.node, SystemClock())
+        self.threads = ThreadPoolExecutor(16)
+        """Each runs a request of another node: those of the loop are others' too."""
         self.pace: Callable[[], object] = lambda: None
         """Called before each step of a prompt that is computed for another."""
 
@@ -60,6 +63,7 @@ class Sharer:
         self.kv.close()
         await self.sharing.stop()
         await self.node.stop()
+        self.threads.shutdown(wait=False)
 
     async def answer(self, name: str, prompt: list[int], **fields: str) -> Answer:
         """Run a request to its end, while the event loop goes on."""
@@ -92,8 +96,8 @@ class Sharer:
                 if stopped.is_set():
                     self.bench.engine.abort(request.request_id)
                 self.bench.step()
-                answer = self.bench.answers.get((request.request_id, 0))
-                if answer is not None and answer.finish is not None:
+                answers = [self.bench.answers.get((request.request_id, index)) for index in request.indices]
+                if all(answer is not None and answer.finish is not None for answer in answers):
                     return
             self.pace()
 
@@ -134,9 +138,15 @@ class Computing:
     async def __anext__(self) -> list[GenerationChunk]:
         if self._running is not None:
             raise StopAsyncIteration
-        self._running = asyncio.get_running_loop().run_in_executor(None, self._at.compute, self._request, self._stopped)
+        self._running = asyncio.get_running_loop().run_in_executor(self._at.threads, self._at.compute, self._request, self._stopped)
         await asyncio.shield(self._running)
-        return []
+        found = {index: self._at.bench.answers[self._request.request_id, index] for index in self._request.indices}
+        return [
+            GenerationChunk(
+                self._request.request_id, index, tuple(one.token_ids), one.text, (), one.finish, cached_tokens=one.cached_tokens
+            )
+            for index, one in found.items()
+        ]
 
     async def aclose(self) -> None:
         self._stopped.set()
