@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.worker import Job
-from paceline.machine.timing import Timing
+from paceline.machine.speed import Timing
 from quiet import prefer
 
 ENGINES = Path(__file__).parent / "engines"

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.local_fleet import found_fleet
-from paceline.bench.node import LoopThread
+from paceline.bench.fleet import LoopThread, found_fleet
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId

@@ -20,7 +20,7 @@ from typing import Any
 from contender import Contender, kinds
 from endpoint import Endpoint
 from engines.worker import Job
-from paceline.machine.timing import PromptMaker, Spread, Timing
+from paceline.machine.speed import PromptMaker, Spread, Timing
 from paceline.store.catalog import open_model
 from quiet import Patience, least_disturbed, prefer
 

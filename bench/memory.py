@@ -21,7 +21,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, drive
+from paceline.machine.speed import PromptMaker, drive
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 

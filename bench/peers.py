@@ -22,7 +22,7 @@ from typing import Any
 
 from contender import Contender, ContenderError, Kind, kinds
 from engines.worker import Job
-from paceline.machine.timing import PromptMaker, Spread, Timing
+from paceline.machine.speed import PromptMaker, Spread, Timing
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 from quiet import Patience, least_disturbed

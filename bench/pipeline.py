@@ -34,7 +34,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
 from paceline.machine.setup import load_runner
-from paceline.machine.timing import PromptMaker, drive
+from paceline.machine.speed import PromptMaker, drive
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals

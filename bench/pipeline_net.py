@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.fleet.machines import Machine
 from tests.fleet.network import Network, network, why_not
 
-from paceline.bench.local_fleet import found_fleet
+from paceline.bench.fleet import found_fleet
 from paceline.core.clock import SystemClock
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.settings import NodeSettings

@@ -29,7 +29,7 @@ from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import CapabilityReport
 from paceline.machine.devices import stream_rate
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, drive
+from paceline.machine.speed import PromptMaker, drive
 from paceline.store.home import Home
 
 LENGTHS = ((128, 128), (512, 128), (2048, 64))

@@ -30,8 +30,8 @@ import numpy as np
 from tests.fakes.seeded_models import PRESETS, shape, write_gguf
 
 from draft_peers import DraftPeers
-from paceline.bench.draft.drive import DraftTally, answer_all
-from paceline.bench.draft.exercises import ExerciseKind, load
+from paceline.bench.drafts import DraftTally, answer_all
+from paceline.bench.exercises import ExerciseKind, load
 from paceline.core.clock import SystemClock
 from paceline.core.generation import Notice
 from paceline.engine.config import EngineConfig

@@ -25,7 +25,7 @@ from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream
 from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker
+from paceline.machine.speed import PromptMaker
 from paceline.node.build import BuiltNode, build_node
 from size_rows import machine
 

@@ -13,7 +13,7 @@ from tests.fakes.seeded_models import shape, write_gguf
 
 from contender import Contender, Kind
 from engines.worker import Job
-from paceline.machine.timing import PromptMaker
+from paceline.machine.speed import PromptMaker
 from paceline.store.catalog import open_model
 from peers import Scenario, compare, enter, result, try_settings
 from quiet import Patience

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from draft_peers import GARBAGE, DraftPeers
-from paceline.bench.draft.exercises import ExerciseKind
-from paceline.bench.draft.forced import ForcedExecutor
-from paceline.bench.draft.run import DraftBenchPlan, DraftRow, RowMeter, settings_for
+from paceline.bench.drafts import DraftBenchPlan, DraftRow, RowMeter, settings_for
+from paceline.bench.exercises import ExerciseKind, ForcedExecutor
 from paceline.core.clock import SystemClock
 from paceline.core.model import LayerRange
 from paceline.engine.config import EngineConfig

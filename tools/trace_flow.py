@@ -85,7 +85,7 @@ class Machines:
     """Nodes of one fleet on this machine, each traced."""
 
     def __init__(self, root: Path) -> None:
-        from paceline.bench.local_fleet import found_fleet
+        from paceline.bench.fleet import found_fleet
         from paceline.store.home import Home
 
         self.folder = root / "traced"

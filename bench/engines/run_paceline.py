@@ -11,7 +11,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import drive
+from paceline.machine.speed import drive
 
 
 class PacelineEngine:

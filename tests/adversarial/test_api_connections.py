@@ -15,8 +15,8 @@ import pytest
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
-from paceline.node.api_certificate import own_certificate
 from paceline.server.guard import WRONG_KEYS
+from paceline.server.serve import own_certificate
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
 

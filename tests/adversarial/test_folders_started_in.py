@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.local_fleet import LocalFleet
+from paceline.bench.fleet import LocalFleet
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import BUNDLED, open_model
 from paceline.store.home import Home

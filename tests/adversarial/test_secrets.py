@@ -15,10 +15,10 @@ import pytest
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
-from paceline.cli.api_options import MAX_KEY_BYTES, ApiOptions, read_key
+from paceline.cli.options import MAX_KEY_BYTES, ApiOptions, read_key
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, DownloadError
-from paceline.node.api_certificate import LASTS, own_certificate
+from paceline.server.serve import LASTS, own_certificate
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
 from paceline.store.partial import make_way

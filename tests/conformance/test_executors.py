@@ -16,7 +16,7 @@ from tests.unit.ways.pipeline.routes.test_spot_check import part
 from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
-from paceline.bench.draft.forced import ForcedExecutor
+from paceline.bench.exercises import ForcedExecutor
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId

@@ -17,8 +17,7 @@ import pytest
 from tests.fleet.machines import BOUND_S, until
 
 from paceline.bench.fault import answer, requests
-from paceline.bench.local_fleet import LocalFleet
-from paceline.bench.node import BenchNode
+from paceline.bench.fleet import BenchNode, LocalFleet
 from paceline.cli.sharing import fleet_settings
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError

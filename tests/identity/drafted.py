@@ -17,7 +17,7 @@ from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Confi
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
-from paceline.bench.draft.exercises import ExerciseKind, load
+from paceline.bench.exercises import ExerciseKind, load
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId

@@ -29,7 +29,7 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
 from paceline.node.pipelines import Constraints, LoadTold, serve_planned
-from paceline.node.planning import parse_pin
+from paceline.node.ways import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.pipeline.routes import build

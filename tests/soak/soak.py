@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from tests.fleet.machines import Machine, until
 
-from paceline.bench.local_fleet import LocalFleet
+from paceline.bench.fleet import LocalFleet
 
 MODEL = "smollm2-135m"
 BEGINNINGS = (

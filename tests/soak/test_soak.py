@@ -17,7 +17,7 @@ from tests.fleet.machines import Machine, until, until_nothing
 from tests.fleet.open_files import open_files, unexplained
 from tests.soak.soak import Soak, answer, asked, settle
 
-from paceline.bench.local_fleet import LocalFleet
+from paceline.bench.fleet import LocalFleet
 
 KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "10"))
 MINUTES = int(os.environ.get("PACELINE_SOAK_MINUTES", "0"))

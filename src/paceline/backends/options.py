@@ -14,8 +14,6 @@ LoadProgress = Callable[[int, int], None]
 
 
 class DeviceKind(StrEnum):
-    """What kernels run on."""
-
     CPU = "cpu"
     CUDA = "cuda"
 

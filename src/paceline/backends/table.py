@@ -35,7 +35,6 @@ class Kernels(StrEnum):
 
     @property
     def device(self) -> DeviceKind:
-        """What they run on."""
         return DeviceKind.CUDA if self is Kernels.CUDA else DeviceKind.CPU
 
     @property

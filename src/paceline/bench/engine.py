@@ -1,7 +1,7 @@
 """`paceline bench`: how fast this machine runs a model, measured at the engine.
 
 Law: prompts have exactly the length asked for, the end of sequence is banned so that answers do too, the prefix cache is off, prompts
-differ from run to run, nothing is drafted (`bench.draft` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
+differ from run to run, nothing is drafted (`bench.drafts` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
 down slows all of them; what is shown is the median over the rounds.
 """
 
@@ -18,8 +18,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.model import BLOCK_TOKENS
 from paceline.engine.local import blocks_for
-from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, Sampled, Spread, Timing, drive
+from paceline.machine.settings import NodeSettings, Sampled
+from paceline.machine.speed import PromptMaker, Spread, Timing, drive
 
 
 @dataclass(frozen=True, slots=True)

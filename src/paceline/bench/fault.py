@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from paceline.bench.local_fleet import LocalFleet
-from paceline.bench.node import BenchNode
+from paceline.bench.fleet import BenchNode, LocalFleet
 from paceline.bench.pipeline import PipelineBenchPlan
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PacelineError
@@ -23,7 +22,7 @@ from paceline.fleet.plan import Objective, Pin
 from paceline.machine.build import build_engine
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, StepsRequests, drive, steps
+from paceline.machine.speed import PromptMaker, StepsRequests, drive, steps
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
 
 
@@ -86,8 +85,6 @@ class FaultRow:
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """All that was broken."""
-
     model: str
     threads: int
     plan: FaultPlan
@@ -95,7 +92,6 @@ class FaultReport:
     load_average: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         said = asdict(self)
         for row, plain in zip(self.rows, said["rows"], strict=True):
             plain["beyond_prefill_s"] = row.beyond_prefill_s

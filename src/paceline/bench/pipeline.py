@@ -14,14 +14,14 @@ from statistics import median
 from typing import Any
 
 from paceline.bench.engine import with_room
-from paceline.bench.node import BenchNode
+from paceline.bench.fleet import BenchNode
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import LayerRange
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest
 from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, Spread, StepsRequests, Timing, drive
+from paceline.machine.speed import PromptMaker, Spread, StepsRequests, Timing, drive
 from paceline.node.ways import plan as make_plan
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
@@ -109,7 +109,6 @@ class PipelineReport:
     load_average: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
@@ -217,7 +216,6 @@ class Snapshot:
         return cls(times.batches, times.own_s, times.away_s, tuple(session.report.busy_s for session in sessions))
 
     def since(self, before: Snapshot, wall_s: float, built: BuiltPipeline) -> Split:
-        """What was done between."""
         own_s, busy = self.own_s - before.own_s, [now - then for now, then in zip(self.busy_s, before.busy_s, strict=True)]
         stages = built.executor.stages
         first = stages[0].layers.start if stages else 0

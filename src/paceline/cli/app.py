@@ -12,8 +12,11 @@ import typer
 
 from paceline import __version__
 from paceline.backends.memory import GIB
-from paceline.cli import benches, joining
+from paceline.cli import benches, enrolment
 from paceline.cli.options import (
+    OWN_LAYERS_HELP,
+    PIN_HELP,
+    PORTS,
     AllowUnlike,
     ApiKeyFile,
     AsJson,
@@ -25,12 +28,18 @@ from paceline.cli.options import (
     KvTokens,
     MaxRunning,
     PinDraft,
+    Pins,
     PrefillChunk,
     Role,
     StepBudgetMs,
     Threads,
     Weights,
     disk_size,
+    of_drafts,
+    of_fleet,
+    of_model,
+    of_pipeline,
+    of_server,
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
@@ -52,77 +61,56 @@ app = typer.Typer(
 def up(
     model: Annotated[
         list[str] | None,
-        typer.Option(
+        of_model(
             "--model",
             "-m",
             help=f"A model's name, a folder, or a GGUF file. May be repeated: the first answers who names none. Default: {DEFAULT_MODEL}.",
-            rich_help_panel="Model",
         ),
     ] = None,
     on_demand: Annotated[
         bool | None,
-        typer.Option(
+        of_model(
             "--on-demand/--no-on-demand",
             help="Load the models on this disk that requests name, and let idle ones make way. Default: on a machine in no fleet.",
-            rich_help_panel="Model",
         ),
     ] = None,
     models_memory: Annotated[
-        float | None,
-        typer.Option("--models-memory", metavar="GIB", help="For all models together. Default: what is free.", rich_help_panel="Model"),
+        float | None, of_model("--models-memory", metavar="GIB", help="For all models together. Default: what is free.")
     ] = None,
     served_name: Annotated[
-        list[str] | None,
-        typer.Option("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.", rich_help_panel="Server"),
+        list[str] | None, of_server("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.")
     ] = None,
     sampling_defaults: Annotated[
         Literal["model", "openai"],
-        typer.Option(
-            "--sampling-defaults",
-            help="Where a request does not say how to draw: as the model's files do, or OpenAI's API.",
-            rich_help_panel="Server",
-        ),
+        of_server("--sampling-defaults", help="Where a request does not say how to draw: as the model's files do, or OpenAI's API."),
     ] = "model",
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.", rich_help_panel="Server")] = 8000,
-    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.", rich_help_panel="Server")] = "127.0.0.1",
+    port: Annotated[int, of_server("--port", "-p", **PORTS, help="0: any free one.")] = 8000,
+    host: Annotated[str, of_server("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
     weights: Weights = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        of_server(
             "--api-key",
             envvar="PACELINE_API_KEY",
             help="Asked of every client when set. Others on this machine can read a command's arguments: --api-key-file keeps it from them.",
-            rich_help_panel="Server",
         ),
     ] = None,
     api_key_file: ApiKeyFile = None,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Serve HTTPS, with a certificate that this machine makes for itself.", rich_help_panel="Server")
-    ] = False,
-    tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Serve HTTPS with this certificate (PEM), and --tls-key.", rich_help_panel="Server")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of --tls-cert (PEM).", rich_help_panel="Server")] = None,
+    tls: Annotated[bool, of_server("--tls", help="Serve HTTPS, with a certificate that this machine makes for itself.")] = False,
+    tls_cert: Annotated[Path | None, of_server("--tls-cert", help="Serve HTTPS with this certificate (PEM), and --tls-key.")] = None,
+    tls_key: Annotated[Path | None, of_server("--tls-key", help="The key of --tls-cert (PEM).")] = None,
     allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host", help="A name of this machine that clients use without a key. May be repeated.", rich_help_panel="Server"
-        ),
+        list[str] | None, of_server("--allow-host", help="A name of this machine that clients use without a key. May be repeated.")
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow-origin",
-            help="Web pages that may use the API, like https://chat.example.org. May be repeated.",
-            rich_help_panel="Server",
-        ),
+        of_server("--allow-origin", help="Web pages that may use the API, like https://chat.example.org. May be repeated."),
     ] = None,
     keep_client_headers: Annotated[
         bool,
-        typer.Option(
+        of_server(
             "--keep-client-headers",
             help="Show the model the lines that clients put before a prompt and change every time: no prompt then begins as another.",
-            rich_help_panel="Server",
         ),
     ] = False,
     kv_tokens: KvTokens = None,
@@ -137,136 +125,74 @@ def up(
     draft: Draft = "auto",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option(
-            "--log-level",
-            metavar="LEVEL",
-            help="debug, info, warning or error. info: a line for each request, not for refused ones only.",
-            rich_help_panel="Server",
+        of_server(
+            "--log-level", metavar="LEVEL", help="debug, info, warning or error. info: a line for each request, not for refused ones only."
         ),
     ] = "warning",
     embeddings: Annotated[
         str | None,
-        typer.Option(
+        of_server(
             "--embeddings",
             metavar="MODEL",
             help="Serve /v1/embeddings with this encoder, a BERT, beside the model, or with --no-model alone.",
-            rich_help_panel="Server",
         ),
     ] = None,
-    greet: Annotated[
-        bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.", rich_help_panel="Server")
-    ] = False,
-    no_model: Annotated[
-        bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.", rich_help_panel="Fleet")
-    ] = False,
-    fleet_port: Annotated[
-        int, typer.Option("--fleet-port", min=0, max=65535, help="For the fleet's machines. 0: any free one.", rich_help_panel="Fleet")
-    ] = FLEET_PORT,
+    greet: Annotated[bool, of_server("--greet", help="Answer one question through the endpoint once it is up.")] = False,
+    no_model: Annotated[bool, of_fleet("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
+    fleet_port: Annotated[int, of_fleet("--fleet-port", **PORTS, help="For the fleet's machines. 0: any free one.")] = FLEET_PORT,
     tensor_port: Annotated[
-        int | None,
-        typer.Option(
-            "--tensor-port",
-            min=0,
-            max=65535,
-            help="For what crosses between machines that share a model. 0: any free one.",
-            rich_help_panel="Fleet",
-        ),
+        int | None, of_fleet("--tensor-port", **PORTS, help="For what crosses between machines that share a model. 0: any free one.")
     ] = None,
-    fleet_host: Annotated[
-        str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.", rich_help_panel="Fleet")
-    ] = "",
-    peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet. May be repeated.", rich_help_panel="Fleet")
-    ] = None,
-    no_mdns: Annotated[
-        bool, typer.Option("--no-mdns", help="Neither look for others on this network, nor be found there.", rich_help_panel="Fleet")
-    ] = False,
+    fleet_host: Annotated[str, of_fleet("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.")] = "",
+    peer: Annotated[list[str] | None, of_fleet("--peer", help="host:port of a machine of the fleet. May be repeated.")] = None,
+    no_mdns: Annotated[bool, of_fleet("--no-mdns", help="Neither look for others on this network, nor be found there.")] = False,
     max_revocation_age: Annotated[
         str | None,
-        typer.Option(
-            "--max-revocation-age",
-            help="Refuse other machines while it is longer since this one heard who was revoked: 30d.",
-            rich_help_panel="Fleet",
-        ),
+        of_fleet("--max-revocation-age", help="Refuse other machines while it is longer since this one heard who was revoked: 30d."),
     ] = None,
     fleet_preset: Annotated[
-        str,
-        typer.Option(
-            "--fleet-preset",
-            envvar="PACELINE_FLEET_PRESET",
-            help=f"{', '.join(PRESETS)}: the same on all machines.",
-            rich_help_panel="Fleet",
-        ),
+        str, of_fleet("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help=f"{', '.join(PRESETS)}: the same on all machines.")
     ] = DEFAULT_PRESET,
     pipeline: Annotated[
-        bool | None,
-        typer.Option("--pipeline/--no-pipeline", help="Run the model over several machines, as the plan says.", rich_help_panel="Pipeline"),
+        bool | None, of_pipeline("--pipeline/--no-pipeline", help="Run the model over several machines, as the plan says.")
     ] = None,
     serve_shards: Annotated[
-        bool | None,
-        typer.Option(
-            "--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.", rich_help_panel="Pipeline"
-        ),
+        bool | None, of_pipeline("--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.")
     ] = None,
     fallback_to_local: Annotated[
         bool | None,
-        typer.Option(
-            "--fallback-to-local/--no-fallback-to-local",
-            help="Go on alone when a pipeline has no machines left.",
-            rich_help_panel="Pipeline",
-        ),
+        of_pipeline("--fallback-to-local/--no-fallback-to-local", help="Go on alone when a pipeline has no machines left."),
     ] = None,
     allow_unlike: AllowUnlike = None,
     ways: Annotated[
         str,
-        typer.Option(
+        of_fleet(
             "--ways",
             metavar="WAY,...",
             help="Of alone, draft, pipeline: those that the plan may choose of. Default: all that fit the other options.",
-            rich_help_panel="Fleet",
         ),
     ] = "",
-    pin: Annotated[
-        list[str] | None,
-        typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.", rich_help_panel="Pipeline"),
-    ] = None,
-    own_layers: Annotated[
-        int | None,
-        typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.", rich_help_panel="Pipeline"),
-    ] = None,
-    throughput: Annotated[
-        bool, typer.Option("--throughput", help="Plan a pipeline for many answers at once, not for one.", rich_help_panel="Pipeline")
-    ] = False,
+    pin: Annotated[list[str] | None, of_pipeline("--pin", help=PIN_HELP)] = None,
+    own_layers: Annotated[int | None, of_pipeline("--own-layers", min=0, help=OWN_LAYERS_HELP)] = None,
+    throughput: Annotated[bool, of_pipeline("--throughput", help="Plan a pipeline for many answers at once, not for one.")] = False,
     propose: Annotated[
         list[str] | None,
-        typer.Option(
-            "--propose",
-            metavar="MODEL",
-            help="Draft with it for the fleet's machines. jacobi:MODEL: whole blocks. May be repeated.",
-            rich_help_panel="Drafts",
+        of_drafts(
+            "--propose", metavar="MODEL", help="Draft with it for the fleet's machines. jacobi:MODEL: whole blocks. May be repeated."
         ),
     ] = None,
     pin_draft: PinDraft = None,
     local_nodes: Annotated[
-        int,
-        typer.Option(
-            "--local-nodes",
-            min=1,
-            max=16,
-            help="Try it: a fleet of so many nodes on this machine, with a pipeline.",
-            rich_help_panel="Pipeline",
-        ),
+        int, of_pipeline("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
     ] = 1,
-    drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.", rich_help_panel="Server")
-    ] = 30.0,
+    drain_s: Annotated[float, of_server("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.")] = 30.0,
     beside: Annotated[
         list[str] | None, typer.Option("--beside", hidden=True, help="A model that lies elsewhere, to run layers of for others.")
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop when standard input ends.")] = False,
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
-    from paceline.cli.api_options import ApiOptions, server_settings
+    from paceline.cli.options import ApiOptions, server_settings
     from paceline.cli.sharing import SharingOptions, run_shared
 
     logging.basicConfig(level=log_level.upper(), format="%(message)s")
@@ -276,37 +202,54 @@ def up(
     if no_model and (draft != "auto" or pin_draft is not None):
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     if no_model and served_name:
-        raise ConfigError(
-            "--served-name is another name for this machine's model, and with --no-model it has none", "Give it where the model runs."
-        )
-    settings = (
-        None
-        if no_model
-        else NodeSettings(
-            first,
-            weights,
-            kv_tokens,
-            context,
-            device,
-            threads,
-            max_running,
-            prefill_chunk,
-            step_budget_ms,
-            draft=draft,
-            draft_on=None if pin_draft is None else NodeId(pin_draft),
-            kv_disk_bytes=disk_size(kv_disk),
-        )
+        why = "--served-name is another name for this machine's model, and with --no-model it has none"
+        raise ConfigError(why, "Give it where the model runs.")
+    settings = NodeSettings(
+        first,
+        weights,
+        kv_tokens,
+        context,
+        device,
+        threads,
+        max_running,
+        prefill_chunk,
+        step_budget_ms,
+        draft=draft,
+        draft_on=None if pin_draft is None else NodeId(pin_draft),
+        kv_disk_bytes=disk_size(kv_disk),
     )
     sharing = SharingOptions(
-        *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
-        *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
-        *(tuple(beside or ()), drain_s, max_revocation_age, embeddings, () if no_model else tuple(more)),
-        *(on_demand, None if models_memory is None else int(models_memory * GIB), disk_size(kv_disk), ways, allow_unlike, role),
+        fleet_port=fleet_port,
+        tensor_port=tensor_port,
+        fleet_host=fleet_host,
+        peers=tuple(peer or ()),
+        fleet_preset=fleet_preset,
+        mdns=not no_mdns,
+        pipeline=pipeline,
+        serve_shards=serve_shards,
+        fallback_to_local=fallback_to_local,
+        pins=tuple(pin or ()),
+        own_layers=own_layers,
+        throughput=throughput,
+        propose=tuple(propose or ()),
+        local_nodes=local_nodes,
+        tied=tied,
+        beside=tuple(beside or ()),
+        drain_s=drain_s,
+        max_revocation_age=max_revocation_age,
+        embeddings=embeddings,
+        more=() if no_model else tuple(more),
+        on_demand=on_demand,
+        memory_bytes=None if models_memory is None else int(models_memory * GIB),
+        kv_disk_bytes=settings.kv_disk_bytes,
+        ways=ways,
+        allow_unlike=allow_unlike,
+        role=role,
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers
     )
-    run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
+    run_shared(None if no_model else settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 
 @app.command()
@@ -341,8 +284,8 @@ def chat(
     tls_ca: Annotated[Path | None, typer.Option("--tls-ca", help="Certificate (PEM) that the endpoint at --url is known by.")] = None,
 ) -> None:
     """Talk to a model, at an endpoint or loaded here. A question, or input from a pipe or a file, is answered once."""
-    from paceline.cli.api_options import read_key
     from paceline.cli.chat import run_chat
+    from paceline.cli.options import read_key
 
     if load and url is not None:
         raise ConfigError("--load and --url contradict one another", "Give one of them.")
@@ -421,14 +364,13 @@ def plan(
     answer_tokens: Annotated[int, typer.Option("--answer", min=1, help="Tokens of a typical answer.")] = 256,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Format in memory. Default: any that is offered.")] = "",
     ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline: those allowed. Default: all.")] = "",
-    pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
+    pin: Pins = None,
     pin_draft: PinDraft = None,
     allow_unlike: AllowUnlike = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
-    from paceline.cli.plan import run_plan
-    from paceline.cli.sharing import fleet_view
+    from paceline.cli.plan import fleet_view, run_plan
 
     view, sharers = fleet_view()
     run_plan(
@@ -447,7 +389,7 @@ def plan(
 
 
 app.add_typer(benches.app)
-app.add_typer(joining.app)
+app.add_typer(enrolment.app)
 
 
 @app.command()

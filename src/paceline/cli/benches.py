@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
-from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
-from paceline.machine.timing import Sampled
+from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Streams, Threads, Weights
+from paceline.machine.settings import DEFAULT_MODEL, NodeSettings, Sampled
 from paceline.net.member.settings import DEFAULT_PRESET
 
 app = typer.Typer(
@@ -16,8 +17,6 @@ app = typer.Typer(
     help="Measure how fast this machine, or a pipeline of several, runs a model.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Streams = Annotated[str, typer.Option("--streams", help="Answers side by side, measured one after the other.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -42,18 +41,14 @@ def bench(
     """Measure how fast this machine runs a model."""
     if context.invoked_subcommand is not None:
         return
-    from paceline.cli.bench import run_benchmark
+    from paceline.bench.engine import BenchPlan, run_bench
+    from paceline.cli.bench import counts, print_report, show, telling
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
-    run_benchmark(
-        settings,
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
-        concurrency=concurrency,
-        rounds=rounds,
-        sampling=sampling,
-        as_json=as_json,
-    )
+    plan = BenchPlan(prompt_tokens, answer_tokens, counts("--concurrency", concurrency), rounds=rounds, sampling=sampling)
+    with telling() as tell:
+        report = run_bench(settings, plan, tell)
+    print_report(report, show, as_json=as_json)
 
 
 @app.command()
@@ -75,10 +70,16 @@ def speculate(
     as_json: AsJson = False,
 ) -> None:
     """Measure what drafts gain, on texts that ship with Paceline, and compare every byte."""
-    from paceline.cli.bench import bench_speculate
+    from paceline.bench.drafts import DraftBenchPlan, run_draft_bench
+    from paceline.cli.bench import counts, exercise_kinds, print_report, show_speculate, telling
+    from paceline.core.clock import SystemClock
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
-    bench_speculate(settings, draft=draft, kinds=kinds, batches=streams, answer_tokens=answer_tokens, rounds=rounds, as_json=as_json)
+    batches = counts("--streams", streams)
+    plan = DraftBenchPlan(draft, kinds=exercise_kinds(kinds), batches=batches, answer_tokens=answer_tokens, rounds=rounds)
+    with telling() as tell:
+        report = run_draft_bench(settings, plan, SystemClock(), tell)
+    print_report(report, show_speculate, as_json=as_json)
 
 
 @app.command()
@@ -103,21 +104,34 @@ def pipeline(
     as_json: AsJson = False,
 ) -> None:
     """Measure one model over several machines, beside this one alone."""
-    from paceline.cli.bench import bench_pipeline
+    from paceline.bench.fleet import BenchNode
+    from paceline.bench.pipeline import PipelineBenchPlan, run_pipeline_bench
+    from paceline.cli.bench import as_configured, counts, local_fleet, print_report, show_pipeline, telling
+    from paceline.cli.sharing import fleet_settings
+    from paceline.core.clock import SystemClock
+    from paceline.core.ids import NodeId
+    from paceline.fleet.plan import Objective, Pin
+    from paceline.node.ways import parse_pin
+    from paceline.store.home import Home
+    from paceline.ways.pipeline.routes.build import PipelineOrder
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
-    bench_pipeline(
-        settings,
-        local_nodes=local_nodes,
-        lengths=(prompt_tokens, answer_tokens),
-        streams=streams,
-        rounds=rounds,
-        pins=tuple(pin or ()),
-        own_layers=own_layers,
-        peers=tuple(peer or ()),
-        preset=fleet_preset,
-        as_json=as_json,
-    )
+    plan = PipelineBenchPlan(prompt_tokens, answer_tokens, counts("--streams", streams), rounds)
+    plan.check()
+    pins, clock = tuple(map(parse_pin, pin or ())), SystemClock()
+    with telling() as tell:
+        if local_nodes == 1:
+            fleet = fleet_settings(0, "", peer or (), fleet_preset, mdns=not peer, needed=True)
+            assert fleet is not None, "it is needed"
+            with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
+                report = run_pipeline_bench(node, settings, PipelineOrder(as_configured(), pins, own_layers), plan, clock, tell)
+        else:
+            with local_fleet(local_nodes, settings) as (local, node):
+                settings = replace(settings, threads=local.threads)
+                pins = pins or tuple(Pin(NodeId(name)) for name in local.names)
+                order = PipelineOrder(as_configured(), pins, own_layers, Objective.THROUGHPUT)
+                report = run_pipeline_bench(node, settings, order, plan, clock, tell)
+    print_report(report, show_pipeline, as_json=as_json)
 
 
 @app.command()
@@ -138,16 +152,14 @@ def fault(
     as_json: AsJson = False,
 ) -> None:
     """Kill a machine of a pipeline while answers stream: the gap, what is computed again, and whether the bytes match."""
-    from paceline.cli.bench import bench_fault
+    from paceline.bench.fault import FaultPlan, run_fault_bench
+    from paceline.cli.bench import as_configured, counts, local_fleet, print_report, show_fault, telling
+    from paceline.core.clock import SystemClock
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
-    bench_fault(
-        settings,
-        kill=kill,
-        at=at,
-        local_nodes=local_nodes,
-        spare=spare,
-        lengths=(prompt_tokens, answer_tokens),
-        streams=streams,
-        as_json=as_json,
-    )
+    plan = FaultPlan(kill, at, prompt_tokens, answer_tokens, counts("--streams", streams), spare)
+    plan.check(local_nodes)
+    with telling() as tell, local_fleet(local_nodes, settings) as (local, node):
+        settings = replace(settings, threads=local.threads)
+        report = run_fault_bench(node, local, settings, as_configured(), plan, SystemClock(), tell)
+    print_report(report, show_fault, as_json=as_json)

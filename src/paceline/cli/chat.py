@@ -24,7 +24,7 @@ from rich.console import Console
 
 from paceline.cli.endpoint import EndpointClient
 from paceline.cli.running import RunningEndpoint, running
-from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, report
+from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, print_lines, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
@@ -77,7 +77,7 @@ def run_chat(
             print()
             return
         console = Terminal()
-        console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
+        print_lines(console, f"Chatting with {name}. /help says how, /quit leaves.", style="dim")
         _Conversation(console, Asker(Home.from_environment().chat_history), opening, say).run()
 
     here = None if load_here or url is not None else _endpoint_here(settings, model, api_key)
@@ -91,9 +91,9 @@ def run_chat(
                 print(f"{found} serves {name} on this machine: it answers (--load loads the model here instead)", file=sys.stderr)
             converse(name, partial(endpoint.say, name, temperature=temperature, seed=seed))
         return
+    from paceline.cli.endpoint import LocalChat
     from paceline.cli.terminal import end_now
     from paceline.cli.up import load
-    from paceline.node.local_chat import LocalChat
 
     node = load(settings, Terminal(stderr=True))
     try:
@@ -173,7 +173,7 @@ class _Conversation:
             case "/help" if line == command:
                 self._console.print(HELP, markup=False)
             case _:
-                self._console.print(f"There is no {line.splitlines()[0]}; /help lists what there is.", markup=False)
+                print_lines(self._console, f"There is no {line.splitlines()[0]}; /help lists what there is.")
         return True
 
     def _drop(self) -> None:
@@ -206,7 +206,7 @@ class _Conversation:
             return  # a question that got no answer is taken back, so that the roles still alternate
         print(wrap.end())
         if cut:
-            self._console.print(CUT, style="dim", markup=False)
+            print_lines(self._console, CUT, style="dim")
         self._console.print()
         if parts:
             self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]

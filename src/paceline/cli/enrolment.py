@@ -1,4 +1,6 @@
-"""`paceline init`, `token`, `join`, `revoke` and `ca`: their words. What they do is in `node.enrolment`."""
+"""Commands by which machines come to a fleet and go: `paceline init`, `token`, `join`, `revoke` and `ca`: their options and their words. What they do is in
+`node.enrolment`, imported when one runs.
+"""
 
 from __future__ import annotations
 
@@ -7,92 +9,147 @@ import getpass
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from paceline.cli.terminal import counted
+from paceline.cli.terminal import Terminal, counted, print_lines
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Trust
-from paceline.node import enrolment
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+app = typer.Typer()
+ca = typer.Typer(no_args_is_help=True, help="Keep a copy of the fleet's CA.")
 
-def run_init(*, name: str | None, join_port: int | None, ttl: str, uses: int, addresses: Sequence[str]) -> None:
-    """Start a fleet.
+Ttl = Annotated[str, typer.Option("--ttl", help="How long the token is good: 30m, 1h, 2d.")]
+Uses = Annotated[int, typer.Option("--uses", min=1, help="How many machines may join by it.")]
+JoinPort = Annotated[
+    int | None,
+    typer.Option("--join-port", min=1, max=65535, help="Where others join, while a token is good. Default: 8155, or the next one free."),
+]
+Addresses = Annotated[
+    list[str] | None,
+    typer.Option("--address", help="Where others reach this machine: host or host:port. May be repeated. Default: its interfaces."),
+]
+PassphraseFile = Annotated[
+    Path | None, typer.Option("--passphrase-file", help="Where its passphrase is. Default: the terminal is asked, if it has one.")
+]
+Name = Annotated[str | None, typer.Option("--name", help="What this machine is called. Default: its host's name and four random letters.")]
 
-    Raises:
-        UserError: it can't be done here.
-    """
-    console = Console(highlight=False)
+
+@app.command()
+def init(
+    name: Name = None,
+    join_port: JoinPort = None,
+    ttl: Ttl = "1h",
+    uses: Uses = 1,
+    address: Addresses = None,
+) -> None:
+    """Start a fleet: this machine is its first, and lets others in."""
+    from paceline.node import enrolment
+
+    console = Terminal()
     ttl_s = seconds(ttl)
     folder = enrolment.open_folder()
     identity = enrolment.start_fleet(folder, name, join_port)
-    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses)
-    _say(console, f"Started a fleet; this machine is {identity.node_id}.")
-    _say(
+    made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [])
+    print_lines(
         console,
-        f"\nNow, here:\n  paceline up\nAnd on {_machines(uses)}, {_until(ttl_s)}:\n  paceline join\nwhich asks for this token:\n\n{token.text}\n",
+        f"Started a fleet; this machine is {identity.node_id}.",
+        f"\nNow, here:\n  paceline up\nAnd on {_machines(uses)}, {_until(ttl_s)}:\n  paceline join\nwhich asks for this token:\n\n{made.text}\n",
     )
     if uses == 1:
-        _say(console, "For further machines: paceline token --uses N")
-    _say(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
+        print_lines(console, "For further machines: paceline token --uses N")
+    print_lines(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
 
 
-def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust, join_port: int | None, wait: bool) -> None:
-    """Print a token; where no node runs here, and `wait` is set, answer those who come with it.
+@app.command()
+def token(
+    ttl: Ttl = "1h",
+    uses: Uses = 1,
+    address: Addresses = None,
+    trust: Annotated[
+        Trust,
+        typer.Option(
+            "--trust", help="How far those who join are trusted: guests may ask, and get no requests, layers or models of others."
+        ),
+    ] = Trust.MEMBER,
+    join_port: JoinPort = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Where no node runs here: end, instead of letting them in from here.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the tokens that machines may still join by, and make none.")] = False,
+    void: Annotated[str | None, typer.Option("--void", metavar="ID|all", help="Void a token, by the id that --list shows.")] = None,
+) -> None:
+    """Print what other machines join by, and let them in: from the node that runs here, or else from here until Ctrl-C."""
+    from paceline.node import enrolment
 
-    Raises:
-        UserError: it can't be done here.
-    """
-    console = Console(highlight=False)
+    console = Terminal()
+    if void is not None:
+        voided = enrolment.void_tokens(enrolment.open_folder(), void)
+        print_lines(console, f"Voided {counted(voided, 'token')}: no machine joins by {'it' if voided == 1 else 'them'} any more.")
+        return
+    if list_:
+        _list_tokens(console)
+        return
     ttl_s = seconds(ttl)
     folder = enrolment.open_folder()
-    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses, trust=trust, join_port=join_port)
+    made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [], trust=trust, join_port=join_port)
     kind = "" if trust is Trust.MEMBER else f" ({trust})"
-    _say(console, f"On {_machines(uses)}{kind}, {_until(ttl_s)}: paceline join, which asks for this token:\n{token.text}\n")
-
-    if not wait:
-        _say(console, "It is good while paceline up runs here.")
+    print_lines(console, f"On {_machines(uses)}{kind}, {_until(ttl_s)}: paceline join, which asks for this token:\n{made.text}\n")
+    if no_wait:
+        print_lines(console, "It is good while paceline up runs here.")
         return
 
-    def on_joined(node_id: str) -> None:
-        _say(console, f"{node_id} joined")
-
     async def main() -> bool:
-        waiting = asyncio.ensure_future(enrolment.wait_for_joins(folder, token, on_joined))
+        waiting = asyncio.ensure_future(enrolment.wait_for_joins(folder, made, lambda node_id: print_lines(console, f"{node_id} joined")))
         done, _ = await asyncio.wait([waiting], timeout=0.2)
         if not done:
             # Not among what a script reads of this command: it would see nothing, and wonder what is waited for.
-            told = Console(highlight=False, stderr=True)
-            _say(told, "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)")
+            words = "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)"
+            print_lines(Terminal(stderr=True), words)
         return await waiting
 
     try:
         served_here = asyncio.run(main())
     except KeyboardInterrupt:
-        _say(console, "\nStopped. The token stays good while paceline up or paceline token runs here.")
+        print_lines(console, "\nStopped. The token stays good while paceline up or paceline token runs here.")
         return
-    _say(console, "The token is used up or has expired." if served_here else "The node that runs here lets them in.")
+    print_lines(console, "The token is used up or has expired." if served_here else "The node that runs here lets them in.")
 
 
-def run_join(token: str | None, *, name: str | None) -> None:
-    """Join a fleet.
+def _list_tokens(console: Terminal) -> None:
+    """Those that machines may still join by. Their secrets are not shown again."""
+    from paceline.node import enrolment
 
-    Args:
-        token: None: ask for it; `-`: read it.
-        name: of this machine; None: choose one.
+    tokens = enrolment.list_tokens(enrolment.open_folder())
+    for each in tokens:
+        until = time.strftime("%a %d %b %H:%M", time.localtime(each.expires_at))
+        came = f"; joined by it: {', '.join(each.joined)}" if each.joined else ""
+        print_lines(console, f"{each.token_id}  {each.trust}, for {_machines(each.uses_left)} until {until}{came}")
+    if not tokens:
+        print_lines(console, "There is no token that a machine could join by.")
 
-    Raises:
-        UserError: it can't be done, and why.
-    """
-    console = Console(highlight=False)
+
+@app.command()
+def join(
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="PACELINE_TOKEN",
+            help="What paceline token printed. Other users of this machine see what is typed here: '-' reads it from standard input, "
+            "and without it a terminal is asked.",
+        ),
+    ] = None,
+    name: Name = None,
+) -> None:
+    """Make this machine part of a fleet."""
+    from paceline.node import enrolment
+
     folder = enrolment.open_folder()
     enrolment.check_free(folder)
     identity = asyncio.run(enrolment.enrol(folder, _token(token), name))
-    _say(console, f"Joined: this machine is {identity.node_id}.\nNow: paceline up")
+    print_lines(Terminal(), f"Joined: this machine is {identity.node_id}.\nNow: paceline up")
 
 
 def _token(given: str | None) -> str:
@@ -117,74 +174,63 @@ def _token(given: str | None) -> str:
     return text
 
 
-def run_token_list() -> None:
-    """Show the tokens that machines may still join by. Their secrets are not shown again.
+@app.command()
+def revoke(
+    node: Annotated[str, typer.Argument(help="The node's id, as paceline status shows it.")],
+    anyway: Annotated[bool, typer.Option("--anyway", help="Even if this machine never let such a node in.")] = False,
+    keep_tokens: Annotated[
+        bool, typer.Option("--keep-tokens", help="Leave open tokens as they are: who has one may join, that machine too.")
+    ] = False,
+) -> None:
+    """Put a machine out of the fleet, at once and for good: its certificate and all open tokens are void."""
+    from paceline.node import enrolment
 
-    Raises:
-        UserError: it can't be done here.
-    """
-    console = Console(highlight=False)
-    tokens = enrolment.list_tokens(enrolment.open_folder())
-    for token in tokens:
-        until = time.strftime("%a %d %b %H:%M", time.localtime(token.expires_at))
-        came = f"; joined by it: {', '.join(token.joined)}" if token.joined else ""
-        _say(console, f"{token.token_id}  {token.trust}, for {_machines(token.uses_left)} until {until}{came}")
-    if not tokens:
-        _say(console, "There is no token that a machine could join by.")
-
-
-def run_token_void(which: str) -> None:
-    """Void a token, or all of them.
-
-    Raises:
-        UserError: it can't be done here, or there is no such token.
-    """
-    voided = enrolment.void_tokens(enrolment.open_folder(), which)
-    _say(Console(highlight=False), f"Voided {counted(voided, 'token')}: no machine joins by {'it' if voided == 1 else 'them'} any more.")
-
-
-def run_revoke(node: str, *, anyway: bool, keep_tokens: bool) -> None:
-    """Put a node out of the fleet.
-
-    Raises:
-        UserError: it can't be done here, or there is no such node.
-    """
-    console = Console(highlight=False)
+    console = Terminal()
     done = enrolment.revoke(enrolment.open_folder(), node, anyway=anyway, keep_tokens=keep_tokens)
-    if done.is_news:
-        _say(console, f"Revoked {node}. The others hear of it from paceline up on this machine, or as soon as that runs.")
-        if done.voided_tokens:
-            _say(console, f"{counted(done.voided_tokens, 'open token')} voided with it, by which it could have come again.")
-        elif keep_tokens:
-            _say(console, "Open tokens were kept: who has one may join, that machine too. See paceline token --list")
-    else:
-        _say(console, f"{node} was revoked before, and has not joined since.")
+    if not done.is_news:
+        print_lines(console, f"{node} was revoked before, and has not joined since.")
+        return
+    print_lines(console, f"Revoked {node}. The others hear of it from paceline up on this machine, or as soon as that runs.")
+    if done.voided_tokens:
+        print_lines(console, f"{counted(done.voided_tokens, 'open token')} voided with it, by which it could have come again.")
+    elif keep_tokens:
+        print_lines(console, "Open tokens were kept: who has one may join, that machine too. See paceline token --list")
 
 
-def run_ca_export(file: Path, *, passphrase_file: Path | None, encrypt: bool) -> None:
-    """Back up the CA.
+@ca.command("export")
+def ca_export(
+    file: Annotated[Path, typer.Argument(help="A new file. A secret.")],
+    passphrase_file: PassphraseFile = None,
+    no_passphrase: Annotated[
+        bool, typer.Option("--no-passphrase", help="Do not encrypt it: who can read the file can let any machine in.")
+    ] = False,
+) -> None:
+    """Back up the fleet's CA, encrypted with a passphrase."""
+    from paceline.node import enrolment
 
-    Raises:
-        UserError: it can't be done here.
-    """
-    passphrase = _passphrase(passphrase_file, twice=True) if encrypt else None
+    passphrase = None if no_passphrase else _passphrase(passphrase_file, twice=True)
     enrolment.export_authority(enrolment.open_folder(), file, passphrase)
     having = "it" if passphrase is None else "it and the passphrase"
-    _say(Console(highlight=False), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
+    print_lines(Terminal(), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
 
 
-def run_ca_import(file: Path, *, passphrase_file: Path | None) -> None:
-    """Take over the CA from a backup.
+@ca.command("import")
+def ca_import(
+    file: Annotated[Path, typer.Argument(help="What paceline ca export wrote.")],
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Let this machine, a member, take over from the one that ran paceline init."""
+    from paceline.node import enrolment
 
-    Raises:
-        UserError: it can't be done here.
-    """
     enrolment.import_authority(enrolment.open_folder(), file, lambda: _passphrase(passphrase_file, twice=False))
-    _say(Console(highlight=False), "The fleet's CA is on this machine now: paceline token and paceline revoke work here.")
-    _say(
-        Console(highlight=False),
+    print_lines(
+        Terminal(),
+        "The fleet's CA is on this machine now: paceline token and paceline revoke work here.",
         "Which names are taken it knows from the members that paceline up here sees: let somebody in while all of them run.",
     )
+
+
+app.add_typer(ca, name="ca")
 
 
 def _passphrase(file: Path | None, *, twice: bool) -> str:
@@ -219,7 +265,3 @@ def _machines(uses: int) -> str:
 
 def _until(ttl_s: float) -> str:
     return f"until {time.strftime('%a %H:%M', time.localtime(time.time() + ttl_s))}"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)

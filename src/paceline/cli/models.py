@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from paceline.backends.memory import human
 from paceline.cli.progress import byte_bar
-from paceline.cli.terminal import Terminal, own_command, table_of
+from paceline.cli.terminal import Terminal, own_command, print_lines, table_of
 from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
 from paceline.store.catalog import LocalModel, list_models, locations, resolve
 from paceline.store.home import Home
@@ -41,7 +41,7 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
     from paceline.machine.weights import pull_from_fleet
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
-        return pull_from_fleet(ref, home, progress, _announcer(console))
+        return pull_from_fleet(ref, home, progress, partial(print_lines, console))
 
 
 def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
@@ -59,7 +59,7 @@ def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
         if home.is_in_fleet:
             from paceline.machine.weights import Pulls
 
-            mirror = Pulls(home, progress, _announcer(console)).mirror
+            mirror = Pulls(home, progress, partial(print_lines, console)).mirror
         return pull(ref, home, progress, mirror=mirror)
 
 
@@ -79,7 +79,7 @@ def ensure(ref: str, console: Console) -> None:
     try:
         listed = None if hub_ref is None else list_at_hub(hub_ref)
     except (HubSilent, NotAtHub) as error:
-        console.print(error.message, markup=False, soft_wrap=True)
+        print_lines(console, error.message)
         listed = None
     if listed is None:
         from_fleet(ref, home, console)
@@ -87,14 +87,7 @@ def ensure(ref: str, console: Console) -> None:
     from paceline.machine.weights import Pulls
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
-        Pulls(home, progress, _announcer(console)).mirror(listed)
-
-
-def _announcer(console: Console) -> Callable[[str], None]:
-    def announce(words: str) -> None:
-        console.print(words, markup=False, soft_wrap=True)
-
-    return announce
+        Pulls(home, progress, partial(print_lines, console)).mirror(listed)
 
 
 def lies_elsewhere(ref: str, console: Console) -> Path | None:
@@ -139,12 +132,12 @@ def run_models(*, as_json: bool) -> None:
     for part in parts:
         layers = ", ".join(map(str, part.layers))
         what = f"layers {layers} of {part.n_layers}, {human(part.nbytes)}" if part.problem is None else f"damaged: {part.problem}"
-        console.print(f"{part.name} in part: {what}; pull it to have all of it", markup=False, soft_wrap=True, style="dim")
+        print_lines(console, f"{part.name} in part: {what}; pull it to have all of it", style="dim")
     unusable = [model for model in models if model.problem is not None]
     for model in unusable:
-        console.print(f"{model.name} can't be used: {model.problem}", markup=False, soft_wrap=True, style="yellow")
+        print_lines(console, f"{model.name} can't be used: {model.problem}", style="yellow")
     if unusable:
-        console.print(f"Pull again to repair; to forget one, delete its folder under {home.models}", markup=False, soft_wrap=True)
+        print_lines(console, f"Pull again to repair; to forget one, delete its folder under {home.models}")
 
 
 def run_pull(ref: str) -> None:
@@ -157,16 +150,16 @@ def run_pull(ref: str) -> None:
     home = Home.from_environment()
     ref = from_url(ref)
     if not console.is_terminal:
-        console.print(f"Pulling {ref}", markup=False, soft_wrap=True)
+        print_lines(console, f"Pulling {ref}")
     try:
         model = _pulled(ref, home, console)
     except KeyboardInterrupt:
         console.print("Interrupted. What was fetched is kept: pull again to go on from there.")
         raise
-    console.print(f"{model.name}: {human(model.nbytes)}, {model.format}, {model.family}, context {model.context}", markup=False)
+    print_lines(console, f"{model.name}: {human(model.nbytes)}, {model.format}, {model.family}, context {model.context}")
     if not model.path.is_relative_to(home.root):
-        console.print(f"It is used where it lies, not copied: {model.path}", markup=False, soft_wrap=True)
-    console.print(f"Try: {own_command()} up --model {shlex.quote(model.name)}", markup=False, soft_wrap=True)
+        print_lines(console, f"It is used where it lies, not copied: {model.path}")
+    print_lines(console, f"Try: {own_command()} up --model {shlex.quote(model.name)}")
 
 
 def _pulled(ref: str, home: Home, console: Console) -> LocalModel:
@@ -179,7 +172,7 @@ def _pulled(ref: str, home: Home, console: Console) -> LocalModel:
     except (HubSilent, NotAtHub) as error:
         if not home.is_in_fleet:
             raise
-        console.print(f"{error.message}. The fleet is asked instead.", markup=False, soft_wrap=True)
+        print_lines(console, f"{error.message}. The fleet is asked instead.")
         model = from_fleet(ref, home, console)
         if model is None:
             raise

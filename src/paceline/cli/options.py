@@ -1,20 +1,129 @@
-"""Options that several commands have.
+"""Options that several commands have, by the panel of `--help` that they stand in; and what those of `paceline up` say of its API: where it listens, its
+key, who else may ask, and TLS.
 
 The commands as a group: a value that an option can't take is said in a person's words, with what was given.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from paceline.backends.table import Kernels
 from paceline.core.errors import ConfigError
 from paceline.core.model import WeightsFormat
 from paceline.machine.settings import PrefillRole
+from paceline.server.settings import ServerSettings, TlsFiles, check_bind, is_loopback
+
+MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    host: str = "127.0.0.1"
+    port: int = 0
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    tls: bool = False
+    """With a certificate that this machine makes for itself."""
+    certificate: Path | None = None
+    key: Path | None = None
+    """Of a certificate that was given, in place of that."""
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.tls or self.certificate is not None
+
+    def check(self) -> None:
+        """Refuse what can't be served, before anything is loaded.
+
+        Raises:
+            ConfigError: see `server.settings.check_bind`; or half of a certificate was given.
+        """
+        check_bind(self.host, self.settings.api_key)
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("--tls-cert and --tls-key go together, and one of them is missing", "Give both, or --tls alone.")
+
+    def tls_files(self) -> TlsFiles | None:
+        """What to serve TLS with, checked; None: there is none.
+
+        Raises:
+            ConfigError: it can't be used.
+        """
+        if not self.is_encrypted:
+            return None
+        if self.certificate is not None and self.key is not None:
+            files = TlsFiles(self.certificate, self.key)
+        else:
+            from paceline.server.serve import own_certificate
+            from paceline.store.home import Home
+
+            files = own_certificate(Home.from_environment(), self.settings.allow_hosts, time.time())
+        files.context()
+        return files
+
+    def say_what_is_open(self, console: Console) -> None:
+        """Warn of what others on the network can read."""
+        if not self.is_encrypted and not is_loopback(self.host):
+            console.print(
+                "[yellow]warning:[/] the API is plain HTTP: on this network its key, prompts and answers can be read. --tls encrypts them.",
+                soft_wrap=True,
+            )
+
+
+def server_settings(
+    api_key: str | None,
+    api_key_file: Path | None,
+    allow_hosts: Sequence[str] | None,
+    allow_origins: Sequence[str] | None,
+    served_names: Sequence[str] | None,
+    sampling_defaults: Literal["model", "openai"],
+    *,
+    keep_client_headers: bool = False,
+) -> ServerSettings:
+    """Settings as options say them.
+
+    Raises:
+        ConfigError: one can't be used.
+    """
+    from paceline.server.guard import check_host, check_origin
+
+    return ServerSettings(
+        api_key=read_key(api_key, api_key_file),
+        allow_hosts=tuple(map(check_host, allow_hosts or ())),
+        allow_origins=tuple(map(check_origin, allow_origins or ())),
+        served_names=tuple(served_names or ()),
+        uses_model_sampling=sampling_defaults == "model",
+        keep_client_headers=keep_client_headers,
+    )
+
+
+def read_key(api_key: str | None, file: Path | None) -> str | None:
+    """A key that was given, or that a file holds: a command's arguments can be seen by all users of the machine, a file need not be.
+
+    Raises:
+        ConfigError: both were given, or the file can't be read, or is no key's.
+    """
+    if file is None:
+        return api_key
+    if api_key is not None:
+        raise ConfigError("There are two API keys: --api-key (or PACELINE_API_KEY) and --api-key-file", "Give one of them.")
+    try:
+        with file.expanduser().open("rb") as opened:
+            key = opened.read(MAX_KEY_BYTES + 1)  # all of one file, whatever its name leads to meanwhile
+    except OSError as error:
+        raise ConfigError(f"{file} can't be read: {error.strerror}", "Write the key into it, on one line.") from error
+    if len(key) > MAX_KEY_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_KEY_BYTES} bytes, and no key is as long", "Write the key into it, on one line.")
+    return key.decode("utf-8", "replace").strip()
+
 
 WHY = {
     "int_parsing": "is no whole number",
@@ -47,86 +156,53 @@ class Commands(TyperGroup):
             raise ConfigError(f"{error.param.opts[0]}: {details[0]['input']!r} {why}", f"This says what it takes: {help_}") from None
 
 
+def _in_panel(name: str) -> Callable[..., Any]:
+    return partial(typer.Option, rich_help_panel=name)
+
+
+of_model, of_server, of_fleet, of_pipeline, of_drafts = map(_in_panel, ("Model", "Server", "Fleet", "Pipeline", "Drafts"))
+PORTS: Final = {"min": 0, "max": 65535}
+PIN_HELP: Final = "NODE or NODE:FIRST-LAST: who runs layers. Once for each machine."
+OWN_LAYERS_HELP: Final = "How many a pipeline runs here. Default: as planned."
+KV_DISK_HELP: Final = (
+    "Keep KV on this disk, at most so much: 20GB, say. Prompts are then known after a restart, to whoever reads the disk too."
+)
+ROLE_HELP: Final = "In a fleet: compute prompts for others (prefill), have others compute this machine's (decode), or both, where it is faster. Default: both."
+
 Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
-Weights = Annotated[
-    WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: as the file has it.", rich_help_panel="Model")
-]
-KvTokens = Annotated[
-    int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.", rich_help_panel="Model")
-]
-KvDisk = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-disk",
-        metavar="SIZE",
-        help="Keep KV on this disk, at most so much: 20GB, say. Prompts are then known after a restart, to whoever reads the disk too.",
-        rich_help_panel="Model",
-    ),
-]
-Role = Annotated[
-    PrefillRole | None,
-    typer.Option(
-        "--role",
-        help="In a fleet: compute prompts for others (prefill), have others compute this machine's (decode), or both, where it is faster. Default: both.",
-        rich_help_panel="Fleet",
-    ),
-]
-Context = Annotated[
-    int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.", rich_help_panel="Model")
-]
+Weights = Annotated[WeightsFormat | None, of_model("--weights", "-w", help="Format in memory. Default: as the file has it.")]
+KvTokens = Annotated[int | None, of_model("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
+KvDisk = Annotated[str | None, of_model("--kv-disk", metavar="SIZE", help=KV_DISK_HELP)]
+Role = Annotated[PrefillRole | None, of_fleet("--role", help=ROLE_HELP)]
+Context = Annotated[int | None, of_model("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
 Device = Annotated[
-    Kernels | None,
-    typer.Option(
-        "--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply.", rich_help_panel="Model"
-    ),
+    Kernels | None, of_model("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply.")
 ]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.", rich_help_panel="Model")]
-MaxRunning = Annotated[
-    int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.", rich_help_panel="Model")
-]
-PrefillChunk = Annotated[
-    int,
-    typer.Option("--prefill-chunk", min=16, max=4096, help="Prompt tokens in one step while nothing else waits.", rich_help_panel="Model"),
-]
+Threads = Annotated[int | None, of_model("--threads", "-t", min=1, help="Default: one a physical core.")]
+MaxRunning = Annotated[int, of_model("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
+PrefillChunk = Annotated[int, of_model("--prefill-chunk", min=16, max=4096, help="Prompt tokens in one step while nothing else waits.")]
 StepBudgetMs = Annotated[
-    int,
-    typer.Option(
-        "--step-budget-ms",
-        min=1,
-        max=60_000,
-        help="What a step may take while an answer waits for its next token.",
-        rich_help_panel="Model",
-    ),
+    int, of_model("--step-budget-ms", min=1, max=60_000, help="What a step may take while an answer waits for its next token.")
 ]
 Draft = Annotated[
     str,
-    typer.Option(
-        "--draft",
-        metavar="auto|off|ngram|fleet|MODEL",
-        help="Guess tokens ahead, with a model of the fleet or without. Changes no byte.",
-        rich_help_panel="Drafts",
+    of_drafts(
+        "--draft", metavar="auto|off|ngram|fleet|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
     ),
 ]
 AllowUnlike = Annotated[
     bool | None,
-    typer.Option(
-        "--allow-unlike/--no-allow-unlike",
-        help="Machines that compute other bytes than one another may share a model.",
-        rich_help_panel="Pipeline",
-    ),
+    of_pipeline("--allow-unlike/--no-allow-unlike", help="Machines that compute other bytes than one another may share a model."),
 ]
-PinDraft = Annotated[
-    str | None, typer.Option("--pin-draft", metavar="NODE", help="The machine that drafts, and no other.", rich_help_panel="Drafts")
-]
-ApiKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", help="A file with the key, in place of --api-key.", rich_help_panel="Server")
-]
+PinDraft = Annotated[str | None, of_drafts("--pin-draft", metavar="NODE", help="The machine that drafts, and no other.")]
+ApiKeyFile = Annotated[Path | None, of_server("--api-key-file", help="A file with the key, in place of --api-key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")]
 AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Medians are over these.")]
-Pins = Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")]
-OwnLayers = Annotated[int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")]
+Streams = Annotated[str, typer.Option("--streams", help="Answers side by side, measured one after the other.")]
+Pins = Annotated[list[str] | None, typer.Option("--pin", help=PIN_HELP)]
+OwnLayers = Annotated[int | None, typer.Option("--own-layers", min=0, help=OWN_LAYERS_HELP)]
 
 
 LEAST_DISK = 1 << 20

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli.terminal import table_of
+from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
 from paceline.fleet.placement import basis, headline, parts
 from paceline.fleet.plan import Choice, PlanRequest
-from paceline.node.planning import Explained, View, explained, parse_pin, parse_ways
+from paceline.node.ways import Explained, View, explained, parse_pin, parse_ways
+from paceline.store.home import Home
 
 
 def run_plan(
@@ -80,3 +82,26 @@ def show(console: Console, made: Explained) -> None:
 def _row(choice: Choice) -> tuple[str, str, str, str, str]:
     estimate = choice.estimate
     return headline(choice), f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
+
+
+def fleet_view() -> tuple[View | None, Collection[NodeId] | None]:
+    """The live cards of those that may answer, as this machine's running node sees the fleet, and who of them may share KV; None where this machine is
+    to be looked at alone.
+    """
+    home = Home.from_environment()
+    if not home.is_in_fleet:
+        return None, None
+    import asyncio
+
+    from paceline.fleet.eligibility import Use
+    from paceline.machine.config_file import read_trust_policy
+    from paceline.net.member.state import look
+    from paceline.net.trust.folder import FleetFolder
+
+    try:
+        policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
+    except MembershipError as error:
+        print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
+        return None, None
+    cards = policy.eligible(sight.view, Use.ANSWER).cards
+    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}

@@ -11,6 +11,8 @@ from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from paceline.cli.terminal import print_lines
+
 if TYPE_CHECKING:
     from paceline.ways.pipeline.executor.route import Opening
 
@@ -82,7 +84,7 @@ def opening_bar(
             nonlocal said
             line = f"{label}, {percent // STEP_PERCENT * STEP_PERCENT} %"
             if line != said and not console.is_terminal:
-                console.print(f"{label}, {more or f'{percent} %'}", markup=False, soft_wrap=True)
+                print_lines(console, f"{label}, {more or f'{percent} %'}")
             said = line
 
         def reading(done: int, total: int) -> None:

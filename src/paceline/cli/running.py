@@ -25,7 +25,7 @@ from rich.console import Console
 from paceline.backends.memory import human
 from paceline.cli.endpoint import EndpointError
 from paceline.cli.models import ensure
-from paceline.cli.terminal import Terminal, counted, table_of
+from paceline.cli.terminal import Terminal, counted, print_lines, table_of
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_file
 from paceline.core.text import printable
@@ -43,8 +43,6 @@ ANSWERS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RunningEndpoint:
-    """An endpoint of this machine."""
-
     url: str
     process: int
     has_key: bool
@@ -253,7 +251,7 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
             lines.append(f"  KV on the disk: {one.kv_disk}")
         if one.kv_peers is not None:
             lines.append(f"  KV of other machines: blocks: {one.kv_peers}")
-        console.print(*lines, sep="\n", markup=False, soft_wrap=True)
+        print_lines(console, *lines)
 
 
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
@@ -339,7 +337,7 @@ def run_ps(*, as_json: bool) -> None:
     console = Terminal()
     for one, uses in found:
         if len(found) > 1:
-            console.print(f"{one.url}/v1", markup=False)
+            print_lines(console, f"{one.url}/v1")
         _show(uses, console)
 
 
@@ -351,9 +349,9 @@ def run_load(ref: str) -> None:
     if ref not in {use["name"] for use in _in_use(one) if use["state"] == "loaded"}:
         ensure(ref, console)
         location = resolve(ref, home)
-        console.print(f"Loading {location.name}", markup=False, soft_wrap=True)
+        print_lines(console, f"Loading {location.name}")
         name = _ask(one, "load", {"model": location.name if location in locations(home) else str(location.path)})["model"]
-    console.print(f"{name} is loaded at {one.url}/v1", markup=False, soft_wrap=True)
+    print_lines(console, f"{name} is loaded at {one.url}/v1")
 
 
 def run_unload(name: str, wait_s: float) -> None:
@@ -361,7 +359,7 @@ def run_unload(name: str, wait_s: float) -> None:
     endpoints = _endpoints()
     one = next((each for each in endpoints if name in {use["name"] for use in _in_use(each)}), endpoints[0])
     _ask(one, "unload", {"model": name, "wait_s": wait_s})
-    Terminal().print(f"{name} is unloaded", markup=False, soft_wrap=True)
+    print_lines(Terminal(), f"{name} is unloaded")
 
 
 def run_rm(ref: str) -> None:
@@ -374,7 +372,7 @@ def run_rm(ref: str) -> None:
                 raise ConfigError(f"{ref} is loaded at {one.url}/v1", f"Unload it first: paceline unload {use['name']}")
     removed = remove_model(ref, home)
     what = f"; {removed.location.path} stays" if removed.kept else ""
-    Terminal().print(f"{removed.location.name} is removed: {human(removed.freed_bytes)} freed{what}", markup=False, soft_wrap=True)
+    print_lines(Terminal(), f"{removed.location.name} is removed: {human(removed.freed_bytes)} freed{what}")
 
 
 def _endpoints() -> list[RunningEndpoint]:

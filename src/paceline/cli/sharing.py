@@ -9,22 +9,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from paceline.cli.api_options import ApiOptions
+from paceline.cli.enrolment import seconds
+from paceline.cli.options import ApiOptions
+from paceline.cli.terminal import Terminal
 from paceline.core.errors import ConfigError, MembershipError
-from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard
+from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF
+from paceline.fleet.plan import ALONE, Objective, Way
+from paceline.machine.config_file import PipelineSettings, read_pipeline_settings, read_settings, read_trust_policy
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.net.trust.certificates import is_address
+from paceline.node.ways import parse_pin, parse_ways
 from paceline.store.home import Home
-
-if TYPE_CHECKING:
-    from paceline.fleet.plan import Way
-    from paceline.machine.config_file import PipelineSettings
+from paceline.ways.draft.price import DRAFT
+from paceline.ways.draft.service import JACOBI
+from paceline.ways.draft.sources import FLEET
+from paceline.ways.pipeline.splits import PIPELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,11 @@ class SharingOptions:
     own_layers: int | None
     throughput: bool
     propose: tuple[str, ...]
+    """Models to draft with."""
     local_nodes: int
     tied: bool
     beside: tuple[str, ...] = ()
+    """Models that lie elsewhere than in this home, for others to fetch and for layers that run here."""
     drain_s: float = 30.0
     """Of any `paceline up`: how long live answers may go on at an orderly stop."""
     max_revocation_age: str | None = None
@@ -89,11 +95,8 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         raise ConfigError(
             "--local-nodes is a pipeline over nodes of this machine alone", "Leave out --no-pipeline, --no-serve-shards and --peer."
         )
-    from paceline.bench.local_fleet import LocalFleet, become_first
+    from paceline.bench.fleet import LocalFleet, become_first
     from paceline.cli.models import lies_elsewhere
-    from paceline.cli.terminal import Terminal
-    from paceline.machine.config_file import read_pipeline_settings
-    from paceline.store.home import Home
 
     read_pipeline_settings(Home.from_environment())  # what is wrong there is said before anything starts
     local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()))
@@ -112,66 +115,50 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
 
 
 def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
-    _check_names(settings, sharing.propose)
     from paceline.cli.up import run_up
-    from paceline.machine.config_file import read_settings
-    from paceline.store.home import Home
 
+    _check_names(settings, sharing.propose)
     if settings is None and (sharing.pipeline or sharing.pins):
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
-    asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
-    settings = _without_drafts(settings, sharing.ways)
-    elsewhere = bool(sharing.ways) and "alone" not in sharing.ways.split(",")
-    needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards) or elsewhere
+    asked = bool(sharing.pipeline or sharing.pins or sharing.own_layers is not None)
     if asked and sharing.more:
         raise ConfigError("--pipeline, --pin and --own-layers spread one model, and --model names several", "Leave the others out.")
+    settings = _without_drafts(settings, sharing.ways)
+    elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
+    needed = (settings is None and sharing.embeddings is None) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
-    configured = said.pipeline
     if settings is not None:
         settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl)
-    several = partial(run_up, more=sharing.more, on_demand=sharing.on_demand, memory_bytes=sharing.memory_bytes)
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)
-        several(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose, embeddings=sharing.embeddings)
-    fleet = replace(fleet, tensor_port=configured.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
-    if sharing.max_revocation_age is not None:
-        from paceline.cli.enrolment import seconds
-
-        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
-    from paceline.fleet.plan import Objective
+        run_up(settings, api, sharing=sharing, greet=greet)
     from paceline.node.pipelines import Constraints
-    from paceline.node.planning import parse_pin
-    from paceline.store.catalog import resolve
     from paceline.ways.pipeline.host.serving import hosting_of
     from paceline.ways.pipeline.routes.build import PipelineOrder
 
-    pipelines = configured.overridden(
+    fleet = replace(fleet, tensor_port=said.pipeline.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
+    if sharing.max_revocation_age is not None:
+        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
+    pipelines = said.pipeline.overridden(
         enabled=sharing.pipeline,
         serve_shards=sharing.serve_shards,
         fallback_to_local=sharing.fallback_to_local,
         allow_unlike=sharing.allow_unlike,
     )
-    objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
-    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
-    draft = "off" if settings is None else settings.draft
     wanted = None
     if settings is not None:
-        wanted = Constraints(_ways(sharing, pipelines, draft, settings.draft_on, spread=bool(asked)), order, _draft_model(draft))
+        objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
+        order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
+        draft = settings.draft
+        model = "" if draft in (*DRAFTS, FLEET) else draft  # empty: any
+        wanted = Constraints(_ways(sharing, pipelines, draft, settings.draft_on, spread=asked), order, model)
     hosting = hosting_of(pipelines, None if settings is None else settings.threads, sharing.kv_disk_bytes)
-    home = Home.from_environment()
-    beside = tuple(resolve(path, home) for path in sharing.beside)
-    shared = partial(several, fleet=fleet, asked=wanted, hosting=hosting, propose=sharing.propose, beside=beside)
-    shared(settings, api, greet=greet, drain_s=sharing.drain_s, embeddings=sharing.embeddings)
+    run_up(settings, api, sharing=sharing, greet=greet, fleet=fleet, asked=wanted, hosting=hosting)
 
 
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
     """What a person allows."""
-    from paceline.fleet.plan import ALONE
-    from paceline.node.planning import parse_ways
-    from paceline.ways.draft.price import DRAFT
-    from paceline.ways.pipeline.splits import PIPELINE
-
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
     fitting = frozenset({ALONE, *drafted, *((PIPELINE,) if pipelines.enabled and not sharing.more else ())})
     if spread:
@@ -194,10 +181,6 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draf
 
 def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
     """No node drafts for this one where that is none of the ways; prompt lookup is no way, but the engine's own."""
-    from paceline.engine.drafts import AUTO, NGRAM, OFF
-    from paceline.node.planning import parse_ways
-    from paceline.ways.draft.price import DRAFT
-
     allowed = parse_ways(ways)
     if settings is None or allowed is None or DRAFT in allowed or settings.draft in {NGRAM, OFF}:
         return settings
@@ -206,19 +189,7 @@ def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | 
     return replace(settings, draft=NGRAM)
 
 
-def _draft_model(draft: str) -> str:
-    """The id of the model that a person wants drafts of; empty: any."""
-    from paceline.engine.drafts import DRAFTS
-    from paceline.ways.draft.sources import FLEET
-
-    return "" if draft in (*DRAFTS, FLEET) else draft
-
-
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
-    from paceline.engine.drafts import DRAFTS, NGRAM
-    from paceline.ways.draft.service import JACOBI
-    from paceline.ways.draft.sources import FLEET
-
     if settings is not None and not settings.draft.strip():
         raise ConfigError("--draft names nothing", f"Choose of {', '.join((*DRAFTS, FLEET))}, or name a draft model.")
     for name in propose:
@@ -233,9 +204,6 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     """In no fleet, this machine has the drafts that it makes itself, and no others."""
-    from paceline.engine.drafts import DRAFTS
-    from paceline.ways.draft.sources import FLEET
-
     draft = None if settings is None else settings.draft
     if settings is not None and settings.draft_on is not None:
         raise ConfigError(
@@ -260,29 +228,6 @@ def _stop_at_eof() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fleet_view() -> tuple[Callable[[], Sequence[NodeCard]] | None, Collection[NodeId] | None]:
-    """The live cards of those that may answer, as this machine's running node sees the fleet, and who of them may share KV; None where this machine is
-    to be looked at alone.
-    """
-    home = Home.from_environment()
-    if not home.is_in_fleet:
-        return None, None
-    import asyncio
-
-    from paceline.fleet.eligibility import Use
-    from paceline.machine.config_file import read_trust_policy
-    from paceline.net.member.state import look
-    from paceline.net.trust.folder import FleetFolder
-
-    try:
-        policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
-    except MembershipError as error:
-        print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
-        return None, None
-    cards = policy.eligible(sight.view, Use.ANSWER).cards
-    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}
-
-
 def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, mdns: bool, needed: bool) -> FleetSettings | None:
     """This node's part in its fleet; None where it is in none.
 
@@ -302,11 +247,7 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
         return None
-    from paceline.net.trust.certificates import is_address
-
     for peer in peers:
         if not is_address(peer):
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
-    from paceline.machine.config_file import read_trust_policy
-
     return replace(settings, trust=read_trust_policy(home))

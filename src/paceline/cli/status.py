@@ -13,7 +13,7 @@ from rich.text import Text
 
 from paceline.backends.memory import human
 from paceline.cli.running import EndpointLoad, endpoints_here, show_endpoints
-from paceline.cli.terminal import Terminal, counted, table_of
+from paceline.cli.terminal import Terminal, counted, print_lines, table_of
 from paceline.core.errors import PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
@@ -152,7 +152,7 @@ def _show(looked: Looked, console: Console) -> None:
         for line in _models(card):
             console.print(Text(f"{card.node_id}: {line}"), soft_wrap=True)
     for line in _links(view):
-        console.print(line, markup=False)
+        print_lines(console, line)
     for name, line in looked.sight.plans:
         console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}"), soft_wrap=True)
     for name, line in _plans(looked):
@@ -161,12 +161,12 @@ def _show(looked: Looked, console: Console) -> None:
     for use in looked.sight.drafts:
         # That there is no drafter is news to a person who started a machine that should, or asked for a model.
         if use.drafts or use.blocks or proposers or use.by != FLEET:
-            console.print(_drafts(use), markup=False)
+            print_lines(console, _drafts(use))
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
     if view.revoked:
-        console.print(f"revoked: {', '.join(view.revoked)}", markup=False)
+        print_lines(console, f"revoked: {', '.join(view.revoked)}")
     for text, is_bad in _trust(looked.sight, time.time()):
         console.print(Text(text, "yellow" if is_bad else "dim"))
     for failure in looked.sight.failures:

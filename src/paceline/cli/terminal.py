@@ -59,6 +59,11 @@ def own_command() -> str:
     return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
+def print_lines(console: Console, *lines: str, style: str | None = None, end: str = "\n") -> None:
+    """Lines as they are: with no markup that a model's or a file's name could be taken for, and broken nowhere."""
+    console.print(*lines, sep="\n", end=end, markup=False, soft_wrap=True, style=style)
+
+
 def counted(number: int, thing: str) -> str:
     """`1 thread`, `2 threads`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

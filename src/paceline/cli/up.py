@@ -1,6 +1,7 @@
 """`paceline up`: load, serve, say where, and end quickly when told to.
 
 Ports are taken before the model is loaded: one that another program has should not cost a load to find out, nor go to another meanwhile.
+At the end the first Ctrl-C lets live answers end or move on, within a bound; the second ends the process where it stands.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from paceline.cli.api_options import ApiOptions
-from paceline.cli.ending import Ending
 from paceline.cli.models import ensure
+from paceline.cli.options import ApiOptions
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.running import announced
-from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
+from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
 from paceline.core.errors import ConfigError
 from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
@@ -36,18 +38,71 @@ from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from prometheus_client.registry import Collector
 
+    from paceline.cli.sharing import SharingOptions
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
-    from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
     from paceline.node.pipelines import Constraints
     from paceline.node.serving import FleetServing
+    from paceline.server.app import ApiService
     from paceline.server.settings import TlsFiles
-    from paceline.store.catalog import ModelLocation
     from paceline.ways.draft.service import LoadedProposer
     from paceline.ways.pipeline.host.serving import Hosting
+
+
+ORDERLY_S = 1.8
+"""Longest an orderly stop may take once nothing is waited for; after it the process ends as it does at a second Ctrl-C."""
+LOOK_S = 0.05
+"""Between two looks whether answers are left."""
+
+
+class Ending:
+    """Of one process that serves. On its event loop; takes over the signals.
+
+    Args:
+        drain_s: how long live answers may go on.
+    """
+
+    def __init__(self, console: Console, drain_s: float) -> None:
+        self.stop = asyncio.Event()
+        """Set once everything is to end."""
+        self._console, self._drain_s = console, drain_s
+        self._service: ApiService | None = None
+        self._models: Models[BuiltNode] | None = None
+        self._draining: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
+
+    def wait_for(self, service: ApiService, models: Models[BuiltNode]) -> None:
+        """Have a stop wait for what is being answered from now on."""
+        self._service, self._models = service, models
+
+    def _on_signal(self, code: int) -> None:
+        if self._draining is not None:
+            end_now(code)
+        waits = "" if self._is_quiet() else f" once what is being answered has ended, in {self._drain_s:g} s at the latest"
+        self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)", soft_wrap=True)
+        self._draining = asyncio.create_task(self._drain(), name="drain")
+
+    async def _drain(self) -> None:
+        if self._service is not None:
+            self._service.is_draining = True
+        if self._models is not None:
+            self._models.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while not self._is_quiet():  # noqa: ASYNC110 - answers of others end in another place than those of this server
+                    await asyncio.sleep(LOOK_S)
+        self.stop.set()
+        late = threading.Timer(ORDERLY_S, end_now, (EXIT_OK,))
+        late.daemon = True
+        late.start()
+
+    def _is_quiet(self) -> bool:
+        return (self._service is None or self._service.is_quiet) and (self._models is None or not self._models.live)
+
 
 QUESTION = "In one sentence: why is teamwork good?"
 """One that the bundled model, which is very small, answers well."""
@@ -57,17 +112,11 @@ def run_up(
     settings: NodeSettings | None,
     api: ApiOptions,
     *,
+    sharing: SharingOptions,
     greet: bool,
-    drain_s: float,
     fleet: FleetSettings | None = None,
     asked: Constraints | None = None,
     hosting: Hosting | None = None,
-    propose: Sequence[str] = (),
-    beside: Sequence[ModelLocation] = (),
-    embeddings: str | None = None,
-    more: Sequence[str] = (),
-    on_demand: bool | None = None,
-    memory_bytes: int | None = None,
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -75,16 +124,9 @@ def run_up(
         settings: of the model; None: serve what other nodes have.
         api: where and to whom it is served.
         greet: ask one question once it is up.
-        drain_s: how long live answers may go on at an orderly stop.
         fleet: this node's part in its fleet; None where it is in none.
         asked: what the plan for the model must keep to; None outside a fleet.
         hosting: how layers are run for others; None: they are not.
-        propose: models to draft with.
-        beside: models that lie elsewhere than in this home, for others to fetch and for layers that run here.
-        embeddings: an encoder to serve beside the model.
-        more: models to load beside the first.
-        on_demand: whether requests have models loaded; None: where no other machine could be asked for them.
-        memory_bytes: that models may take together; None: what is free.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
@@ -94,42 +136,53 @@ def run_up(
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
     from paceline.machine.models import Models
+    from paceline.net.member.state import Claim
+    from paceline.net.trust.folder import FleetFolder
     from paceline.node.build import build_node
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
+    from paceline.ways.draft.service import drafting_alone
 
+    home, clock = Home.from_environment(), SystemClock()
+    beside = tuple(resolve(path, home) for path in sharing.beside)
     port = bind(api.host, api.port)
-    claim = None if fleet is None else _claim(fleet)
+    claim = None if fleet is None else Claim(FleetFolder(home.fleet), fleet)
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
     # Before the model, which may take minutes, and whose KV takes what memory is left.
-    encoder = None if embeddings is None else load_embeddings(embeddings, console)
-    named = () if settings is None else (settings.model, *more)
+    encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
+    named = () if settings is None else (settings.model, *sharing.more)
     if asked is not None:
         for name in named:
             ensure(name, console)
-    on_demand = fleet is None and settings is not None if on_demand is None else on_demand
+    on_demand = fleet is None and settings is not None if sharing.on_demand is None else sharing.on_demand
     base = settings or NodeSettings()
-    models = Models(build_node, base, Home.from_environment(), SystemClock(), on_demand=on_demand, budget_bytes=memory_bytes)
+    models = Models(build_node, base, home, clock, on_demand=on_demand, budget_bytes=sharing.memory_bytes)
     for name in named if asked is None else ():
         models.add(load(replace(base, model=name, bound=models.bound), console))
         _check_apart(encoder, models)
     served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
-    proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
+    proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in sharing.propose]
     try:
 
         async def main() -> None:
-            ending = Ending(console, drain_s)
+            ending = Ending(console, sharing.drain_s)
             stop = ending.stop
             async with AsyncExitStack() as stack:
                 if fleet is None:
                     app = create_app(models, served, encoder, models)
                     if proposers and models.nodes:
-                        service_of(app).metrics.add(*await stack.enter_async_context(_alone(models.nodes[0], proposers)))
+                        node = models.nodes[0]
+                        drafting = drafting_alone(node.drafts, node.model.tokenizer, proposers)
+                        service_of(app).metrics.add(*await stack.enter_async_context(drafting))
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(models, fleet, claim, stop, console, hosting, proposers, beside))
+                    from paceline.node.serving import serving
+
+                    member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim)
+                    whole = await stack.enter_async_context(member)
+                    print_lines(console, f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}")
                     for name in named:
                         if asked is not None and not await _plan_and_load(whole, replace(base, model=name), asked, stop, console):
                             return
@@ -166,42 +219,6 @@ def run_up(
     end_now(EXIT_OK)
 
 
-def _claim(settings: FleetSettings) -> Claim:
-    from paceline.net.member.state import Claim
-    from paceline.net.trust.folder import FleetFolder
-    from paceline.store.home import Home
-
-    return Claim(FleetFolder(Home.from_environment().fleet), settings)
-
-
-@asynccontextmanager
-async def _in_fleet(
-    models: Models[BuiltNode],
-    settings: FleetSettings,
-    claim: Claim | None,
-    stop: asyncio.Event,
-    console: Console,
-    hosting: Hosting | None,
-    proposers: Sequence[LoadedProposer],
-    beside: Sequence[ModelLocation],
-) -> AsyncGenerator[FleetServing]:
-    from paceline.core.clock import SystemClock
-    from paceline.node.serving import serving
-    from paceline.store.home import Home
-
-    async with serving(models, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside, claim) as whole:
-        console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
-        yield whole
-
-
-@asynccontextmanager
-async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Sequence[Collector]]:
-    from paceline.ways.draft.service import drafting_alone
-
-    async with drafting_alone(node.drafts, node.model.tokenizer, proposers) as metrics:
-        yield metrics
-
-
 def _check_apart(encoder: LoadedEncoder | None, models: Models[BuiltNode]) -> None:
     if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
         raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
@@ -218,11 +235,8 @@ async def _plan_and_load(
     await whole.settle(stop)
     note_compiling(console)
     with opening_bar(console, settings.model) as (reading, own, others):
-
-        def say(words: str) -> None:
-            console.print(words, markup=False, soft_wrap=True)
-
-        opening = asyncio.create_task(serve_planned(whole, settings, asked, SystemClock(), LoadTold(reading, own, others, say)))
+        told = LoadTold(reading, own, others, partial(print_lines, console))
+        opening = asyncio.create_task(serve_planned(whole, settings, asked, SystemClock(), told))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
@@ -251,7 +265,7 @@ def _told_loaded(node: BuiltNode, began_s: float, console: Console) -> BuiltNode
     # Nothing that was loaded dies before the process does: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
+    print_lines(console, f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}")
     return node
 
 
@@ -260,7 +274,7 @@ def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None
     """A bar while the block loads something, or one line where no bar can be drawn."""
     label = f"Loading {what}"
     if not console.is_terminal:
-        console.print(label, markup=False, soft_wrap=True)
+        print_lines(console, label)
     with byte_bar(console, label, "Preparing kernels") as progress:
         yield progress
 
@@ -281,7 +295,7 @@ def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED):
         encoder = load_encoder(ref, SystemClock())
-    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {encoder.summary}", markup=False, soft_wrap=True)
+    print_lines(console, f"Loaded in {time.perf_counter() - began_s:.1f} s: {encoder.summary}")
     return encoder
 
 
@@ -296,9 +310,7 @@ def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedP
         note_compiling(console)
         proposer = load_proposer(name, threads, progress, SystemClock())
     rate = proposer.offer.tokens_per_second
-    console.print(
-        f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s", markup=False, soft_wrap=True
-    )
+    print_lines(console, f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s")
     return proposer
 
 
@@ -314,7 +326,7 @@ def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: T
     """Say what to try, last of all."""
     ca = tls.certificate if tls is not None and tls.own else None
     if ca is not None:
-        console.print(f"Clients trust this machine by the file {ca}", markup=False, soft_wrap=True)
+        print_lines(console, f"Clients trust this machine by the file {ca}")
     if greet:
         _greet(console, url, model, api_key, ca)
     body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100, "temperature": 0}
@@ -322,25 +334,23 @@ def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: T
     key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if api_key else ""
     key += "" if ca is None else f" --cacert {shlex.quote(str(ca))}"
     trusting = "" if ca is None else f" --tls-ca {shlex.quote(str(ca))}"
-    console.print(
+    print_lines(
+        console,
         "Try:" if not api_key or api_key == os.environ.get("PACELINE_API_KEY") else "Try, with the key in PACELINE_API_KEY:",
         f"  {curl}{key} -d {shlex.quote(json.dumps(body))}",
         f"  {own_command()} chat --url {url}{trusting}",
-        sep="\n",
         end="\n\n",
-        markup=False,
-        soft_wrap=True,
     )
 
 
 def _greet(console: Console, url: str, model: str, api_key: str | None, ca: Path | None) -> None:
     from paceline.cli.endpoint import EndpointClient, EndpointError
 
-    console.print(f"> {QUESTION}", style="dim", markup=False)
+    print_lines(console, f"> {QUESTION}", style="dim")
     try:
         with EndpointClient(url, api_key, ca) as endpoint:
             for text in endpoint.say(model, [{"role": "user", "content": QUESTION}], temperature=0.0, seed=None, max_tokens=80):
-                console.print(shown(text), end="", markup=False, soft_wrap=True)
+                print_lines(console, shown(text), end="")
         console.print("\n")
     except EndpointError as error:
-        console.print(f"\nThe answer broke off: {error}", markup=False)
+        print_lines(console, f"\nThe answer broke off: {error}")

@@ -225,8 +225,6 @@ def _offer(model: ModelRef, shape: ModelShape, size_bytes: int, speed: Speed | N
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a look saw."""
-
     devices: tuple[Device, ...]
     models: tuple[ModelOffer, ...]
     ring_address: str

@@ -41,23 +41,7 @@ def fastest_device() -> DeviceKind:
     """CUDA's where there are a driver and a torch that can use it, else the processors."""
     if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
         return DeviceKind.CPU
-    import torch
-
-    return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
-
-
-def device_name() -> str:
-    """As its maker calls it."""
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
-def total_device_bytes() -> int:
-    """Its memory."""
-    import torch
-
-    return torch.cuda.mem_get_info()[1]
+    return DeviceKind.CUDA if _cuda().is_available() else DeviceKind.CPU
 
 
 def device_memory_rate() -> float:
@@ -80,9 +64,13 @@ def device_memory_rate() -> float:
 
 def free_device_bytes() -> int:
     """Memory that is free on it."""
+    return _cuda().mem_get_info()[0]
+
+
+def _cuda() -> Any:
     import torch
 
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda
 
 
 def usable_cores(system: Path = Path("/sys")) -> int:
@@ -207,10 +195,10 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     gpu = LocalDevice(
         Kernels.CUDA,
         (DeviceKind.CUDA.format_unasked,),
-        device_name,
-        total_device_bytes,
-        free_device_bytes,
-        device_memory_rate,
+        name=_cuda().get_device_name,
+        total_bytes=lambda: _cuda().mem_get_info()[1],
+        free_bytes=free_device_bytes,
+        memory_rate=device_memory_rate,
     )
     return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
 
@@ -261,8 +249,6 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RingEnvironment:
-    """What was found."""
-
     is_available: bool
     rank: int = 0
     world_size: int = 1

@@ -1,4 +1,6 @@
-"""What a person can set about one machine's engine, and what each setting costs. Imports nothing heavy: the CLI reads it for `--help`."""
+"""What a person can set about one machine's engine, and what each setting costs; and named ways to draw, for benchmarks. Imports nothing heavy: the CLI reads
+it for `--help`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline.backends.table import Kernels
+from paceline.core.generation import SamplingParams
 from paceline.core.ids import NodeId
 from paceline.core.model import WeightsFormat
 
@@ -70,3 +73,23 @@ class NodeSettings:
     draft_on: NodeId | None = None
     """The node that drafts; None: whichever the plan finds best."""
     bound: MemoryBound = MemoryBound()
+
+
+class Sampled(StrEnum):
+    """How the tokens of a bench are drawn."""
+
+    GREEDY = "greedy"
+    DEFAULT = "default"
+    """As the API draws what says nothing of it: at temperature 1."""
+    QWEN3 = "qwen3"
+    """As Qwen3's makers recommend: temperature 0.7, top-p 0.8, top-k 20."""
+
+    @property
+    def params(self) -> SamplingParams:
+        match self:
+            case Sampled.GREEDY:
+                return SamplingParams(temperature=0.0)
+            case Sampled.DEFAULT:
+                return SamplingParams(seed=0)
+            case Sampled.QWEN3:
+                return SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=0)

@@ -117,8 +117,6 @@ MIN_CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """Room for KV."""
-
     n_blocks: int
     block_size: int
     context: int

@@ -74,7 +74,6 @@ class Portrait:
         self._warm = warm
 
     def look(self) -> bool:
-        """Measure."""
         return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside))
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:

@@ -1,16 +1,25 @@
-"""Every way of spreading work that this program knows, and the plan over all of them. A new way is a folder beside these and a line here."""
+"""Every way of spreading work that this program knows, and the plan over all of them: what the fleet would do with a request, and why. A new way is a folder
+beside these and a line here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId, Trust
+from paceline.core.model import LayerRange, ModelRef
 from paceline.fleet import placement
 from paceline.fleet.card import NodeCard
-from paceline.fleet.plan import Plan, PlanRequest
+from paceline.fleet.placement import explain
+from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
+from paceline.store.catalog import ModelLocation
+from paceline.store.home import Home
 from paceline.ways.draft.price import Drafted
+from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
 
 WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined())
@@ -19,3 +28,111 @@ WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined())
 def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None = None) -> Plan:
     """As `fleet.placement.plan`, over all ways."""
     return placement.plan(view, request, WAYS, trust)
+
+
+View = Callable[[], Sequence[NodeCard]]
+"""The live cards, as a node of the fleet sees them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    plan: Plan
+    lines: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return _plain(asdict(self.plan)) | {"explanation": list(self.lines)}
+
+
+def explained(request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None) -> Explained:
+    """Plan a request and say why.
+
+    Args:
+        request: what for. Its model may be named as on this machine (an alias, a path).
+        view: the fleet; default: this machine alone, as it sees itself.
+        sharers: nodes that may share KV with one another; None: all.
+
+    Raises:
+        PlacementError: there is no plan.
+    """
+    location = _known_here(request.model)
+    cards = this_machine(location) if view is None else view()
+    named = {offer.model_id for card in cards for offer in card.models}
+    if request.model not in named and location is not None:
+        # This machine may call it otherwise: an alias, a path.
+        request = replace(request, model=location.name)
+    made = plan(cards, request)
+    lines = [*explain(made)]
+    if len(made.chosen.stages) == 1:
+        able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
+        at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
+        lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
+    if len(cards) == 1:
+        lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
+    return Explained(made, tuple(lines))
+
+
+def this_machine(beside: ModelLocation | None = None) -> Sequence[NodeCard]:
+    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home."""
+    from paceline.machine.capability import CapabilityReport, own_name
+
+    portrait = CapabilityReport(NodeId(own_name()), Home.from_environment())
+    portrait.look(beside=() if beside is None else (beside,))
+    return (portrait.card(),)
+
+
+def parse_ways(text: str) -> frozenset[Way] | None:
+    """Ways by their names, with commas between; None where the text is empty: all.
+
+    Raises:
+        ConfigError: there is none of such a name.
+    """
+    if not text:
+        return None
+    known, named = {each.way for each in WAYS}, {Way(part.strip()) for part in text.split(",")}
+    if not named <= known:
+        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(each.way for each in WAYS)}.")
+    return frozenset(named)
+
+
+def parse_pin(text: str) -> Pin:
+    """`NODE`, or `NODE:FIRST-LAST`, both layers included.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    name, _, span = text.rpartition(":") if ":" in text else (text, "", "")
+    if not span:
+        if name and ":" not in text:
+            return Pin(NodeId(name))
+    else:
+        first, dash, last = span.partition("-")
+        if name and dash and all(part.isascii() and part.isdigit() and len(part) < 7 for part in (first, last)):
+            return Pin(NodeId(name), LayerRange(int(first), int(last) + 1))
+    raise ConfigError(f"--pin {text!r} is no machine", "Write it like desktop, or desktop:0-15 for its layers, counted from 0.")
+
+
+def _known_here(model: str) -> ModelLocation | None:
+    """A model that this machine has, by any of its names. A bundled model's alias and its file are that model."""
+    from paceline.store.catalog import locations, resolve
+
+    home = Home.from_environment()
+    try:
+        found = resolve(model, home)
+    except PacelineError:
+        return None  # it is not known here; placement says so if no other node has it
+    return next((location for location in locations(home) if location.path == found.path), found)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's values: ways and ids as text, bytes as hex, sets in order."""
+    match value:
+        case dict():
+            return {key: _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case frozenset():
+            return sorted(map(str, value))
+        case bytes():
+            return value.hex()
+        case _:
+            return value

@@ -160,7 +160,6 @@ class Tally:
                     self.open -= 1
 
     def usage(self, readers: Sequence[Reader]) -> Usage:
-        """Tokens so far."""
         reasoning = sum(reader.reasoning_tokens for reader in readers)
         whole_s = self._clock.monotonic() - self._arrived_s
         return Usage(self._prompt, self._completion, self._cached, self._first_s, whole_s, reasoning)

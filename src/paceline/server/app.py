@@ -148,7 +148,6 @@ class ApiService:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called."""
         return self._stop_future().done()
 
     def _stop_future(self) -> asyncio.Future[None]:
@@ -283,35 +282,34 @@ def create_app(
 def _add_faults(app: FastAPI) -> None:
     """Errors leave as the path's API writes them, wherever they were raised."""
 
-    async def refusal(request: Request, error: Exception) -> Response:
-        return cast("Refusal", error).fault.response(api_of(request.url.path))
+    async def answered(request: Request, error: Exception) -> Response:
+        match error:
+            case ClientDisconnect():
+                return Response(status_code=400)  # the client is gone
+            case Refusal(fault=fault):
+                pass
+            case PacelineError():
+                fault = fault_of_error(error)
+            case HTTPException():
+                fault = _of_router(app, request, error)
+            case _:
+                answer = server_fault("The server failed while it answered; its log says why").response(api_of(request.url.path))
+                answer.headers["x-request-id"] = request_id_of(request)  # it is written outside of the guard
+                return answer
+        return fault.response(api_of(request.url.path))
 
-    async def typed(request: Request, error: Exception) -> Response:
-        return fault_of_error(cast("PacelineError", error)).response(api_of(request.url.path))
+    for kind in (Refusal, PacelineError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, answered)
 
-    async def http(request: Request, error: Exception) -> Response:
-        raised = cast("HTTPException", error)
-        message = f"{request.method} {request.url.path}: {raised.detail}"
-        code = HTTP_CODES.get(raised.status_code)
-        headers = dict(raised.headers or {})
-        if raised.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
-            routes = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
-            headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
-        return Fault(raised.status_code, message, code=code, headers=headers).response(api_of(request.url.path))
 
-    async def left(_: Request, __: Exception) -> Response:
-        return Response(status_code=400)  # the client is gone
-
-    async def unexpected(request: Request, _: Exception) -> Response:
-        answer = server_fault("The server failed while it answered; its log says why").response(api_of(request.url.path))
-        answer.headers["x-request-id"] = request_id_of(request)  # it is written outside of the guard
-        return answer
-
-    app.add_exception_handler(Refusal, refusal)
-    app.add_exception_handler(PacelineError, typed)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, unexpected)
+def _of_router(app: FastAPI, request: Request, error: HTTPException) -> Fault:
+    """The router's own refusals."""
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
+        routes = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
+        headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return Fault(error.status_code, message, code=HTTP_CODES.get(error.status_code), headers=headers)
 
 
 def _add_routes(app: FastAPI, service: ApiService) -> None:

@@ -41,8 +41,6 @@ class Reading:
 
 
 class Reader(Protocol):
-    """Reads one answer."""
-
     @property
     def reasoning_tokens(self) -> int:
         """Tokens with which the model reasoned."""
@@ -80,7 +78,6 @@ class ChoiceReader:
         """With which the model reasoned."""
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
-        """What the answer gained."""
         tokens, text = chunk.token_ids, chunk.text
         if chunk.finish_reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]  # it ended the answer, and is no part of it
@@ -176,7 +173,6 @@ class Call:
         return replace(self, requests=tuple(map(named, self.requests)))
 
     def readers(self) -> Sequence[Reader]:
-        """A reader for each choice."""
         if self.reading is None:
             return [PlainReader()] * (self.n * len(self.requests))
         return [ChoiceReader(self.reading, self.model.tokenizer, request) for request in self.requests for _ in range(self.n)]

@@ -243,7 +243,6 @@ class Embeddings(BaseModel):
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    """Serve the path."""
     answers = {200: {"model": Embeddings}, **refusals(ErrorReply, service.settings)}
 
     @app.post("/v1/embeddings", responses=answers, openapi_extra=body_of(EmbeddingRequest))

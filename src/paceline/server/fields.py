@@ -38,7 +38,6 @@ class Unserved:
 
 
 FORM: Final = "Send response_format, regex or grammar"
-PART_OF_MODEL: Final = "The model's own is used"
 NOT_DRAWN_SO: Final = "Answers are not drawn so here"
 UNSERVED: Final[Mapping[str, Unserved]] = {
     # OpenAI's.
@@ -53,18 +52,13 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "suffix": Unserved("Texts are filled in by /v1/completions", ("",)),
     "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
     # Of those who serve embeddings.
-    "input_type": Unserved("Write the prefix that the model wants into the text"),
-    "prompt_name": Unserved("Write the prefix that the model wants into the text"),
+    **dict.fromkeys(("input_type", "prompt_name"), Unserved("Write the prefix that the model wants into the text")),
     # vLLM's and transformers'.
-    "use_beam_search": Unserved("Beams are not searched here", (False,)),
-    "num_beams": Unserved("Beams are not searched here", (1,)),
-    "early_stopping": Unserved("Beams are not searched here", (False,)),
-    "length_penalty": Unserved("Beams are not searched here", (1,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), Unserved("Beams are not searched here", (False,))),
+    **dict.fromkeys(("num_beams", "length_penalty"), Unserved("Beams are not searched here", (1,))),
     "do_sample": Unserved("Send temperature: 0 for greedy answers", (True,)),
     "max_new_tokens": Unserved("Send max_tokens"),
-    "min_tokens": Unserved("Answers may be as short as they are", (0,)),
-    "min_new_tokens": Unserved("Answers may be as short as they are", (0,)),
-    "no_repeat_ngram_size": Unserved(NOT_DRAWN_SO, (0,)),
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), Unserved("Answers may be as short as they are", (0,))),
     "skip_special_tokens": Unserved("Special tokens are never shown", (True,)),
     "spaces_between_special_tokens": Unserved("Special tokens are never shown", (True, False)),
     "include_stop_str_in_output": Unserved("Texts that stop an answer are not part of it", (False,)),
@@ -73,47 +67,35 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "add_special_tokens": Unserved("A chat's special tokens are its template's", (False,)),
     "add_generation_prompt": Unserved("Only chats have turns", (True,)),
     "continue_final_message": Unserved("Only chats have turns", (False,)),
-    "chat_template": Unserved(PART_OF_MODEL, ("",)),
+    "chat_template": Unserved("The model's own is used", ("",)),
     "documents": Unserved("Send documents as text in a message", ([],)),
     "truncate_prompt_tokens": Unserved("Prompts are not cut", (-1,)),
     "prompt_logprobs": Unserved("/v1/completions serves echo with logprobs"),
     "prompt_embeds": Unserved("Send prompt"),
-    "return_token_ids": Unserved("Token ids are not shown", (False,)),
-    "return_tokens_as_token_ids": Unserved("Token ids are not shown", (False,)),
-    "guided_json": Unserved(FORM),
-    "guided_regex": Unserved(FORM),
-    "guided_choice": Unserved(FORM),
-    "guided_grammar": Unserved(FORM),
-    "structured_outputs": Unserved(FORM),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "return_tokens"), Unserved("Token ids are not shown", (False,))),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema"), Unserved(FORM)
+    ),
     # llama.cpp's and those of its kin.
-    "n_predict": Unserved("Send max_tokens", (-1,)),
+    **dict.fromkeys(("n_predict", "num_predict"), Unserved("Send max_tokens", (-1,))),
     "repeat_penalty": Unserved("Send repetition_penalty", (1,)),
-    "typical_p": Unserved(NOT_DRAWN_SO, (1,)),
-    "typ_p": Unserved(NOT_DRAWN_SO, (1,)),
-    "tfs_z": Unserved(NOT_DRAWN_SO, (1,)),
-    "top_a": Unserved(NOT_DRAWN_SO, (0,)),
+    **dict.fromkeys(("typical_p", "typ_p", "tfs_z"), Unserved(NOT_DRAWN_SO, (1,))),
+    **dict.fromkeys(("no_repeat_ngram_size", "top_a", "mirostat", "mirostat_mode", "xtc_probability"), Unserved(NOT_DRAWN_SO, (0,))),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range"), Unserved(NOT_DRAWN_SO, (0,))),
     "top_n_sigma": Unserved(NOT_DRAWN_SO, (-1, 0)),
-    "mirostat": Unserved(NOT_DRAWN_SO, (0,)),
-    "mirostat_mode": Unserved(NOT_DRAWN_SO, (0,)),
-    "xtc_probability": Unserved(NOT_DRAWN_SO, (0,)),
-    "dry_multiplier": Unserved(NOT_DRAWN_SO, (0,)),
-    "dynatemp_range": Unserved(NOT_DRAWN_SO, (0,)),
     "samplers": Unserved("The order of the samplers is fixed", ([], "")),
-    "json_schema": Unserved(FORM),
     "n_probs": Unserved("Send logprobs", (0,)),
-    "return_tokens": Unserved("Token ids are not shown", (False,)),
     "lora": Unserved("Adapters are not served", ([],)),
     "lora_request": Unserved("Adapters are not served"),
     # Other APIs'.
     "options": Unserved("Send the options as fields of the body", ({},)),
-    "num_predict": Unserved("Send max_tokens", (-1,)),
     "format": Unserved(FORM, ("",)),
     "reasoning": Unserved("Send reasoning_effort, or chat_template_kwargs", ({},)),
     "system": Unserved("Send a message whose role is system", ("", [])),
     "images": Unserved("Only text is served", ([],)),
     "stop_sequences": Unserved("Send stop", ([],)),
     "random_seed": Unserved("Send seed"),
-    "safe_prompt": Unserved(PART_OF_MODEL, (False,)),
+    "safe_prompt": Unserved("The model's own is used", (False,)),
 }
 """By name. A body whose model has a field of that name serves it."""
 

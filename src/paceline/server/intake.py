@@ -361,7 +361,6 @@ def _most(asked: int | None, field: str) -> int | None:
 
 
 def _text(model: ServedModel, ids: list[int]) -> str:
-    """What token ids spell."""
     special = {token: spelled.encode() for spelled, token in model.tokenizer.special_tokens.items()}
     return b"".join(special.get(token) or model.tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace")
 

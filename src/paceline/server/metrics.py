@@ -88,12 +88,10 @@ class MetricsPage:
         ProcessCollector(registry=self._registry)  # memory and processor time, where the system tells
 
     def add(self, *collectors: Collector) -> None:
-        """Show other collectors' metrics too."""
         for collector in collectors:
             self._registry.register(collector)
 
     def render(self) -> bytes:
-        """The page."""
         return generate_latest(self._registry)
 
 

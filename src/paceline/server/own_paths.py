@@ -62,8 +62,6 @@ class UnloadRequest(LoadRequest):
 
 
 def add_routes(app: FastAPI, service: ApiService, models: Models[Any]) -> None:
-    """Serve the paths."""
-
     @app.get("/owner/models", include_in_schema=False)
     async def in_use() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"models": [asdict(use) for use in models.in_use()], "on_demand": models.on_demand})

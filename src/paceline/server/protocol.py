@@ -120,7 +120,6 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         if not self._is_repeated:
             self._in_headers, self._sizes = True, []
             super().on_message_begin()
@@ -173,7 +172,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.bounds.slow_reader_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It caught up."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

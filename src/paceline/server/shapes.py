@@ -58,7 +58,6 @@ class Collected:
     """Of a request that a router parted: what it is told of the KV."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
-        """Take what the sequence gained."""
         for part in parts:
             match part:
                 case Content(text):
@@ -179,8 +178,6 @@ def finish_reason(finish: FinishReason | None, has_called: bool) -> str | None:
 
 
 class ChatShape(OpenAIShape):
-    """The chat endpoint's answers."""
-
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
@@ -264,8 +261,6 @@ def _entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, o
 
 
 class CompletionShape(OpenAIShape):
-    """The plain completion endpoint's answers."""
-
     id_prefix = "cmpl-"
     whole_object = event_object = "text_completion"
 

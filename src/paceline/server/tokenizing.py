@@ -69,8 +69,6 @@ def detokenize(intake: Intake, body: bytes) -> Response:
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    """Serve both."""
-
     @app.post("/tokenize", include_in_schema=False)
     async def tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, tokenize)

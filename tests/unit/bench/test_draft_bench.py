@@ -12,11 +12,9 @@ from tests.fakes.executors import InOrderExecutor
 from tests.fakes.null_backend import NullRunner
 from tests.fakes.scripted_inference import EOS, SIZE, ByteTokenizer
 
-from paceline.bench.draft import run as subject
-from paceline.bench.draft.drive import answer_all, loops
-from paceline.bench.draft.exercises import ExerciseKind, load, parse
-from paceline.bench.draft.forced import ForcedExecutor, Script
-from paceline.bench.draft.run import DraftBenchPlan, DraftReport, RowMeter, without_loops
+from paceline.bench import drafts as subject
+from paceline.bench.drafts import DraftBenchPlan, DraftReport, RowMeter, answer_all, loops, without_loops
+from paceline.bench.exercises import ExerciseKind, ForcedExecutor, Script, load, parse
 from paceline.cli.bench import show_speculate
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError

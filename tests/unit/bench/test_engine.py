@@ -14,8 +14,8 @@ from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import PromptMaker, Sampled, Spread, drive
+from paceline.machine.settings import NodeSettings, Sampled
+from paceline.machine.speed import PromptMaker, Spread, drive
 
 VOCABULARY = ByteVocabulary(32, frozenset({0}), (b"", b"a", b"b", b"", b"d"))
 

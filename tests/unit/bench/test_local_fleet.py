@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.bench.local_fleet import start_janitor
+from paceline.bench.fleet import start_janitor
 
 LATE = "import sys, pathlib; sys.stdin.read(); pathlib.Path(sys.argv[1], 'home').mkdir(parents=True, exist_ok=True)"
 """A node that was still starting when the fleet ended."""

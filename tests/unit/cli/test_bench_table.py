@@ -7,7 +7,7 @@ from rich.console import Console
 
 from paceline.bench.engine import BenchPlan, BenchReport, DecodeRow
 from paceline.cli.bench import show
-from paceline.machine.timing import Spread
+from paceline.machine.speed import Spread
 
 
 def test_the_table_shows_rates_and_waits() -> None:

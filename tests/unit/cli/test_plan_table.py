@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, ImpossiblePin
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import PlanRequest
-from paceline.node.planning import explained
+from paceline.node.ways import explained
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
 OFFER = ModelOffer("[red]m[/red]", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, shape=SHAPE)

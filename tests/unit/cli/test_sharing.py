@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from paceline.cli.api_options import ApiOptions
+from paceline.cli.options import ApiOptions
 from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.machine.timing import Spread, Timing, percentile
+from paceline.machine.speed import Spread, Timing, percentile
 
 
 def test_one_sequence_decodes_between_its_first_and_last_token() -> None:

@@ -11,7 +11,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import ALONE, Pin, PlanRequest
-from paceline.node.planning import explained, parse_pin
+from paceline.node.ways import explained, parse_pin
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.pipeline.splits import PIPELINE
 

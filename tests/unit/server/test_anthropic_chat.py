@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.anthropic.intake import chat_of
 from paceline.server.anthropic.requests import MessagesRequest
+from paceline.server.anthropic.routes import chat_of
 from paceline.server.anthropic.shape import input_of
 from paceline.server.messages import Message, NamedTool, without_headers
 from paceline.server.requests import ChatCompletionRequest, JsonSchemaFormat

@@ -30,8 +30,9 @@ from paceline.backends.memory import check_kv
 from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.attention import Rope, row_blocks, row_positions
+from paceline.backends.torch.families import Layer
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
-from paceline.backends.torch.runner import Layer, PooledRunner, TorchModel, edges_of, from_bits, run_watched
+from paceline.backends.torch.runner import PooledRunner, TorchModel, edges_of, from_bits, run_watched
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +94,6 @@ class TensorReader:
         return RmsNorm(self._vector(name), self.spec.rms_eps)
 
     def table(self, name: str) -> Table:
-        """The embedding, or the head."""
         return make_table(self._read(name), self._formats[name], self._device)
 
     def _vector(self, name: str) -> Tensor:
@@ -112,68 +113,41 @@ def linear_numbers(spec: ModelSpec, layers: LayerRange) -> int:
     return len(layers) * one
 
 
-class LlamaLayer:
-    """One layer. `index` counts from the model's first layer, `slot` from the range's."""
+class Attention:
+    """Norm, attention and its output product. `slot` counts from the range's first layer.
 
-    qkv_bias = False
+    Args:
+        bias: of queries, keys and values.
+        normed: queries and keys are normed before they turn.
+    """
 
-    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
-        at, spec = f"model.layers.{index}", reader.spec
-        self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
-        self._attention_norm = reader.norm(f"{at}.input_layernorm.weight")
-        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=self.qkv_bias)
-        self._out = reader.linear(f"{at}.self_attn", "o_proj")
-        self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
-        self._gate_up = reader.linear(f"{at}.mlp", "gate_proj", "up_proj")
-        self._down = reader.linear(f"{at}.mlp", "down_proj")
-
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        qk, v = split_heads(self._qkv(self._attention_norm(x_TD), step.path), self._n_heads, self._n_kv)
-        qk = step.rotate(qk)
-        attended = step.attend(self._slot, qk[:, : self._n_heads], qk[:, self._n_heads :], v)
-        x_TD = x_TD + self._out(attended, step.path)
-        return x_TD + self._down(gated(self._gate_up(self._ffn_norm(x_TD), step.path)), step.path)
-
-
-class Qwen2Layer(LlamaLayer):
-    """One layer. `index` counts from the model's first layer, `slot` from the range's."""
-
-    qkv_bias = True
-
-
-class Qwen3Attention:
-    """Norm, attention and its output product: shared by the dense family and the mixture of experts."""
-
-    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
-        at, spec = f"model.layers.{index}", reader.spec
+    def __init__(self, reader: TensorReader, at: str, slot: int, *, bias: bool, normed: bool) -> None:
+        spec = reader.spec
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._norm = reader.norm(f"{at}.input_layernorm.weight")
-        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj")
-        self._q_norm = reader.norm(f"{at}.self_attn.q_norm.weight")
-        self._k_norm = reader.norm(f"{at}.self_attn.k_norm.weight")
+        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=bias)
+        self._qk_norms = [reader.norm(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm")] if normed else None
         self._out = reader.linear(f"{at}.self_attn", "o_proj")
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        qk, v = split_heads(self._qkv(self._norm(x_TD), step.path), self._n_heads, self._n_kv)
-        q, k = self._q_norm(qk[:, : self._n_heads]), self._k_norm(qk[:, self._n_heads :])
-        qk = step.rotate(torch.cat([q, k], 1))
-        attended = step.attend(self._slot, qk[:, : self._n_heads], qk[:, self._n_heads :], v)
-        return self._out(attended, step.path)
+        n_heads = self._n_heads
+        qk, v = split_heads(self._qkv(self._norm(x_TD), step.path), n_heads, self._n_kv)
+        if self._qk_norms is not None:
+            q_norm, k_norm = self._qk_norms
+            qk = torch.cat([q_norm(qk[:, :n_heads]), k_norm(qk[:, n_heads:])], 1)
+        qk = step.rotate(qk)
+        return self._out(step.attend(self._slot, qk[:, :n_heads], qk[:, n_heads:], v), step.path)
 
 
-class Qwen3Layer:
-    """One layer. `index` counts from the model's first layer, `slot` from the range's."""
+class FeedForward:
+    """One gated product for every row."""
 
-    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
-        at = f"model.layers.{index}"
-        self._attention = Qwen3Attention(reader, index, slot)
-        self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
-        self._gate_up = reader.linear(f"{at}.mlp", "gate_proj", "up_proj")
-        self._down = reader.linear(f"{at}.mlp", "down_proj")
+    def __init__(self, reader: TensorReader, at: str) -> None:
+        self._gate_up = reader.linear(at, "gate_proj", "up_proj")
+        self._down = reader.linear(at, "down_proj")
 
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        x_TD = x_TD + self._attention(x_TD, step)
-        return x_TD + self._down(gated(self._gate_up(self._ffn_norm(x_TD), step.path)), step.path)
+    def __call__(self, h_TD: Tensor, step: Step) -> Tensor:
+        return self._down(gated(self._gate_up(h_TD, step.path)), step.path)
 
 
 class Experts:
@@ -185,8 +159,7 @@ class Experts:
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
         self._moe = moe
         self._router = reader.dense_linear(at, "gate")
-        self._gate_up = [reader.linear(f"{at}.experts.{e}", "gate_proj", "up_proj") for e in range(moe.n_experts)]
-        self._down = [reader.linear(f"{at}.experts.{e}", "down_proj") for e in range(moe.n_experts)]
+        self._experts = [FeedForward(reader, f"{at}.experts.{e}") for e in range(moe.n_experts)]
 
     def __call__(self, h_TD: Tensor, step: Step) -> Tensor:
         shares_TE = self._router(h_TD, step.path).float().softmax(-1)
@@ -196,21 +169,39 @@ class Experts:
         total_TD = torch.zeros(h_TD.shape, dtype=torch.float32, device=h_TD.device)
         for expert in expert_TK.unique().tolist():
             rows_R, place_R = torch.where(expert_TK == expert)
-            y_RD = self._down[expert](gated(self._gate_up[expert](h_TD[rows_R], step.path)), step.path)
+            y_RD = self._experts[expert](h_TD[rows_R], step)
             total_TD.index_add_(0, rows_R, y_RD.float() * share_TK[rows_R, place_R, None])
         return total_TD.bfloat16()
 
 
-class Qwen3MoeLayer:
-    """One layer: Qwen3's attention, and a few experts a token in place of one feed-forward. `index` and `slot` as of `Qwen3Layer`."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the layers of a family have beyond, or in place of, Llama's."""
 
-    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
+    qkv_bias: bool = False
+    qk_normed: bool = False
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_normed=True),
+    "qwen3_moe": Family(qk_normed=True),
+}
+
+
+class Layer:
+    """One layer of any family. `index` counts from the model's first layer, `slot` from the range's. Where the model is a mixture, a few experts a token
+    stand in place of one feed-forward.
+    """
+
+    def __init__(self, reader: TensorReader, family: Family, index: int, slot: int) -> None:
         at, moe = f"model.layers.{index}", reader.spec.moe
-        assert moe is not None
-        self._attention = Qwen3Attention(reader, index, slot)
+        self._attention = Attention(reader, at, slot, bias=family.qkv_bias, normed=family.qk_normed)
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
-        self._experts = Experts(reader, f"{at}.mlp", moe)
+        self._feed_forward = FeedForward(reader, f"{at}.mlp") if moe is None else Experts(reader, f"{at}.mlp", moe)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         x_TD = x_TD + self._attention(x_TD, step)
-        return x_TD + self._experts(self._ffn_norm(x_TD), step)
+        return x_TD + self._feed_forward(self._ffn_norm(x_TD), step)

@@ -230,8 +230,6 @@ class Table(Linear, Protocol):
 
 
 class DenseLinear:
-    """bf16 weights, one path."""
-
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self._weight_NK, self._bias_N = weight_NK, bias_N
 

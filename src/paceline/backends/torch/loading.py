@@ -10,11 +10,11 @@ Shapes: T rows, H query heads, D head dimension, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch.attention import KEYS, CpuStep, KvPool, Rope
-from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer, TensorReader, linear_numbers
+from paceline.backends.torch.families import FAMILIES, Layer, TensorReader, linear_numbers
 from paceline.backends.torch.linear import Linear, Scratch, make_linear, multiplies_bf16, onednn_isa
-from paceline.backends.torch.runner import Edges, Layer, TorchModel, TorchRunner, wire_bits
+from paceline.backends.torch.runner import Edges, TorchModel, TorchRunner, wire_bits
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, DenseTensor, WeightSource
@@ -100,21 +100,6 @@ RESIDENT_SHARE = 0.9
 """Of the memory free before loading, how much weights, KV and resident prompt weights may take together, unasked."""
 
 
-class Family(Protocol):
-    """Builds one layer of a family."""
-
-    def __call__(self, reader: TensorReader, index: int, slot: int, /) -> Layer: ...
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": LlamaLayer,
-    "mistral": LlamaLayer,
-    "qwen2": Qwen2Layer,
-    "qwen3": Qwen3Layer,
-    "qwen3_moe": Qwen3MoeLayer,
-}
-
-
 def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> TorchModel:
     """Read the layers asked for, and nothing else.
 
@@ -129,7 +114,7 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     one_path = formats[EMBEDDING] is WeightsFormat.BF16
     reader = TensorReader(source, formats, None if one_path else _scratch(source, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
-    layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
+    layers = [Layer(reader, family, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
     if options.edges:
         embedding = reader.table(EMBEDDING)

@@ -19,18 +19,12 @@ from torch import Tensor
 
 from paceline.backends.numerics import Numerics
 from paceline.backends.torch.attention import CpuStep, KvPool, Rope, Step, of_path
-from paceline.backends.torch.families import RmsNorm
+from paceline.backends.torch.families import Layer, RmsNorm
 from paceline.backends.torch.linear import Table
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
-
-
-class Layer(Protocol):
-    """One layer of any family."""
-
-    def __call__(self, x_TD: Tensor, step: Step) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,6 @@ class MessageTurn(Strict):
 
     @property
     def blocks(self) -> list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]:
-        """Its content, as blocks."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 

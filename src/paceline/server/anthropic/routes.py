@@ -1,25 +1,228 @@
-"""The paths of Anthropic's API."""
+"""The paths of Anthropic's API: bodies of `/v1/messages` in, calls and counts out, by way of the chat that every API's requests become. Synchronous and in threads.
+
+Turns of one role that follow one another are one turn. Of a user's turn the results of tools come first, each as a message of its own, and its text
+behind them. A system message among the others is the user's text in <system-reminder> tags, in which clients write such notes themselves: most
+templates take a system message at the beginning alone.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 
-from paceline.server.anthropic import intake
+from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.anthropic import shape as replies
-from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from paceline.server.fields import json_response
+from paceline.server.anthropic.requests import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    MessageTurn,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoiceAsked,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from paceline.server.anthropic.shape import MessageShape
+from paceline.server.call import Call
+from paceline.server.fields import ignored_fields, inner_request, json_response
+from paceline.server.intake import ChatPrompt, Intake
+from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall, json_bytes
 from paceline.server.replies import body_of, event_stream, refusals
+from paceline.server.requests import ChatCompletionRequest, ExtendedSampling, reasoning_fields
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
+
+
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+FAILED = "Error: "
+"""Before the result of a call that failed, where it does not begin so."""
+SAMPLING = ("stream", *ExtendedSampling.model_fields)
+"""Fields that both have."""
+THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
+
+
+def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
+    """The chat that is asked for, but for `max_tokens`.
+
+    Raises:
+        InvalidRequest: parts of the request don't belong together.
+    """
+    fields: dict[str, Any] = {"model": asked.model, "messages": _messages(asked), "now": asked.now}
+    if fields["messages"][-1].role == "assistant":
+        fields["continue_final_message"] = True
+    if asked.tools:
+        fields["tools"] = [_tool(tool) for tool in asked.tools]
+    if asked.tool_choice is not None:
+        fields |= _choice(asked.tool_choice)
+    config = asked.output_config
+    thinks = None if asked.thinking is None else THINKS[asked.thinking.type]
+    fields |= reasoning_fields(None if config is None else config.effort, asked.chat_template_kwargs, thinks=thinks)
+    output = asked.output_format if config is None or config.format is None else config.format
+    if output is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
+    if isinstance(asked, MessagesRequest):
+        fields |= {name: getattr(asked, name) for name in SAMPLING}
+        fields["stop"] = asked.stop_sequences or None
+    return inner_request(ChatCompletionRequest, fields)
+
+
+def _tool(tool: ClientTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    return Tool(type="function", function=function)
+
+
+def _choice(choice: ToolChoiceAsked) -> dict[str, Any]:
+    fields: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+    match choice.type:
+        case "auto" | "none":
+            fields["tool_choice"] = choice.type
+        case "any":
+            fields["tool_choice"] = "required"
+        case "tool":
+            if choice.name is None:
+                raise InvalidRequest("tool_choice.name: missing", "Name the tool that is to be called.", field="tool_choice.name")
+            fields["tool_choice"] = NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return fields
+
+
+def _messages(asked: CountTokensRequest) -> list[Message]:
+    system = [_joined(asked.system)] if asked.system else []
+    turns = list(enumerate(asked.messages))
+    while turns and turns[0][1].role == "system":
+        system += [_said(turn) for _, turn in turns[:1]]
+        del turns[0]
+    messages = [Message(role="system", content="\n".join(system))] if any(system) else []
+    known = set[str]()
+    while turns:
+        role = turns[0][1].role
+        count = next((place for place, (_, turn) in enumerate(turns) if (turn.role == "assistant") != (role == "assistant")), len(turns))
+        together, turns = turns[:count], turns[count:]
+        messages += _assistant(together, known) if role == "assistant" else _user(together, known)
+    if not messages or messages[-1].role == "system":
+        raise InvalidRequest("messages: there is nothing to answer", "Send a message of the user's.", field="messages")
+    if messages[-1].role == "assistant" and (messages[-1].tool_calls or not messages[-1].text):
+        raise InvalidRequest(
+            f"messages[{len(asked.messages) - 1}]: the last message is the assistant's, and no text that the answer could go on with",
+            "End with a message of the user's, or with text of the assistant's.",
+            field="messages",
+        )
+    return messages
+
+
+def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
+    results: list[Message] = []
+    texts: list[str] = []
+    for at, turn in turns:
+        if turn.role == "system":
+            texts.append(REMINDER.format(_said(turn)))
+            continue
+        for place, block in enumerate(turn.blocks):
+            match block:
+                case TextBlock(text=text):
+                    texts += [text] if text else []
+                case ToolResultBlock(tool_use_id=call, content=content, is_error=failed):
+                    if call not in known:
+                        field = f"messages[{at}].content[{place}].tool_use_id"
+                        raise InvalidRequest(f"{field}: no tool_use block before it has the id {call!r}", field=field)
+                    text = _joined(content or "")
+                    prefix = FAILED if failed and not text.startswith(FAILED) else ""
+                    results.append(Message(role="tool", tool_call_id=call, content=prefix + text))
+                case ThinkingBlock() | RedactedThinkingBlock() | ToolUseBlock():
+                    raise _misplaced(at, place, block.type, "the assistant's")
+    if not results and not texts:
+        raise InvalidRequest(f"messages[{turns[0][0]}].content: empty", "Say something.", field=f"messages[{turns[0][0]}].content")
+    return [*results, Message(role="user", content="\n".join(texts))] if texts else results
+
+
+def _assistant(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for at, turn in turns:
+        for place, block in enumerate(turn.blocks):
+            match block:
+                case TextBlock(text=text):
+                    texts.append(text)
+                case ThinkingBlock(thinking=thinking):
+                    thoughts.append(thinking)
+                case RedactedThinkingBlock():
+                    pass
+                case ToolUseBlock(id=call, name=name, input=arguments):
+                    known.add(call)
+                    calls.append(ToolCall(id=call, function=CalledFunction(name=name, arguments=json_bytes(arguments).decode())))
+                case ToolResultBlock():
+                    raise _misplaced(at, place, block.type, "the user's")
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(
+            f"messages[{turns[0][0]}].content: {len(calls)} calls in one turn, and {MAX_CALLS} are the most", field="messages"
+        )
+    content, reasoning = "".join(texts), "".join(thoughts)
+    if not (content or reasoning or calls):
+        return []
+    return [Message(role="assistant", content=content, reasoning_content=reasoning or None, tool_calls=calls or None)]
+
+
+def _misplaced(at: int, place: int, kind: str, whose: str) -> InvalidRequest:
+    field = f"messages[{at}].content[{place}]"
+    return InvalidRequest(f"{field}: a {kind} block stands in a message of {whose} alone", field=field)
+
+
+def _said(turn: MessageTurn) -> str:
+    """The text of a system message."""
+    return "\n".join(block.text for block in turn.blocks if isinstance(block, TextBlock))
+
+
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+TOO_LONG = "prompt is too long: "
+"""How Anthropic's error begins. Claude Code compacts a conversation by it, and reads the two numbers behind it."""
+
+
+def message_call(intake: Intake, body: bytes) -> Call:
+    """A message to be answered. Where `max_tokens` is more than the context leaves, the answer may take what it leaves.
+
+    Raises:
+        Refusal: the body is malformed.
+        InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
+    """
+    asked = intake.parse(MessagesRequest, body)
+    chat = chat_of(asked)
+    prompt = _prompt(intake, chat)
+    size, most = len(prompt.ids), prompt.model.max_context
+    if size >= most:
+        raise ContextOverflow(f"{TOO_LONG}{size} tokens > {most - 1} maximum", "Send less, or compact the conversation.", field="messages")
+    call = intake.call_of(chat, prompt)
+    room = None if asked.max_tokens > most - size else asked.max_tokens
+    requests = tuple(replace(request, max_tokens=room) for request in call.requests)
+    return replace(call, id=f"msg_{uuid4().hex}", requests=requests, ignored=ignored_fields(asked), shape=MessageShape)
+
+
+def count_prompt_tokens(intake: Intake, body: bytes) -> tuple[int, tuple[str, ...]]:
+    """The tokens of a prompt, and the fields that were ignored; raises as `message_call` does."""
+    asked = intake.parse(CountTokensRequest, body)
+    return len(_prompt(intake, chat_of(asked)).ids), ignored_fields(asked)
+
+
+def _prompt(intake: Intake, chat: ChatCompletionRequest) -> ChatPrompt:
+    try:
+        return intake.prompt_of(chat)
+    except ContextOverflow as error:
+        raise ContextOverflow(TOO_LONG + error.message, error.hint, field=error.field) from error
+
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    """Serve Anthropic's API."""
     refused = refusals(replies.MessageFaultReply, service.settings)
     stream = event_stream("The event's JSON; its `type` is the event's name.")
 
@@ -29,7 +232,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(MessagesRequest),
     )
     async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return await service.answer(request, intake.message_call)
+        return await service.answer(request, message_call)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -37,5 +240,5 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        tokens, ignored = await service.read(request, intake.count_prompt_tokens)
+        tokens, ignored = await service.read(request, count_prompt_tokens)
         return json_response({"input_tokens": tokens}, ignored)

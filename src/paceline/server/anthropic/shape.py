@@ -94,7 +94,6 @@ class StopReader:
         return self._reader.reasoning_tokens
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
-        """What the answer gained."""
         for token in chunk.token_ids:
             self._text.push(token)
         if chunk.finish_reason is not None:

@@ -113,7 +113,6 @@ class Cursor:
         return blanks, ""
 
     def blanks(self) -> Generator[None, None, str]:
-        """Go over blanks."""
         taken: list[str] = []
         while (c := (yield from self.peek())) and c in BLANKS:
             taken.append(self.take())

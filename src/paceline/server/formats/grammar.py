@@ -8,13 +8,13 @@ JSON arguments follow all of the schema. Between tags a value follows its own sc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, cast
 
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.server.formats.cursor import json_escaped
 from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
 from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
 from paceline.server.formats.tagged import alternatives, leaf_types
@@ -143,18 +143,17 @@ class _Calls:
         """Calls, or a text that does not begin as one. A call has no mark: it is one from its arguments on."""
         middle, tail = self._around
         first = [
-            f"{self.lark.lazy(self.lark.quoted(self.begin + _json_name(name) + middle))} {self._arguments(schema)} {self.lark.literal(tail)}"
+            f"{self.lark.lazy(self.lark.quoted(self.begin + json_escaped(name) + middle))} {self._arguments(schema)} {self.lark.literal(tail)}"
             for name, schema in self._tools.items()
         ]
         more = "" if self._between is None else f"({self.lark.literal(self._between + self._head)} {self._named})*"
-        names = "|".join(re.escape(_json_name(name)) for name in self._tools)
+        names = "|".join(re.escape(json_escaped(name)) for name in self._tools)
         keys = "|".join(self._way.arguments_keys)
         likeness = rf'\s*\{{\s*"name"\s*:\s*"({names})"\s*(\}}|,\s*"({keys})"\s*:)(.|\n)*'
         return f"({self.lark.rule(' | '.join(first))} {more} | {self.lark.terminal(f'{ANY} & ~/{in_regex(likeness)}/')})"
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> str:
-        """A call behind `head`."""
-        written = self.lark.quoted(_json_name(name) if self._way.body is Body.OBJECT else name)
+        written = self.lark.quoted(json_escaped(name) if self._way.body is Body.OBJECT else name)
         middle, tail = (" /[0-9]{1,3}/ ".join(map(self.lark.literal, text.split("{index}"))) for text in self._around)
         return f"{written} {middle} {self._arguments(schema)} {tail}"
 
@@ -217,11 +216,6 @@ class _Calls:
             return [f"{self.lark.terminal(body)} {self.lark.literal(after)}"]
         body += " & ~/(.|\\n)*" + in_regex(re.escape(close)) + "(.|\\n)*/"
         return [self.lark.terminal(f"{self.lark.terminal(body)} {self.lark.quoted(after)}")]
-
-
-def _json_name(name: str) -> str:
-    """A name as it stands in a JSON string."""
-    return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -188,7 +188,6 @@ class _Lax:
                 return self._any(2)
 
     def _any(self, deep: int) -> str:
-        """A value of any type."""
         options = [self._string({}), self._lark.json({"type": ["number", "boolean", "null"]})]
         if deep:
             inner = self._any(deep - 1)

@@ -66,17 +66,15 @@ def model_details(facts: ModelFacts) -> Fields:
     }
 
 
+def model_entry(name: str, facts: ModelFacts) -> Fields:
+    """What every list says of a model."""
+    name = tagged_name(name)
+    return {"name": name, "model": name, "size": facts.size_bytes, "digest": facts.digest, "details": model_details(facts)}
+
+
 def tag_entry(name: str, created: int, facts: ModelFacts) -> Fields:
     """An entry of `/api/tags`."""
-    name = tagged_name(name)
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": rfc3339(created),
-        "size": facts.size_bytes,
-        "digest": facts.digest,
-        "details": model_details(facts),
-    }
+    return {**model_entry(name, facts), "modified_at": rfc3339(created)}
 
 
 def disk_entry(model: LocalModel) -> Fields:
@@ -87,21 +85,11 @@ def disk_entry(model: LocalModel) -> Fields:
 
 def loaded_entry(model: ServedModel) -> Fields:
     """An entry of `/api/ps`: what is served is loaded, and stays so."""
-    name, facts = tagged_name(model.name), model.facts
-    return {
-        "name": name,
-        "model": name,
-        "size": facts.size_bytes,
-        "digest": facts.digest,
-        "details": model_details(facts),
-        "expires_at": FOREVER,
-        "size_vram": facts.size_bytes if facts.on_gpu else 0,
-        "context_length": model.max_context,
-    }
+    vram = model.facts.size_bytes if model.facts.on_gpu else 0
+    return {**model_entry(model.name, model.facts), "expires_at": FOREVER, "size_vram": vram, "context_length": model.max_context}
 
 
 def show_entry(model: ServedModel, can: Sequence[str]) -> Fields:
-    """`/api/show`."""
     facts = model.facts
     family = facts.family or "model"
     info: Fields = {
@@ -139,7 +127,6 @@ _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    """Serve Ollama's API."""
     refused = refusals(replies.OllamaError, service.settings)
     guarded = refusals(replies.OllamaError, service.settings, 401)
     encoder = service.embedder.encoder

@@ -22,6 +22,7 @@ from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.messages import json_bytes, json_object
+from paceline.server.replies import TopLogprob
 from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
 
 
@@ -34,14 +35,8 @@ class OllamaVersion(BaseModel):
     paceline: str
 
 
-class OllamaTopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class OllamaLogprob(OllamaTopLogprob):
-    top_logprobs: list[OllamaTopLogprob] | None = None
+class OllamaLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] | None = None
 
 
 class _Answer(BaseModel):
@@ -94,25 +89,23 @@ class OllamaDetails(BaseModel):
     quantization_level: str
 
 
-class OllamaModel(BaseModel):
+class _Model(BaseModel):
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     details: OllamaDetails
+
+
+class OllamaModel(_Model):
+    modified_at: str
 
 
 class OllamaModels(BaseModel):
     models: list[OllamaModel]
 
 
-class OllamaLoadedModel(BaseModel):
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: OllamaDetails
+class OllamaLoadedModel(_Model):
     expires_at: str
     size_vram: int
     context_length: int

@@ -46,8 +46,6 @@ _MADE_HERE = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptItem:
-    """An item of a conversation."""
-
     id: str
     item: AnyItem
     shown: dict[str, object]
@@ -58,8 +56,6 @@ class KeptItem:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response."""
-
     id: str
     body: bytes
     """Its JSON."""

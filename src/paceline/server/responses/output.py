@@ -19,8 +19,6 @@ TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "lo
 
 
 class Output:
-    """The items of an answer."""
-
     def __init__(
         self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool, carried: bool, namespaced: Mapping[str, Mapping[str, str]]
     ) -> None:
@@ -46,7 +44,6 @@ class Output:
         """Of tokens whose text has not come."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> list[Event]:
-        """Take what the answer gained."""
         events: list[Event] = []
         if self._logprobs:
             self._waiting.extend(logprobs)

@@ -104,7 +104,6 @@ def _not_found(response_id: str) -> Fault:
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    """Serve the Responses API."""
     responses, refused = service.responses, refusals(ErrorReply, service.settings)
     response: Documented = {200: {"model": replies.ResponseReply}, **refused}
     streamed: Documented = {200: {"model": replies.ResponseReply, "content": event_stream("The event's JSON.")}, **refused}

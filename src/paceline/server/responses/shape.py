@@ -167,8 +167,6 @@ class AnswerTurn:
 
 
 class ResponsesShape(Shape):
-    """The answers of /v1/responses."""
-
     def __init__(self, call: Call, turn: AnswerTurn) -> None:
         self._call, self._turn = call, turn
         asked = turn.asked

@@ -29,8 +29,6 @@ class DraftSourceCase:
 
 
 class DraftSourceSuite:
-    """The suite."""
-
     numbers = count()
     """Of sequences: no two tests have one in common."""
 

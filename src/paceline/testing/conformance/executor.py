@@ -78,8 +78,6 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 class ExecutorSuite:
-    """The suite."""
-
     @pytest.fixture
     def drive(self, executor: Executor) -> Driver:
         return Driver(executor)

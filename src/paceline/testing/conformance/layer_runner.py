@@ -120,7 +120,6 @@ class Outcome:
 
 
 def plan_of(batch: Sequence[Rows]) -> RowPlan:
-    """The plan of a batch."""
     n_rows = np.array([len(rows.ids) for rows in batch], np.int32)
     tables = np.full((len(batch), max(len(rows.table) for rows in batch)), -1, np.int32)
     for row, rows in zip(tables, batch, strict=True):
@@ -162,7 +161,6 @@ def activation_bits(x_TD: Any) -> npt.NDArray[np.uint16]:
 
 
 def tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()
 
 

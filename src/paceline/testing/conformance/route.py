@@ -50,8 +50,6 @@ def soon() -> float:
 
 
 class RouteSuite:
-    """The suite."""
-
     @pytest.fixture
     def route(self, case: RouteCase) -> Iterator[Route]:
         yield case.route

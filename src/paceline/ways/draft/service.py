@@ -33,8 +33,7 @@ from paceline.fleet.messages import Effect
 from paceline.machine.capability import WarmModel, warm_offer
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
-from paceline.machine.speed import SpeedKey, learn_speed, vocabulary_id
-from paceline.machine.timing import PromptMaker
+from paceline.machine.speed import PromptMaker, SpeedKey, learn_speed, vocabulary_id
 from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard

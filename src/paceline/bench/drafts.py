@@ -1,8 +1,8 @@
-"""The measurement: every exercise with drafts and without, one after the other, round by round, alone and sixteen at once.
+"""`paceline bench speculate`: every exercise with drafts and without, one after the other, round by round, alone and sixteen at once.
 
 Law: both ways run on one engine and differ in the request's `draft` alone; each answer must be, byte for byte, what a first look without
 drafts gave; what takes turns takes them in alternating order. *Free* answers are the model's own, and those that go round in circles are left
-out and counted; *forced* ones are those that ship with the texts (see `forced`).
+out and counted; *forced* ones are those that ship with the texts (`bench.exercises`). A rate counts the time in which nothing but answers is made: from the moment the last sequence has its first token until the end of all.
 """
 
 from __future__ import annotations
@@ -13,18 +13,107 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, cast
 
-from paceline.bench.draft.drive import Answers, DraftTally, MeasuredEngine, answer_all, loops
-from paceline.bench.draft.exercises import ExerciseKind, load
-from paceline.bench.draft.forced import ForcedExecutor, Script
 from paceline.bench.engine import with_room
+from paceline.bench.exercises import ExerciseKind, ForcedExecutor, Script, load
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.core.stats import EngineStats
 from paceline.core.text import Tokenizer
 from paceline.engine.drafts import DRAFTS, OFF, DraftSource
 from paceline.machine.settings import NodeSettings
+from paceline.machine.speed import StepsRequests, steps
 from paceline.ways.draft.sources import FLEET
+
+GRAM = 8
+"""Tokens of the pieces by which a text that goes round in circles is known."""
+LEAST_DISTINCT = 0.5
+
+
+class MeasuredEngine(StepsRequests, Protocol):
+    """What is needed of an engine."""
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTally:
+    """What was done, and in what time. Adds up."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    blocks: int = 0
+    """Drafts that were verified, the tokens in them, and those of them that were right."""
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftTally) -> DraftTally:
+        return DraftTally(
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.steps + other.steps,
+            self.blocks + other.blocks,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+    @property
+    def per_s(self) -> float:
+        """Tokens a second; 0 of nothing."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+Answers = list[tuple[int, ...]]
+
+
+def answer_all(
+    engine: MeasuredEngine, prompts: Sequence[tuple[int, ...]], draft: str, max_tokens: Sequence[int], clock: Clock
+) -> tuple[Answers, DraftTally]:
+    """Answer greedily, ends of sequence honoured.
+
+    Args:
+        engine: idle.
+        draft: as `GenerationRequest` has it.
+        max_tokens: of each prompt's answer.
+
+    Raises:
+        PacelineError: a sequence ended otherwise than by its own end or its length.
+    """
+    names = [RequestId(f"draft-{place}") for place in range(len(prompts))]
+    answers: dict[RequestId, list[int]] = {name: [] for name in names}
+    arrivals: dict[RequestId, list[float]] = {name: [] for name in names}
+    greedy = SamplingParams(temperature=0.0)
+    requests = [
+        GenerationRequest(name, prompt, most, greedy, draft=draft) for name, prompt, most in zip(names, prompts, max_tokens, strict=True)
+    ]
+    before = engine.stats()
+    for now_s, chunks in steps(engine, requests, clock, (FinishReason.LENGTH, FinishReason.STOP)):
+        for chunk in chunks:
+            answers[chunk.request_id] += chunk.token_ids
+            arrivals[chunk.request_id] += [now_s] * len(chunk.token_ids)
+    after = engine.stats()
+    begin = max(times[0] for times in arrivals.values())
+    end = max(times[-1] for times in arrivals.values())
+    tally = DraftTally(
+        sum(at > begin for times in arrivals.values() for at in times),
+        end - begin,
+        after.steps - before.steps,
+        sum(after.draft_blocks.values()) - sum(before.draft_blocks.values()),
+        sum(after.drafted_tokens.values()) - sum(before.drafted_tokens.values()),
+        sum(after.accepted_tokens.values()) - sum(before.accepted_tokens.values()),
+    )
+    return [tuple(answers[name]) for name in names], tally
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether an answer goes round in circles: any drafter would guess it, so it says nothing."""
+    grams = [tuple(token_ids[start : start + GRAM]) for start in range(len(token_ids) - GRAM + 1)]
+    return bool(grams) and len({*grams}) < LEAST_DISTINCT * len(grams)
+
 
 FEW = 6
 """Prompts of a kind that are answered one at a time."""
@@ -150,7 +239,6 @@ class RowMeter:
         self._engine, self._executor, self._plan, self._clock = engine, executor, plan, clock
 
     def row(self, tokenizer: Tokenizer, kind: ExerciseKind, batch: int, *, forced: bool) -> DraftRow:
-        """Measure one."""
         works = prepare(tokenizer, kind, batch, self._plan, forced=forced)
         looks = [self._run(work, OFF)[0] for work in works]
         left_out = 0
@@ -206,7 +294,6 @@ class DraftReport:
     load_average: float
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         rows = [{**asdict(row), "acceptance": row.acceptance, "accepted_length": row.accepted_length} for row in self.rows]
         return {**asdict(self), "rows": rows}
 
@@ -222,6 +309,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     load_average = os.getloadavg()[0]
     from paceline.engine.drafting import DraftingConfig
     from paceline.engine.engine import Engine
+    from paceline.engine.executor import Executor
     from paceline.machine.build import build_engine
     from paceline.store.catalog import open_model
 
@@ -237,7 +325,9 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
                 "Nothing is drafted on this machine: its kernels give other bytes for other batches", "Try another --device or --weights."
             )
         executor = ForcedExecutor(built.executor)
-        engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources), sampler=built.sampler)
+        engine = Engine(
+            cast("Executor", executor), tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources), sampler=built.sampler
+        )
         meter = RowMeter(engine, executor, plan, clock)
         rows: list[DraftRow] = []
         for batch in plan.batches:
@@ -256,7 +346,7 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
         VocabularyMismatch: its tokens are others than those of the model.
         UserError: it can't be loaded.
     """
-    from paceline.bench.node import LoopThread
+    from paceline.bench.fleet import LoopThread
     from paceline.machine.speed import vocabulary_id
     from paceline.ways.draft.finding import OwnProposers
     from paceline.ways.draft.meter import DraftMeter

@@ -1,1 +1,0 @@
-"""`paceline bench speculate`: what drafts gain and cost, on texts that ship with it, with every byte compared."""

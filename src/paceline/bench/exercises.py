@@ -1,0 +1,137 @@
+"""The texts that drafts are measured on: chats of four kinds, each with a real answer; and an executor whose model says what it is told to.
+
+A file of `texts/` is one chat: `=== role` on a line of its own begins a message, and the last one, the assistant's, is the answer. They
+were written for this, so no other licence is on them.
+
+The executor computes everything, and then raises the logit of the wanted token above all others: so the speed of a small model is measured on text that only a large one would write. A row's wanted token depends on its position alone, as a
+model's would where a draft is right; what stands behind a wrong one is not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any
+
+from paceline.core.ids import SequenceId
+from paceline.core.text import Tokenizer
+from paceline.engine.executor import Executor, StepBatch, StepOutput
+
+_MESSAGE = re.compile(r"^=== (system|user|assistant)\n", re.MULTILINE)
+
+
+class ExerciseKind(StrEnum):
+    """What a text is. The first two repeat much of what was said before, the last one hardly anything."""
+
+    CODE_EDIT = "code-edit"
+    AGENT = "agent"
+    SUMMARY = "summary"
+    PROSE = "prose"
+
+
+@dataclass(frozen=True, slots=True)
+class ExerciseMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """A chat, and how it goes on."""
+
+    kind: ExerciseKind
+    name: str
+    messages: tuple[ExerciseMessage, ...]
+    answer: str
+
+    def prompt_ids(self, tokenizer: Tokenizer, variant: int = 0) -> tuple[int, ...]:
+        """The chat, ready for the answer. Variants differ in a few words at the beginning, so that no two sequences are alike."""
+        chat = [{"role": message.role, "content": message.content} for message in self.messages]
+        if variant:
+            chat[0]["content"] += f" This is request {variant + 1}."
+        return tuple(tokenizer.render_chat(chat))
+
+    def answer_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The answer and its end."""
+        return (*tokenizer.encode(self.answer, add_special=False), min(tokenizer.eos_ids))
+
+
+def parse(kind: ExerciseKind, name: str, text: str) -> Exercise:
+    """Read a file of `texts/`.
+
+    Raises:
+        ValueError: it does not end with an answer.
+    """
+    parts = _MESSAGE.split(text)
+    messages = [ExerciseMessage(role, content.strip("\n")) for role, content in zip(parts[1::2], parts[2::2], strict=True)]
+    if len(messages) < 2 or messages[-1].role != "assistant":
+        raise ValueError(f"{name} does not end with the assistant's answer")
+    return Exercise(kind, name, tuple(messages[:-1]), messages[-1].content)
+
+
+def load(kind: ExerciseKind) -> list[Exercise]:
+    """All of a kind, in the order of their names."""
+    found = [file for file in files("paceline.bench").joinpath("texts").iterdir() if file.name.startswith(f"{kind}-")]
+    return [parse(kind, file.name.removesuffix(".txt"), file.read_text("utf-8")) for file in sorted(found, key=lambda file: file.name)]
+
+
+CERTAIN = 1e30
+"""A logit above any model's, and finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What one sequence has to say."""
+
+    first_position: int
+    """Where its answer begins: the length of its prompt."""
+    token_ids: tuple[int, ...]
+    """With its end. What is asked for beyond it is its end again."""
+
+    def at(self, position: int) -> int:
+        return self.token_ids[min(position - self.first_position, len(self.token_ids) - 1)]
+
+
+class ForcedExecutor:
+    """An `Executor` over another. Without scripts it is that one."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._scripts: Sequence[Script] = ()
+        self._first: SequenceId | None = None
+        self._pending: deque[StepBatch] = deque()
+
+    def begin(self, scripts: Sequence[Script]) -> None:
+        """Of the sequences that come from now on, in the order of their arrival; none: the model speaks for itself. Nothing may be live."""
+        self._scripts, self._first = scripts, None
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else an executor has is the inner one's."""
+        return getattr(self._inner, name)
+
+    def submit(self, batch: StepBatch) -> None:
+        if self._first is None and batch.steps:
+            # Ids count up in the order of arrival, and who comes first is admitted first.
+            self._first = min(step.sequence for step in batch.steps)
+        self._pending.append(batch)
+        self._inner.submit(batch)
+
+    def collect(self, deadline: float) -> StepOutput | None:
+        output = self._inner.collect(deadline)
+        batch = self._pending.popleft()
+        if output is not None and self._scripts and self._first is not None:
+            row = 0
+            for step in batch.steps:
+                script = self._scripts[step.sequence - self._first]
+                for place in step.logits_rows:
+                    output.logits_RV[row, script.at(step.first_position + place + 1)] = CERTAIN
+                    row += 1
+        return output
+
+    def reset(self) -> None:
+        self._pending.clear()
+        self._inner.reset()
