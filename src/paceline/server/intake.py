@@ -21,7 +21,7 @@ from paceline.core.inference import Inference, ServedModel
 from paceline.server.call import Call, Reading
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.messages import check_messages, json_bytes, without_headers
-from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
+from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Parted, Sampling
 from paceline.server.shapes import ChatShape, CompletionShape
 from paceline.server.tokenizing import infill_ids
 from paceline.server.tools import ModelFormats, Tools, answer_grammar, grammar_of, write_chat
@@ -241,7 +241,7 @@ class Intake:
     def _call(
         self,
         shape: type[ChatShape | CompletionShape],
-        asked: Sampling,
+        asked: Parted,
         model: ServedModel,
         prompts: list[list[int]],
         most: int | None,
@@ -286,7 +286,7 @@ class Intake:
         )
 
 
-def _leg(asked: Sampling, most: int | None, place: str, *, n_prompts: int) -> KvLeg | None:
+def _leg(asked: Parted, most: int | None, place: str, *, n_prompts: int) -> KvLeg | None:
     """Which part of a request a router wants from this node, as vLLM's say it; None: all of it."""
     said = asked.kv_transfer_params
     if said is None or not (said.do_remote_decode or said.do_remote_prefill):

@@ -151,6 +151,19 @@ class ExtendedSampling(SamplingFields):
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
+class KvTransferFields(Strict):
+    """What a router says to the two machines between which it parts a request, as vLLM's do."""
+
+    do_remote_decode: bool | None = Field(default=None, description="The prompt is computed here, and the answer written elsewhere.")
+    do_remote_prefill: bool | None = Field(default=None, description="The answer is written here, and the prompt computed elsewhere.")
+    remote_engine_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="That machine's name in the fleet.")
+    remote_host: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="With `remote_port`, in place of its name.")
+    remote_port: int | None = Field(default=None, ge=1, lt=1 << 16, description="Of its fleet address.")
+    remote_request_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="Its own id of the request.")
+    tp_size: int | None = Field(default=None, ge=1, le=1024, description="Ranks there.")
+    remote_block_ids: Any = Field(default=None, description="Ignored: blocks are asked for by name.")
+
+
 class Sampling(ExtendedSampling):
     """What chat and plain completions share."""
 
@@ -171,9 +184,6 @@ class Sampling(ExtendedSampling):
         default=None, description="Beyond OpenAI's: the answer is of this Lark grammar, as llguidance reads it."
     )
     regex: GrammarText | None = Field(default=None, description="Beyond OpenAI's: the whole answer matches this regular expression.")
-    kv_transfer_params: KvTransferFields | None = Field(
-        default=None, description="Beyond OpenAI's, as vLLM's: from a router, which of two machines computes the prompt for the other."
-    )
 
     user: str | None = Field(default=None, description="Ignored.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
@@ -185,24 +195,19 @@ class Sampling(ExtendedSampling):
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
-class KvTransferFields(Strict):
-    """What a router says to the two machines between which it parts a request, as vLLM's do."""
+class Parted(Sampling):
+    """What a router may send to two machines."""
 
-    do_remote_decode: bool | None = Field(default=None, description="The prompt is computed here, and the answer written elsewhere.")
-    do_remote_prefill: bool | None = Field(default=None, description="The answer is written here, and the prompt computed elsewhere.")
-    remote_engine_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="That machine's name in the fleet.")
-    remote_host: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="With `remote_port`, in place of its name.")
-    remote_port: int | None = Field(default=None, ge=1, lt=1 << 16, description="Of its fleet address.")
-    remote_request_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="Its own id of the request.")
-    tp_size: int | None = Field(default=None, ge=1, le=1024, description="Ranks there.")
-    remote_block_ids: Any = Field(default=None, description="Ignored: blocks are asked for by name.")
+    kv_transfer_params: KvTransferFields | None = Field(
+        default=None, description="Beyond OpenAI's, as vLLM's: from a router, which of two machines computes the prompt for the other."
+    )
 
 
 class ThinkingFields(Strict):
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
-class ChatCompletionRequest(Sampling):
+class ChatCompletionRequest(Parted):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -295,7 +300,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Parted):
     """Body of POST /v1/completions."""
 
     prompt: Prompt

@@ -134,3 +134,16 @@ def test_an_answer_says_what_the_router_is_to_know() -> None:
             assert "kv_transfer_params" not in httpx.post(url, json=asked).json()
     finally:
         served.close()
+
+
+def test_other_apis_say_that_they_do_not_know_it() -> None:
+    served = Served(ScriptedInference(), None)
+    try:
+        for path, body in (
+            ("v1/responses", {"model": "echo", "input": "ab"}),
+            ("v1/messages", {"model": "echo", "max_tokens": 1, "messages": [{"role": "user", "content": "ab"}]}),
+        ):
+            answer = httpx.post(f"{served.url}/{path}", json={**body, "kv_transfer_params": PREFILL})
+            assert (answer.status_code, answer.headers["x-paceline-ignored"]) == (200, "kv_transfer_params")
+    finally:
+        served.close()
