@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
         def set_up(*_: object, **__: object) -> Any:
             spec = SimpleNamespace(n_layers=shape.n_layers, hidden=shape.hidden, max_context=shape.max_context)
             kv = SimpleNamespace(tokens=4096, context=4096)
-            head = SimpleNamespace(numerics_id="m", holds_identity=True, block_size=16, close=lambda: None)
+            head = partial(SimpleNamespace, numerics_id="m", holds_identity=True, block_size=16, close=lambda: None)
             return SimpleNamespace(
                 opened=SimpleNamespace(name=model, spec=spec),
                 settings=NodeSettings(model),
@@ -125,7 +126,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
                 kernels="null",
                 room=lambda _: kv,
                 config=lambda _: EngineConfig(4096),
-                load=lambda *_: head,
+                load=lambda layers, *_: head(layers=layers),
             )
 
         class Opener:
