@@ -151,7 +151,7 @@ def kv_group(kernels: Kernels) -> int:
 def cutter_of(spec: ModelSpec, threads: int, n_blocks: int) -> Cutter:
     """What cuts attention for a model on a number of threads."""
     context = min(spec.max_context, n_blocks * BLOCK)
-    return Cutter(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, threads, math.ceil(context / SEGMENT))
+    return Cutter(spec.n_kv_heads, max(1, spec.n_heads // max(1, spec.n_kv_heads)), threads, math.ceil(context / SEGMENT))
 
 
 def product_bytes(spec: ModelSpec) -> int:

@@ -94,11 +94,12 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
     from paceline.machine.build import build_engine
+    from paceline.ways.tensor.group import load_group
 
     tell(f"loading {settings.model}")
     clock = SystemClock()
     longest = max(plan.prompt_tokens + plan.answer_tokens, plan.prefill_tokens + 1)
-    built = build_engine(with_room(settings, max(plan.concurrency), longest))
+    built = build_engine(with_room(settings, max(plan.concurrency), longest), spread=load_group)
     try:
         if longest > built.model.max_context:
             raise ConfigError(

@@ -32,6 +32,7 @@ from paceline.cli.options import (
     PrefillChunk,
     Role,
     StepBudgetMs,
+    Tensor,
     Threads,
     Weights,
     disk_size,
@@ -40,6 +41,7 @@ from paceline.cli.options import (
     of_model,
     of_pipeline,
     of_server,
+    tensor_speeds,
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
@@ -118,6 +120,7 @@ def up(
     role: Role = None,
     device: Device = None,
     threads: Threads = None,
+    tensor: Tensor = "1",
     max_running: MaxRunning = 32,
     prefill_chunk: PrefillChunk = 512,
     step_budget_ms: StepBudgetMs = 250,
@@ -217,6 +220,7 @@ def up(
         draft=draft,
         draft_on=None if pin_draft is None else NodeId(pin_draft),
         kv_disk_bytes=disk_size(kv_disk),
+        tensor=tensor_speeds(tensor),
     )
     sharing = SharingOptions(
         fleet_port=fleet_port,

@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Streams, Threads, Weights
+from paceline.cli.options import (
+    AnswerTokens,
+    AsJson,
+    Device,
+    Model,
+    OwnLayers,
+    Pins,
+    PromptTokens,
+    Rounds,
+    Streams,
+    Tensor,
+    Threads,
+    Weights,
+    tensor_speeds,
+)
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings, Sampled
 from paceline.net.member.settings import DEFAULT_PRESET
 
@@ -36,6 +50,7 @@ def bench(
     weights: Weights = None,
     device: Device = None,
     threads: Threads = None,
+    tensor: Tensor = "1",
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast this machine runs a model."""
@@ -44,7 +59,7 @@ def bench(
     from paceline.bench.engine import BenchPlan, run_bench
     from paceline.cli.bench import counts, print_report, show, telling
 
-    settings = NodeSettings(model, weights, device=device, threads=threads)
+    settings = NodeSettings(model, weights, device=device, threads=threads, tensor=tensor_speeds(tensor))
     plan = BenchPlan(prompt_tokens, answer_tokens, counts("--concurrency", concurrency), rounds=rounds, sampling=sampling)
     with telling() as tell:
         report = run_bench(settings, plan, tell)

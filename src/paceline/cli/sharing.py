@@ -123,6 +123,12 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     asked = bool(sharing.pipeline or sharing.pins or sharing.own_layers is not None)
     if asked and sharing.more:
         raise ConfigError("--pipeline, --pin and --own-layers spread one model, and --model names several", "Leave the others out.")
+    in_ranks = settings is not None and len(settings.tensor) > 1
+    if in_ranks and asked:
+        raise ConfigError(
+            "--tensor shares each layer among processes of this machine, and --pipeline, --pin and --own-layers spread layers over machines",
+            "Leave one of them out.",
+        )
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
     needed = (settings is None and sharing.embeddings is None) or asked or bool(sharing.serve_shards) or elsewhere
@@ -141,7 +147,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     if sharing.max_revocation_age is not None:
         fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     pipelines = said.pipeline.overridden(
-        enabled=sharing.pipeline,
+        enabled=False if in_ranks else sharing.pipeline,
         serve_shards=sharing.serve_shards,
         fallback_to_local=sharing.fallback_to_local,
         allow_unlike=sharing.allow_unlike,

@@ -49,6 +49,10 @@ KvBeside = Callable[[LayerRunner[Any], str, DiskTier | None, KvLoans, Callable[[
 """Puts other places of KV beside the disk: from the runner, the model's digest, the disk, what the pool lends, and what to call when a fetch is over."""
 
 
+Spread = Callable[[Setup, KvPlan, EngineConfig, LoadProgress | None], tuple[LayerRunner[Any], LocalExecutor[Any]]]
+"""Loads a model's layers into several processes of this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine ready to step, and what it was built of."""
@@ -85,6 +89,8 @@ class BuiltEngine:
         room = human(self.kv.kv_bytes)
         setup = self.setup
         threads = "1 thread" if setup.threads == 1 else f"{setup.threads} threads"
+        if (ranks := len(setup.settings.tensor)) > 1:
+            threads += f" of {ranks} tensor ranks"
         return (
             f"{self.model.name}, {setup.weights} weights, {setup.kernels} kernels, {threads}, "
             f"context {self.model.max_context}, KV for {self.kv.tokens} tokens ({room})"
@@ -97,6 +103,7 @@ def build_engine(
     clock: Clock | None = None,
     drafts: MoreSources | None = None,
     kv_beside: KvBeside | None = None,
+    spread: Spread | None = None,
 ) -> BuiltEngine:
     """Load a model and make an engine of it.
 
@@ -105,6 +112,7 @@ def build_engine(
         clock: default: the machine's.
         drafts: made elsewhere; None: none are.
         kv_beside: KV of other nodes; None: there is none.
+        spread: where the settings name several tensor ranks, what loads them.
 
     Raises:
         UserError: something asked for can't be had.
@@ -114,8 +122,11 @@ def build_engine(
     layers = setup.opened.spec.all_layers
     kv = setup.room(layers)
     config = setup.config(kv)
-    runner = setup.load(layers, kv.n_blocks, config.max_rows, progress)
-    executor = LocalExecutor(runner)
+    if spread is not None and len(settings.tensor) > 1:
+        runner, executor = spread(setup, kv, config, progress)
+    else:
+        runner = setup.load(layers, kv.n_blocks, config.max_rows, progress)
+        executor = LocalExecutor(runner)
     notes = list(setup.notes)
     if kv.shortened_from:
         notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")

@@ -60,6 +60,8 @@ class NodeSettings:
     """Prompt rows in a step that no answer waits for. Raising it makes prompts faster where a machine likes many rows, and takes memory for each."""
     step_budget_ms: int = 250
     """What a step may take while an answer waits for its next token. Raising it makes prompts faster, and an answer's pauses longer."""
+    tensor: tuple[float, ...] = (1.0,)
+    """Speeds of the processes that share each layer, this one's first; one: it has all. Several gain where cores have memory of their own."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     kv_disk_bytes: int = 0

@@ -17,6 +17,7 @@ from paceline.store.home import Home
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.kv.source import PeerKv
+from paceline.ways.tensor.group import load_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     home = Home.from_environment()
     in_fleet = home.is_in_fleet
     drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
-    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None)
+    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None, load_group)
     warm = introduced(built, home, clock) if in_fleet else None
     kept = drafts if built.drafts is drafts else None
 

@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.model import ModelSpec
 
 if TYPE_CHECKING:
+    from paceline.backends.cpu.exchange import Exchange
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.sampler import CompiledSampler
     from paceline.core.weights import WeightSource
@@ -96,12 +97,18 @@ def refuses(spec: ModelSpec) -> str | None:
 
 
 def load(
-    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, *, lowering: Lowering | None = None
+    source: WeightSource,
+    options: LoadOptions,
+    progress: LoadProgress | None = None,
+    *,
+    lowering: Lowering | None = None,
+    exchange: Exchange | None = None,
 ) -> CpuRunner:
     """Load a range of layers.
 
     Args:
         lowering: to use; None: what the process uses.
+        exchange: of a tensor group, of whose ranks this is one: its share is loaded. Only the first rank has an embedding and a numerics id. None: alone.
 
     Raises:
         ConfigError: this process uses kernels of another lowering.
@@ -121,19 +128,28 @@ def load(
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
 
     form_of = forms_by(options.weights, source.type_of)
-    weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)
+    share = None if exchange is None else exchange.shares[exchange.rank]
+    spec = source.spec if share is None else share.of(source.spec)
+    weights = part_bytes(held_bytes(spec, form_of), options.layers, edges=options.edges)
     kv_blocks = -(-options.n_blocks // NEIGHBOURS) * NEIGHBOURS
-    check_kv(kv_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
+    check_kv(kv_blocks * BLOCK, spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
     forms = {form_of(name) for name in matrices(source.spec)}
     with kernel_cache.alone():
         for form in forms:
             packer(form)
-    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
+    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress, share=share)
     # The rest behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
     with kernel_cache.alone():
         # Of the whole model: stages that hold other layers of it have the same id.
-        identity = numerics_id(source.spec, forms, options.threads)
-        runner = CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
+        identity = numerics_id(source.spec, forms, options.threads) if exchange is None or exchange.rank == 0 else ""
+        runner = CpuRunner(
+            model,
+            n_blocks=options.n_blocks,
+            threads=options.threads,
+            numerics_id=identity,
+            max_rows=options.max_rows,
+            exchange=exchange,
+        )
         kernel_cache.complete()
     give_memory_back()
     return runner

@@ -116,9 +116,10 @@ class KvPages:
         self._present = 0
         """Groups of each layer."""
         self._closed = False
-        shape = (len(kv) // layer_bytes, layer_bytes // group_bytes, kv_heads, NEIGHBOURS, group_bytes // (NEIGHBOURS * kv_heads))
+        per_block = group_bytes // (NEIGHBOURS * kv_heads) if kv_heads else 0
+        shape = (len(kv) // layer_bytes, layer_bytes // group_bytes, kv_heads, NEIGHBOURS, per_block) if kv_heads else (0,) * 5
         self._blocks = kv.reshape(shape)
-        """[layers, groups, heads, neighbours, bytes]; there may be no layers."""
+        """[layers, groups, heads, neighbours, bytes]; there may be no layers, or no heads."""
         self._placing = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "paceline-kv-pages")
         self.brought = self._thread.submit(self._bring, AHEAD)
@@ -161,6 +162,8 @@ class KvPages:
 
     def _bring(self, groups: int) -> None:
         """Have so many groups of each layer present."""
+        if not self._layer_bytes:
+            return
         start, stop = self._present * self._group_bytes, min(groups * self._group_bytes, self._layer_bytes)
         for layer in range(0, len(self._kv), self._layer_bytes):
             for at in range(layer + start, layer + stop, _AT_ONCE):

@@ -14,9 +14,10 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
 from paceline.backends.cpu.lowering import EMIT, lowered
+from paceline.backends.cpu.shares import segment_bounds
 from paceline.backends.cpu.simd import I64, Emit, Value
 from paceline.backends.cpu.sizes import TILE_BLOCKS
-from paceline.backends.cpu.tiles import EXPANDED_BYTES, MOST_SEGMENTS, expand, tile
+from paceline.backends.cpu.tiles import EXPANDED_BYTES, expand, tile
 from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
@@ -104,5 +105,4 @@ def bounds_of(units: int, groups_a_unit: int) -> npt.NDArray[np.int64]:
     Args:
         units: what is never divided: KV heads with their queries, or groups.
     """
-    segments = min(MOST_SEGMENTS, units)
-    return np.array([i * units // segments * groups_a_unit for i in range(segments + 1)], np.int64)
+    return np.array(segment_bounds(units), np.int64) * groups_a_unit

@@ -158,6 +158,19 @@ def quantize(_, bits, x, n, out, apart):
 
 
 @intrinsic
+def add(_, out, x, y, n):
+    """out = x + y: fp32 [n]."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        out, x, y, n = args
+        with e.loop(e.b.lshr(n, e.i64(4))) as i:
+            at = e.mul(i, 64)
+            e.store(e.b.fadd(e.load(F, x, at), e.load(F, y, at)), out, at)
+
+    return lowered(body, types.void, *[types.int64] * 4)
+
+
+@intrinsic
 def add_into(_, x, y, n):
     """x += y: fp32 [n]."""
 

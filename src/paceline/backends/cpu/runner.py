@@ -2,6 +2,7 @@
 
 Weights stay in their format for prompts too: unpacking a record costs little beside the products of even four rows, so there is no
 bf16 copy of the weights, and prompt and generated positions run the same kernels (`one_path`).
+Where the model is a share of each layer, ranks that have the others run the same batches side by side (`exchange`).
 Activations between calls are bf16 bits, uint16 [T, D]. Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
 
@@ -14,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import step
+from paceline.backends.cpu.exchange import Exchange, padded
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.rows import embed_rows, reader
+from paceline.backends.cpu.shares import LANES
 from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
@@ -55,6 +58,7 @@ class CpuRunner:
         model: packed weights of a range of layers.
         n_blocks: KV blocks of 16 tokens.
         threads: threads that share a step, the caller's included.
+        exchange: with the other ranks of a tensor group, where the model is a share; all run the same batches. Their logits are read at the first.
     """
 
     block_size = BLOCK
@@ -62,15 +66,18 @@ class CpuRunner:
     holds_identity = True
     """Checked before a model is loaded (`probe.py`)."""
 
-    def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int) -> None:
-        spec = model.spec
+    def __init__(
+        self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int, exchange: Exchange | None = None
+    ) -> None:
+        spec = model.share.of(model.spec)
+        self._exchange = exchange
         self._model, self.n_blocks, self.numerics_id = model, n_blocks, numerics_id
         self.layers = model.layers
         self._max_context = min(spec.max_context, n_blocks * BLOCK)
         self._max_blocks = math.ceil(self._max_context / BLOCK)
         self._max_rows = max_rows
         self._weights = model.arrays[0].view(np.uint8)
-        self._logits = np.empty((0, model.padded_vocab), np.float32)
+        self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
@@ -91,21 +98,45 @@ class CpuRunner:
             (step.KV_HEADS, spec.n_kv_heads),
             (step.HEAD_DIM, spec.head_dim),
             (step.FFN, spec.ffn),
-            (step.VOCAB, self._model.padded_vocab),
+            (step.VOCAB, LANES * len(self._model.share.vocab)),
             (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
             (step.SCALE, int(np.float32(spec.head_dim**-0.5 * math.log2(math.e)).view(np.int32))),
             (step.N_LAYERS, len(self._model.layers)),
-            (step.OUT_SEGMENTS, len(_out_bounds(spec)) - 1),
-            (step.DOWN_SEGMENTS, len(_down_bounds(spec)) - 1),
+            (step.OUT_SEGMENTS, len(self._model.share.out)),
+            (step.DOWN_SEGMENTS, len(self._model.share.down)),
+            (step.OUT_INPUTS, len(self._model.attended)),
+            (step.OUT_FROM, self._model.share.attended(self._model.spec).start - self._model.attended.start),
+            (step.DOWN_INPUTS, len(self._model.inner)),
+            (step.DOWN_FROM, self._model.share.inner(self._model.spec).start - self._model.inner.start),
+            (step.LOGITS_STRIDE, 4 * padded(spec.vocab)),
+            (step.RANK, 0 if self._exchange is None else self._exchange.rank),
+            (step.RANKS, 1 if self._exchange is None else len(self._exchange.shares)),
             (step.TEAM, threads),
             (step.BLOCK_STRIDE, block),
             (step.HEAD_STRIDE, NEIGHBOURS * block),
             (step.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
-            (step.SCRATCH_STRIDE, thread_bytes(spec, self._cutter)),
+            (step.SCRATCH_STRIDE, thread_bytes(self._model.spec, self._cutter)),
             (step.EXPANDED, product_bytes(spec)),
         ):
             sizes[place] = value
         return sizes
+
+    def _bounds(self, *, down: bool) -> npt.NDArray[np.int64]:
+        """Of the share's segments, in groups of what is held."""
+        model, spec = self._model, self._model.spec
+        if down:
+            owned, held, bounds = model.share.down, model.inner, bounds_of(spec.ffn // GROUP, 1)
+        else:
+            group = spec.n_heads // spec.n_kv_heads * spec.head_dim // GROUP
+            owned, held, bounds = model.share.out, model.attended, bounds_of(spec.n_kv_heads, group)
+        return bounds[owned.start : owned.stop + 1] - held.start // GROUP
+
+    def _exchanged(self, down: bool, bounds: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
+        """What a shared sum needs beside its bounds."""
+        if self._exchange is None:
+            return {}
+        parts, joins = (step.DOWN_PARTS, step.DOWN_JOINS) if down else (step.OUT_PARTS, step.OUT_JOINS)
+        return {parts: self._exchange.parts(down, bounds), joins: self._exchange.joins(down)}
 
     def _allocate(self, spec: ModelSpec, threads: int) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         rows, hidden = self._max_rows, spec.hidden
@@ -126,8 +157,8 @@ class CpuRunner:
             step.X: aligned(4 * rows * hidden),
             step.X_BF16: x_bf16,
             **self._activations(step.H, (step.Q, step.K, step.V, step.GATE, step.UP, step.HEAD), rows * hidden),
-            **self._activations(step.ATT, (step.OUT,), rows * n_att),
-            **self._activations(step.ACT, (step.DOWN,), rows * spec.ffn),
+            **self._activations(step.ATT, (step.OUT,), rows * len(self._model.attended)),
+            **self._activations(step.ACT, (step.DOWN,), rows * len(self._model.inner)),
             step.Q_BF16: aligned(2 * rows * n_att),
             step.KV: kv,
             step.TABLES: tables,
@@ -143,13 +174,18 @@ class CpuRunner:
             step.COS: cos,
             step.SIN: sin,
             step.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
-            step.OUT_BOUNDS: _out_bounds(spec),
-            step.DOWN_BOUNDS: _down_bounds(spec),
+            step.OUT_BOUNDS: (out_bounds := self._bounds(down=False)),
+            step.DOWN_BOUNDS: (down_bounds := self._bounds(down=True)),
             step.CONTROL: control,
+            **self._exchanged(False, out_bounds),
+            **self._exchanged(True, down_bounds),
         }
         buffers = np.zeros(step.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
+        if self._exchange is not None:
+            buffers[step.ARRIVED] = self._exchange.arrived
+            buffers[step.LOGITS] = self._logits.ctypes.data + 4 * LANES * self._model.share.vocab.start
         arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows, tuple(held.values()))
         return arrays, buffers, control
 
@@ -223,6 +259,15 @@ class CpuRunner:
         batch[step.ROWS], batch[step.N_PIECES], batch[step.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
         batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
 
+    @property
+    def exchange_number(self) -> int:
+        """Of the exchange that the group is at, as this rank counts them: alike in all ranks before a batch."""
+        return int(self._batch[step.EXCHANGE])
+
+    @exchange_number.setter
+    def exchange_number(self, number: int) -> None:
+        self._batch[step.EXCHANGE] = number
+
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
         arrays, n = self._arrays, len(rows_R)
         if n == 0:
@@ -230,7 +275,9 @@ class CpuRunner:
         if n > self._max_rows:
             raise ValueError(f"logits of {n} rows; this runner takes {self._max_rows}")
         if n > len(self._logits):
-            vocab = self._model.padded_vocab
+            if self._exchange is not None:
+                raise ValueError(f"logits of {n} rows; this group takes {len(self._logits)}")
+            vocab = self._logits.shape[1]
             self._logits = self._logits[:0].copy()  # so that never two are held
             self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
             self._buffers[step.LOGITS] = self._logits.ctypes.data
@@ -278,11 +325,3 @@ def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:
         layout = LAYOUT[form]
         places[row, place, step.PRODUCT :] = product(form), layout.bytes_of_eight_groups, layout.inputs
     return places
-
-
-def _out_bounds(spec: ModelSpec) -> npt.NDArray[np.int64]:
-    return bounds_of(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads * spec.head_dim // GROUP)
-
-
-def _down_bounds(spec: ModelSpec) -> npt.NDArray[np.int64]:
-    return bounds_of(spec.ffn // GROUP, 1)

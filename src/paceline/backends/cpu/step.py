@@ -4,7 +4,10 @@ A call a step, not a call an operation: at one row a layer's eight operations ta
 as long. What a batch looks like reaches the kernels through arrays of fixed size and address, so that the other threads need no
 arguments and no interpreter.
 
-Shapes: T rows, D hidden, HQ query heads, HK key/value heads, HD head dimension, F feed-forward. Strides are bytes.
+A rank of a tensor group (`shares`) runs the same phases over its share of heads, inner activations and outputs. At the end of a sum that ranks share it
+leaves partial sums where all see them, waits for the others' (`_meet`), and what comes next begins by adding all of them, row by row (`_add_partials`).
+
+Shapes: T rows, D hidden, HQ query heads, HK key/value heads, HD head dimension, F feed-forward: of the rank's share. Strides are bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,19 @@ from paceline.backends.cpu.attention import attend, finish, record_bytes, scratc
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.pages import write_key, write_value
 from paceline.backends.cpu.products import WIDE_FROM, call_product
-from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
+from paceline.backends.cpu.rows import (
+    add,
+    add_into,
+    add_rounded,
+    deal_bf16,
+    gate,
+    head_norm,
+    quantize,
+    rms_norm,
+    rotate,
+    round_bf16,
+    widen_bf16,
+)
 from paceline.backends.cpu.sizes import (
     BLOCK,
     CHUNK,
@@ -32,9 +47,9 @@ from paceline.backends.cpu.sizes import (
     SEGMENT,
 )
 
-# Places in `sizes` (int64): what never changes.
+# Places in `sizes` (int64): what never changes. Of what `*_INPUTS` inputs of a shared sum are held, a rank's own begin at `*_FROM`.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, N_SIZES) = range(18)  # fmt: skip
+ HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, N_SIZES) = range(25)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
 (ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, N_WEIGHTS) = range(15)
@@ -43,12 +58,13 @@ from paceline.backends.cpu.sizes import (
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 
 # Places in `buffers` (addresses). H, ATT and ACT hold activations for products in panels, each as int8, int16 and bf16 where a matrix takes
-# them so (`forms.Inputs`). Q_BF16 has queries; each gives its place to what attention mixed for it.
+# them so (`forms.Inputs`). Q_BF16 has queries; each gives its place to what attention mixed for it. Of a group of ranks, `*_PARTS` has this rank's
+# partial sums (`_multiply_parts`), `*_JOINS` how those of all ranks are added (`_add_partials`), ARRIVED, a cache line a rank, the exchange that each has reached.
 (X, X_BF16, H, H_16, H_BF16, ATT, ATT_16, ATT_BF16, ACT, ACT_16, ACT_BF16, Q_BF16, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES,
- RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(31)  # fmt: skip
+ RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, OUT_PARTS, DOWN_PARTS, OUT_JOINS, DOWN_JOINS, ARRIVED, N_BUFFERS) = range(36)  # fmt: skip
 
-# Places in `batch` (int64): what changes with each batch.
-ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, N_BATCH = range(10)
+# Places in `batch` (int64): what changes with each batch. EXCHANGE: the number of the one that the group is at; only grows.
+ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, EXCHANGE, N_BATCH = range(11)
 
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
@@ -159,8 +175,8 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
             at + m * stride,
             dim * n_heads,
             row + m,
-            dim * first_head,
-            dim * heads,
+            sizes[OUT_FROM] + dim * first_head,
+            sizes[OUT_INPUTS],
             batch[ROWS],
             ATT,
             buffers,
@@ -192,6 +208,50 @@ def _add(block, blocks, row, part, hidden, x, scratch, rounded):
 
 
 @njit(nogil=True)
+def _multiply_parts(weights, layer, place, block, blocks, x, k, row, rows, parts, sizes, buffers, scratch):
+    """A task's outputs, each of this rank's partial sums for itself, where all ranks see them.
+
+    The parts are int64: how many; then of each the bounds of its segments, how many segments, and where its rows go, [parts, 3]. What is there is read
+    before the exchange after the next one, which is the first to write there again.
+    """
+    stride = 4 * sizes[HIDDEN]
+    for i in range(sync.load_acquire(parts)):
+        part = parts + 8 + 24 * i
+        bounds, segments = sync.load_acquire(part), sync.load_acquire(part + 8)
+        out = sync.load_acquire(part + 16) + stride * row + 64 * block
+        _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, stride, bounds, segments, buffers, scratch + sizes[EXPANDED])
+
+
+@njit(nogil=True)
+def _add_partials(row, down, sizes, buffers, scratch):
+    """Add all ranks' partial sums of a row, as the tree of segments does, to the residual.
+
+    The joins are int64: how many sums and steps there are; where the rows of each sum are; then of each step the number of the left one, of the
+    right one, and of the place in the scratch where their sum goes, [steps, 3]. Numbers after the sums' are places.
+    """
+    joins, hidden = buffers[DOWN_JOINS if down else OUT_JOINS], sizes[HIDDEN]
+    sums, steps, at = sync.load_acquire(joins), sync.load_acquire(joins + 8), 4 * hidden * row
+    total = sync.load_acquire(joins + 16) + at
+    for i in range(steps):
+        step = joins + 16 + 8 * sums + 24 * i
+        left, right, place = sync.load_acquire(step), sync.load_acquire(step + 8), sync.load_acquire(step + 16)
+        total = scratch + 4 * hidden * place
+        add(total, _sum_at(left, joins, sums, at, hidden, scratch), _sum_at(right, joins, sums, at, hidden, scratch), hidden)
+    if down:
+        add_rounded(buffers[X] + at, total, hidden)
+    else:
+        add_into(buffers[X] + at, total, hidden)
+
+
+@njit(nogil=True)
+def _sum_at(number, joins, sums, at, hidden, scratch):
+    """Address of a row of a sum, by its number."""
+    if number < sums:
+        return sync.load_acquire(joins + 16 + 8 * number) + at
+    return scratch + 4 * hidden * (number - sums)
+
+
+@njit(nogil=True)
 def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase that goes row by row."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
@@ -206,6 +266,8 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
         norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
     for row in range(first, last):
         x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
+        if sizes[RANKS] > 1 and batch[STOP_LAYER] > batch[FIRST_LAYER] and kind in (NORM_ATTENTION, NORM_FFN, END):
+            _add_partials(row, kind != NORM_FFN, sizes, buffers, scratch)
         if kind == END:
             round_bf16(x, hidden, x_bf16 + 2 * hidden * row)
             continue
@@ -246,14 +308,15 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
 @njit(nogil=True)
 def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch):
     """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
-    ffn, hidden = sizes[FFN], sizes[HIDDEN]
+    hidden = sizes[HIDDEN]
     for i in range(2):
         _multiply(weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1,
                   buffers, scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(part):
         outputs = scratch + 256 * m
         gate(outputs, outputs)
-        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, 16 * block, ffn, batch[ROWS], ACT, buffers)
+        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, sizes[DOWN_FROM] + 16 * block, sizes[DOWN_INPUTS], batch[ROWS], ACT,
+              buffers)  # fmt: skip
 
 
 @njit(nogil=True)
@@ -291,15 +354,19 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
     block, row = task % chunks * chunk, task // chunks * PART
     blocks, part = min(chunk, n // 16 - block), min(PART, rows - row)
     if kind == PROJECT_HEAD:
-        out = buffers[LOGITS] + 4 * row * n + 64 * block
-        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, 4 * n, buffers[WHOLE_BOUNDS], 1, buffers,
+        out = buffers[LOGITS] + sizes[LOGITS_STRIDE] * row + 64 * block
+        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, sizes[LOGITS_STRIDE], buffers[WHOLE_BOUNDS], 1, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
     elif kind == PROJECT_GATE:
         _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch)
     else:
         # Sums over inputs that tensor ranks share: in segments.
         down = kind == PROJECT_DOWN
-        place, x, k = (DOWN, ACT, ffn) if down else (OUT, ATT, sizes[Q_HEADS] * sizes[HEAD_DIM])
+        place, x, k = (DOWN, ACT, sizes[DOWN_INPUTS]) if down else (OUT, ATT, sizes[OUT_INPUTS])
+        if sizes[RANKS] > 1:
+            parts = buffers[DOWN_PARTS if down else OUT_PARTS]
+            _multiply_parts(weights, layer, place, block, blocks, x, k, row, part, parts, sizes, buffers, scratch)
+            return
         bounds, segments = (buffers[DOWN_BOUNDS], sizes[DOWN_SEGMENTS]) if down else (buffers[OUT_BOUNDS], sizes[OUT_SEGMENTS])
         _multiply(weights, layer, place, block, blocks, x, k, row, part, scratch, CHUNK * 64, bounds, segments, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
@@ -338,7 +405,7 @@ def prepare_batch(sizes, batch):
     batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
     few = pieces * kv_heads < 4 * sizes[TEAM]
-    batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
+    batch[HEAD_SPLIT] = sizes[Q_HEADS] // max(1, kv_heads) if few else 1
 
 
 @njit(nogil=True)
@@ -362,3 +429,29 @@ def phase(work, position, sizes, batch):
         return NORM_FFN, layer, row_tasks
     kind = PROJECT_QKV if at == 1 else PROJECT_OUT if at == 3 else PROJECT_GATE if at == 5 else PROJECT_DOWN
     return kind, layer, _tasks(_chunks(kind, sizes), rows, sizes[TEAM])
+
+
+@njit(nogil=True)
+def is_shared(kind):
+    """Whether all ranks work on what a phase makes."""
+    return kind in (PROJECT_OUT, PROJECT_DOWN, PROJECT_HEAD)
+
+
+@njit(nogil=True)
+def meet(sizes, buffers, batch):
+    """Say that this rank's part of an exchange is there, and wait for the other ranks'. Returns whether all are; False: the batch was given up, by
+    this process or (the word behind all ranks') by another.
+    """
+    reached = batch[EXCHANGE]
+    sync.store_release(buffers[ARRIVED] + 8 * sync.WORD * sizes[RANK], reached)
+    for rank in range(sizes[RANKS]):
+        spins = 0
+        while sync.load_acquire(buffers[ARRIVED] + 8 * sync.WORD * rank) < reached:
+            if sync.load_acquire(buffers[ARRIVED] + 8 * sync.WORD * sizes[RANKS]) or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
+                return False
+            spins += 1
+            if spins > sync.SPINS_BEFORE_YIELD:
+                sync.give_way()
+            else:
+                sync.pause()
+    return True

@@ -17,7 +17,20 @@ import numpy.typing as npt
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.step import CONTROL, FIRST_LAYER, HEADS, LAYERS, WATCH, phase, prepare_batch, take_part
+from paceline.backends.cpu.step import (
+    CONTROL,
+    EXCHANGE,
+    FIRST_LAYER,
+    HEADS,
+    LAYERS,
+    RANKS,
+    WATCH,
+    is_shared,
+    meet,
+    phase,
+    prepare_batch,
+    take_part,
+)
 from paceline.backends.cpu.sync import WORD
 from paceline.backends.kernel_cache import in_use
 
@@ -61,6 +74,8 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
             if batch[WATCH] and layer > batch[FIRST_LAYER]:
                 sync.store_release(batch[WATCH] + 8, layer - batch[FIRST_LAYER])
             position += 1
+            if sizes[RANKS] > 1 and is_shared(kind):
+                batch[EXCHANGE] += 1
             sync.post(control, kind, layer, count)
         elif not _await_phase(rank, seen, control):
             return done
@@ -68,6 +83,27 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
         if rank == 0:
             done += count
             sync.wait_for(control, done)
+            if sizes[RANKS] > 1 and is_shared(kind) and not meet(sizes, buffers, batch):
+                return done
+
+
+@njit(nogil=True, cache=in_use())
+def await_word(address, seen):
+    """Wait until the word at an address is another than `seen`. False where it stays that for a while."""
+    for waited in range(_WATCH_SPINS + _WATCH_YIELDS):
+        if sync.load_acquire(address) != seen:
+            return True
+        if waited < _WATCH_SPINS:
+            sync.pause()
+        else:
+            sync.give_way()
+    return False
+
+
+@njit(nogil=True, cache=in_use())
+def set_word(address, value):
+    """Write a word behind all that was written before it."""
+    sync.store_release(address, value)
 
 
 Words = npt.NDArray[np.int64]

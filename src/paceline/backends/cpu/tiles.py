@@ -18,13 +18,13 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu.shares import MOST_SEGMENTS
 from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, ProductSum, RunningSum, Value
 from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
 """Bytes ahead that records are asked for; without it, 16 rows ran at 0.7 of their speed out of memory."""
 
-MOST_SEGMENTS = 16
 _LEVELS = MOST_SEGMENTS.bit_length()
 """Sums that wait for their neighbour, at most."""
 

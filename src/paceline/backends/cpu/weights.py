@@ -13,13 +13,25 @@ import numpy.typing as npt
 from paceline.backends.cpu import step
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
+from paceline.backends.cpu.shares import Share, covered, whole
 from paceline.backends.cpu.sizes import CACHE_LINE, aligned
 from paceline.backends.holding import FormOf
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import blocks_of, slabs, tensor_shape, to_bf16_bits, to_float32
 from paceline.core.errors import UnsupportedModel
 from paceline.core.model import LayerRange, ModelSpec
-from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, BlockTensor, WeightSource, tensor_shapes
+from paceline.core.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    GROUP,
+    HEAD,
+    TENSOR_TYPES,
+    BlockTensor,
+    DenseTensor,
+    StoredTensor,
+    WeightSource,
+    tensor_shapes,
+)
 
 Shape = tuple[int, int]
 """(N, K): outputs and inputs."""
@@ -30,15 +42,21 @@ class PackedModel:
     """Weights of a range of layers in the kernels' layout. Arrays are kept alive in `arrays`."""
 
     spec: ModelSpec
+    """Of the whole model."""
+    share: Share
+    """Of it, what is here."""
+    attended: range
+    """Inputs of the attention output's matrices that are held: the share's, in whole superblocks where a file has such."""
+    inner: range
+    """Likewise, of the feed-forward down matrices."""
     layers: LayerRange
     addresses: npt.NDArray[np.int64]
     """[layer, place] as `step` names the places; the row after the last layer has the edges."""
     forms: npt.NDArray[np.int64]
     """[layer, place]: the `Form` of each matrix, -1 elsewhere."""
     embedding: int
-    """Address of the embedding's records; 0 without edges."""
+    """Address of the embedding's records; 0 without it."""
     embedding_form: Form | None
-    padded_vocab: int
     arrays: tuple[npt.NDArray[np.generic], ...]
 
 
@@ -56,19 +74,46 @@ class _Arena:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """What a share has of a matrix."""
+
+    outputs: range
+    inputs: range | None = None
+    """None: all."""
+
+    def shape(self, k: int) -> Shape:
+        """Of a matrix of K inputs."""
+        return len(self.outputs), k if self.inputs is None else len(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class _Slab:
     """Rows of a matrix that one thread reads and packs at a time."""
 
     name: str
+    part: _Part
     rows: slice
+    """Of the part."""
     form: Form
     records: npt.NDArray[np.uint8]
-    """Of the whole matrix."""
+    """Of the whole part."""
+
+    def read(self, source: WeightSource) -> StoredTensor:
+        first = self.part.outputs.start
+        tensor = source.read(self.name, slice(first + self.rows.start, first + self.rows.stop))
+        inputs = self.part.inputs
+        if inputs is None:
+            return tensor
+        if isinstance(tensor, DenseTensor):
+            return DenseTensor(np.ascontiguousarray(tensor.data[:, inputs.start : inputs.stop]), tensor.dtype)
+        start, stop = (TENSOR_TYPES[tensor.type].row_bytes(at) for at in (inputs.start, inputs.stop))
+        rows_NB = np.ascontiguousarray(tensor.rows_NB[:, start:stop])
+        return BlockTensor(tensor.type, (len(rows_NB), len(inputs)), rows_NB)
 
 
 def _pack(source: WeightSource, slab: _Slab) -> int:
-    """Read rows and write their records. Returns the bytes read, of the file's."""
-    tensor = source.read(slab.name, slab.rows)
+    """Read rows and write their records. Returns the bytes that were wanted, of the file's."""
+    tensor = slab.read(source)
     whole = slice(0, slab.rows.stop - slab.rows.start)
     match slab.form.name:
         case "BF16":
@@ -97,7 +142,14 @@ def _pack_all(source: WeightSource, todo: Sequence[_Slab], threads: int, progres
 
 
 def pack_model(
-    source: WeightSource, layers: LayerRange, form_of: FormOf, *, edges: bool, threads: int = 1, progress: LoadProgress | None = None
+    source: WeightSource,
+    layers: LayerRange,
+    form_of: FormOf,
+    *,
+    edges: bool,
+    threads: int = 1,
+    progress: LoadProgress | None = None,
+    share: Share | None = None,
 ) -> PackedModel:
     """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head. Nothing but the records is ever held whole.
 
@@ -106,8 +158,9 @@ def pack_model(
         edges: with embedding, final norm and head.
         threads: that read and pack side by side.
         progress: called in this thread with bytes of the file.
+        share: of each layer and the head, what one rank of a tensor group has; the embedding is the first rank's. None: all.
     """
-    spec = source.spec
+    spec, share = source.spec, whole(source.spec) if share is None else share
     shapes = tensor_shapes(spec)
     rows = [_layer_names(spec, layer) for layer in range(layers.start, layers.stop)]
     head = EMBEDDING if spec.tied_head else HEAD
@@ -115,9 +168,16 @@ def pack_model(
     held = [name for row in rows for place, names in row.items() if place in MATRICES for name in names]
     if edges and EMBEDDING not in held:
         held.append(EMBEDDING)
+    if not _has_embedding(share):
+        held = [name for name in held if name != EMBEDDING or spec.tied_head]
     form_by_name = {name: form_of(name) for name in held}
+    attended, inner = share.attended(spec), share.inner(spec)
+    layouts = {name: LAYOUT[form] for name, form in form_by_name.items()}
+    if any(form.groups > 1 or TENSOR_TYPES[source.type_of(name)].block > GROUP for name, form in layouts.items() if name.endswith(_SHARED)):
+        attended, inner = covered(attended, spec.n_heads * spec.head_dim), covered(inner, spec.ffn)
+    part_by_name = {name: _part_of(name, spec, share, attended, inner) for name in held}
     vectors = [name for row in rows for place, names in row.items() if place not in MATRICES for name in names]
-    done, total = 0, sum(map(source.nbytes, [*held, *vectors]))
+    done, total = 0, sum(map(source.nbytes, vectors)) + sum(_stored_bytes(source, name, part_by_name[name], *shapes[name]) for name in held)
 
     def tell(n_bytes: int) -> None:
         nonlocal done
@@ -125,9 +185,15 @@ def pack_model(
         if progress:
             progress(done, total)
 
-    arena = _Arena(sum(LAYOUT[form].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, form in form_by_name.items()))
-    records = {name: arena.take(LAYOUT[form].packed_bytes(*_matrix(shapes[name]))) for name, form in form_by_name.items()}
-    todo = [_Slab(name, part, form, records[name]) for name, form in form_by_name.items() for part in slabs(shapes[name])]
+    shape_by_name = {name: part.shape(shapes[name][1]) for name, part in part_by_name.items()}
+    size_by_name = {name: LAYOUT[form].packed_bytes(*shape_by_name[name]) for name, form in form_by_name.items()}
+    arena = _Arena(sum(size + CACHE_LINE for size in size_by_name.values()))
+    records = {name: arena.take(size) for name, size in size_by_name.items()}
+    todo = [
+        _Slab(name, part_by_name[name], slab, form, records[name])
+        for name, form in form_by_name.items()
+        for slab in slabs(shape_by_name[name])
+    ]
     _pack_all(source, todo, threads, tell)
     addresses = np.zeros((len(rows), step.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
@@ -138,31 +204,70 @@ def pack_model(
                 (name,) = names
                 row_forms[place], row[place] = form_by_name[name], records[name].ctypes.data
             else:
-                kept.append(np.concatenate([to_float32(source.read(name)).ravel() for name in names]))
+                values = [to_float32(source.read(name)).ravel() for name in names]
+                if place == step.QKV_BIAS:
+                    parts = [_part_of(name.replace(".bias", ".weight"), spec, share, attended, inner).outputs for name in names]
+                    values = [value[part.start : part.stop] for value, part in zip(values, parts, strict=True)]
+                kept.append(np.concatenate(values))
                 row[place] = kept[-1].ctypes.data
                 tell(sum(map(source.nbytes, names)))
+    has_embedding = edges and _has_embedding(share)
     return PackedModel(
         spec,
+        share,
+        attended,
+        inner,
         layers,
         addresses,
         forms,
-        records[EMBEDDING].ctypes.data if edges else 0,
-        form_by_name.get(EMBEDDING),
-        -(-spec.vocab // LANES) * LANES,
+        records[EMBEDDING].ctypes.data if has_embedding else 0,
+        form_by_name.get(EMBEDDING) if has_embedding else None,
         (arena.bytes, *kept),
     )
 
+
+def _has_embedding(share: Share) -> bool:
+    return share.vocab.start == 0
+
+
+def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: range) -> _Part:
+    """What a share has of a matrix. The first rank has all of the embedding, whose first outputs are its part of a tied head.
+
+    Args:
+        attended: inputs of the attention output that are held; `inner`: of feed-forward down.
+    """
+    heads = range(share.kv_heads.start * spec.head_dim, share.kv_heads.stop * spec.head_dim)
+    match name.split(".")[-2]:
+        case "embed_tokens" if _has_embedding(share):
+            return _Part(range(spec.vocab))
+        case "embed_tokens" | "lm_head":
+            return _Part(range(LANES * share.vocab.start, min(LANES * share.vocab.stop, spec.vocab)))
+        case "q_proj":
+            return _Part(share.attended(spec))
+        case "k_proj" | "v_proj":
+            return _Part(heads)
+        case "o_proj":
+            return _Part(range(spec.hidden), attended)
+        case "down_proj":
+            return _Part(range(spec.hidden), inner)
+        case _:
+            return _Part(share.inner(spec))
+
+
+def _stored_bytes(source: WeightSource, name: str, part: _Part, n: int, k: int) -> int:
+    """Bytes that a part of N x K weights takes in its file."""
+    outputs, inputs = part.shape(k)
+    return source.nbytes(name) * outputs * inputs // (n * k)
+
+
+_SHARED = ("o_proj.weight", "down_proj.weight")
+"""Matrices whose inputs ranks share."""
 
 MATRICES = {
     step.Q: "self_attn.q_proj", step.K: "self_attn.k_proj", step.V: "self_attn.v_proj", step.OUT: "self_attn.o_proj",
     step.GATE: "mlp.gate_proj", step.UP: "mlp.up_proj", step.DOWN: "mlp.down_proj", step.HEAD: "lm_head",
 }  # fmt: skip
 """Places that hold a matrix, and its name."""
-
-
-def _matrix(shape: tuple[int, ...]) -> Shape:
-    n, k = shape
-    return n, k
 
 
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:

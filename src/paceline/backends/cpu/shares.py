@@ -1,0 +1,155 @@
+"""What each rank of a tensor group computes: whole segments of the sums that ranks share, and how their partial sums become the one of a machine alone.
+
+A sum over inputs that ranks share (attention output, feed-forward down) runs over S segments, added in one binary tree (docs/arithmetic.md). A rank owns
+neighbouring segments and hands on a partial sum of each largest subtree that is all its own; whoever has those of all ranks adds them as the tree does. So
+how a model is split changes no byte.
+
+Importing this imports no kernel. Shapes: S segments, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, pairwise
+
+from paceline.core.model import ModelSpec
+from paceline.core.weights import GROUP
+
+MOST_SEGMENTS = 16
+LANES = 16
+_SUPERBLOCK = 256
+"""Inputs that K-quants hold together."""
+
+
+def segment_bounds(units: int) -> tuple[int, ...]:
+    """Where segments of a sum over `units` that are never divided begin, and where the last ends: [S + 1]."""
+    segments = min(MOST_SEGMENTS, units)
+    return tuple(i * units // segments for i in range(segments + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of one rank, in every layer and in the head. A range is empty where it has none."""
+
+    kv_heads: range
+    out: range
+    """Segments of the attention output's sum: those of its heads."""
+    down: range
+    """Segments of the feed-forward down sum."""
+    vocab: range
+    """Blocks of 16 outputs of the head."""
+
+    def inner(self, spec: ModelSpec) -> range:
+        """Inner activations of the feed-forward."""
+        bounds = segment_bounds(spec.ffn // GROUP)
+        return range(bounds[self.down.start] * GROUP, bounds[self.down.stop] * GROUP)
+
+    def attended(self, spec: ModelSpec) -> range:
+        """Inputs of the attention output's sum."""
+        width = spec.n_heads // spec.n_kv_heads * spec.head_dim
+        return range(self.kv_heads.start * width, self.kv_heads.stop * width)
+
+    def of(self, spec: ModelSpec) -> ModelSpec:
+        """Sizes of a model that had this share and nothing else."""
+        heads = len(self.kv_heads)
+        return replace(spec, n_heads=heads * spec.n_heads // spec.n_kv_heads, n_kv_heads=heads, ffn=len(self.inner(spec)))
+
+
+def whole(spec: ModelSpec) -> Share:
+    """The share of a machine alone."""
+    (share,) = deal(spec, (1.0,))
+    return share
+
+
+def deal(spec: ModelSpec, speeds: Sequence[float]) -> tuple[Share, ...]:
+    """Shares of ranks of these speeds. Each sum and the head are dealt for themselves, as all ranks wait for the last at the end of each.
+
+    Raises:
+        ValueError: no ranks, or a speed that is none.
+    """
+    if not speeds or min(speeds) <= 0:
+        raise ValueError(f"ranks of speeds {list(speeds)}")
+    heads, groups = segment_bounds(spec.n_kv_heads), segment_bounds(spec.ffn // GROUP)
+    blocks = -(-spec.vocab // LANES)
+    ends = [round(blocks * part / sum(speeds)) for part in accumulate(speeds, initial=0.0)]
+    return tuple(
+        Share(range(heads[out.start], heads[out.stop]), out, down, range(*vocab))
+        for out, down, vocab in zip(_deal(heads, tuple(speeds)), _deal(groups, tuple(speeds)), pairwise(ends), strict=True)
+    )
+
+
+def _deal(bounds: tuple[int, ...], speeds: tuple[float, ...]) -> tuple[range, ...]:
+    """Segments by rank, so that the last rank ends soonest; of such splits the most even one, and of those what hands on the fewest partial sums."""
+    n = len(bounds) - 1
+
+    def cost(rank: int, start: int, stop: int) -> tuple[float, float, int]:
+        duration = (bounds[stop] - bounds[start]) / speeds[rank]
+        return duration, duration * duration, len(subtrees(range(start, stop), n))
+
+    @cache
+    def best(rank: int, start: int) -> tuple[tuple[float, float, int], tuple[int, ...]]:
+        if rank == len(speeds) - 1:
+            return cost(rank, start, n), (n,)
+        found = list[tuple[tuple[float, float, int], tuple[int, ...]]]()
+        for stop in range(start, n + 1):
+            (longest, squares, sums), stops = best(rank + 1, stop)
+            own = cost(rank, start, stop)
+            found.append(((max(own[0], longest), own[1] + squares, own[2] + sums), (stop, *stops)))
+        return min(found)
+
+    return tuple(range(*pair) for pair in pairwise((0, *best(0, 0)[1])))
+
+
+def subtrees(owned: range, segments: int) -> tuple[range, ...]:
+    """The largest subtrees of the tree over `segments` that neighbouring segments hold whole, from left to right."""
+    found, start = list[range](), owned.start
+    while start < owned.stop:
+        size = 1
+        # A subtree of 2 * size begins at a multiple of that, and ends with the tree where that is no power of two.
+        while start % (2 * size) == 0 and size < segments and min(start + 2 * size, segments) <= owned.stop:
+            size *= 2
+        found.append(range(start, min(start + size, segments)))
+        start = found[-1].stop
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Joins:
+    """How partial sums become the whole.
+
+    Attributes:
+        nodes: the ranks' partial sums, from left to right: numbers 0 to N - 1.
+        steps: (left, right, place): add two sums, by their numbers, into a place; number N + i is place i. The last step's is the whole.
+    """
+
+    nodes: tuple[range, ...]
+    steps: tuple[tuple[int, int, int], ...]
+
+
+def joins(owned: Sequence[range], segments: int) -> Joins:
+    """Of what ranks own, from left to right."""
+    nodes = tuple(node for part in owned for node in subtrees(part, segments))
+    steps, waiting = list[tuple[int, int, int]](), list[tuple[range, int]]()
+    for number, node in enumerate(nodes):
+        waiting.append((node, number))
+        while len(waiting) > 1 and _are_siblings(waiting[-2][0], waiting[-1][0], segments):
+            (left, one), (right, other) = waiting[-2:]
+            place = len(waiting) - 2
+            steps.append((one, other, place))
+            waiting[-2:] = [(range(left.start, right.stop), len(nodes) + place)]
+    return Joins(nodes, tuple(steps))
+
+
+def _are_siblings(left: range, right: range, segments: int) -> bool:
+    """Whether the tree adds two neighbouring subtrees to one."""
+    size = len(left)
+    return size & (size - 1) == 0 and left.start % (2 * size) == 0 and right.stop == min(left.start + 2 * size, segments)
+
+
+def covered(inputs: range, k: int) -> range:
+    """The whole superblocks that some of K inputs lie in; of rows that are no whole superblocks, those inputs."""
+    if k % _SUPERBLOCK or not inputs:
+        return inputs
+    return range(inputs.start // _SUPERBLOCK * _SUPERBLOCK, -(-inputs.stop // _SUPERBLOCK) * _SUPERBLOCK)

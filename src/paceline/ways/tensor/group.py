@@ -1,0 +1,217 @@
+"""A tensor group on this host: a `LayerRunner` made of ranks, this process the first of them, and the executor that drives it.
+
+All ranks run the same batches, each on its share of heads, inner activations and outputs; a group's KV is that of its ranks, each with its own heads.
+Shapes: L layers, H heads, B bytes of a head's block; others as `engine.local`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends import cpu
+from paceline.backends.cpu.exchange import Exchange
+from paceline.backends.cpu.runner import Bf16, CpuRunner
+from paceline.backends.cpu.shares import deal
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.errors import ConfigError
+from paceline.core.ids import BlockId
+from paceline.core.model import BLOCK_TOKENS, LayerRange
+from paceline.engine.config import EngineConfig
+from paceline.engine.local import Int32, LocalExecutor, RowPlan
+from paceline.machine.setup import Setup
+from paceline.machine.sizing import KvPlan
+from paceline.store.home import Home
+from paceline.ways.tensor import rank as protocol
+from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
+from paceline.ways.tensor.rank import RankOrder, block_request
+from paceline.ways.tensor.ranks import RankProcesses
+
+
+class TensorGroup:
+    """A `LayerRunner` made of the ranks that a model's settings name. Loads all of them at once.
+
+    Args:
+        n_blocks: of KV.
+        config: of the engine that will run it.
+        progress: called with bytes read and bytes to read, of this process's share.
+
+    Raises:
+        UserError: a rank can't be loaded.
+    """
+
+    block_size, one_path, holds_identity = CpuRunner.block_size, CpuRunner.one_path, CpuRunner.holds_identity
+    kv_layout = CpuRunner.kv_layout
+
+    def __init__(self, setup: Setup, n_blocks: int, config: EngineConfig, progress: LoadProgress | None = None) -> None:
+        spec, speeds = setup.opened.spec, setup.settings.tensor
+        if not setup.kernels.compiled:
+            raise ConfigError(f"--tensor needs compiled kernels, and {setup.kernels} would run this model", "Leave --tensor out.")
+        threads = max(1, setup.threads // len(speeds))
+        max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)
+        self._sizes = GroupSizes(spec, deal(spec, speeds), config.max_rows, max_blocks, config.max_logits_rows)
+        self._memory_fd = make_memory(self._sizes)
+        self._memory = GroupMemory(self._memory_fd, self._sizes)
+        # The weights' format and the kernels are decided here, for all.
+        settings = replace(setup.settings, model=str(setup.opened.location.path), weights=setup.weights, device=setup.kernels)
+        orders = [RankOrder(rank, settings, self._sizes, spec.all_layers, n_blocks, threads) for rank in range(1, len(speeds))]
+        exchange = Exchange(spec, self._sizes.shares, 0, self._memory.exchange, config.max_rows)
+        options = LoadOptions(
+            spec.all_layers,
+            setup.weights,
+            n_blocks,
+            threads=threads,
+            max_rows=config.max_rows,
+            kernel_cache=Home.from_environment().kernels,
+        )
+        self._ranks = RankProcesses(self._memory, self._memory_fd, orders)
+        try:
+            self._runner = cpu.load(setup.opened.weights, options, progress, lowering=setup.kernels.lowering, exchange=exchange)
+            self._ranks.await_loads()
+        except BaseException:
+            self._ranks.close()
+            os.close(self._memory_fd)
+            raise
+        self._closed = False
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Process ids of the ranks, this one's first."""
+        return os.getpid(), *self._ranks.ids
+
+    @property
+    def layers(self) -> LayerRange:
+        return self._runner.layers
+
+    @property
+    def n_blocks(self) -> int:
+        return self._runner.n_blocks
+
+    @property
+    def numerics_id(self) -> str:
+        return self._runner.numerics_id
+
+    def embed(self, token_ids_T: Int32) -> Bf16:
+        return self._runner.embed(token_ids_T)
+
+    def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
+        """As `LayerRunner` has it.
+
+        Raises:
+            ExecutorLost: a rank is lost; what was run, and all KV, is void.
+        """
+        part = self.layers if part is None else part
+        if len(plan.tables_SB) == 0 or not part:
+            return x_TD
+        self._memory.give_layers(x_TD, plan, part, self._runner.exchange_number)
+        self._ranks.wake()
+        out_TD = self._runner.run_layers(x_TD, plan, part)
+        if plan.watch is not None and plan.watch.gives_up:
+            self._ranks.call_off()
+            self._go_on()
+        self._ranks.check()
+        return out_TD
+
+    def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
+        """As `LayerRunner` has it. Raises as `run_layers` does."""
+        if len(rows_R) == 0:
+            return self._runner.logits(x_TD, rows_R)
+        x_RD = x_TD[rows_R]
+        self._memory.give_head(x_RD, self._runner.exchange_number)
+        self._ranks.wake()
+        logits_RV = self._runner.logits(x_RD, np.arange(len(rows_R), dtype=np.int32))
+        self._ranks.check()
+        return logits_RV
+
+    def make_whole(self) -> bool:
+        """Have all ranks again, after a loss. Returns whether they are there; waits a moment where not. Raises as `RankProcesses.make_whole` does."""
+        if self._ranks.lost is not None and self._ranks.make_whole():
+            self._go_on()
+        return self._ranks.lost is None
+
+    def _go_on(self) -> None:
+        """Let the ranks meet again, after a batch that ended before its end: at exchanges that none has reached."""
+        if self._ranks.lost is None:
+            self._runner.exchange_number = max(self._memory.arrived)
+            self._memory.withdraw()
+
+    def to_wire(self, x_TD: Bf16) -> Bf16:
+        return x_TD
+
+    def from_wire(self, x_TD: Bf16) -> Bf16:
+        return x_TD
+
+    def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
+        self._runner.rehearse_layers(x_TD, plan, part)
+
+    def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
+        """Nothing: ranks meet at the head's end."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self._sizes.spec.kv_bytes_per_token(self.layers) * self.block_size
+
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        whole_LHB, layers = self._by_head(np.frombuffer(into, np.uint8), part), part or self.layers
+        for rank, heads in self._with_heads():
+            share_LHB = np.empty_like(whole_LHB[:, heads])
+            if rank == 0:
+                self._runner.export_block(block, share_LHB.data.cast("B"), layers)
+            else:
+                data = self._ranks.ask(rank, block_request(protocol.EXPORT, block, layers))
+                share_LHB = np.frombuffer(data, np.uint8).reshape(share_LHB.shape)
+            whole_LHB[:, heads] = share_LHB
+
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        whole_LHB, layers = self._by_head(np.frombuffer(data, np.uint8), part), part or self.layers
+        for rank, heads in self._with_heads():
+            share_LHB = np.ascontiguousarray(whole_LHB[:, heads])
+            if rank == 0:
+                self._runner.import_block(block, share_LHB.data.cast("B"), layers)
+            else:
+                self._ranks.ask(rank, block_request(protocol.IMPORT, block, layers) + share_LHB.tobytes())
+
+    def _by_head(self, data: npt.NDArray[np.uint8], part: LayerRange | None) -> npt.NDArray[np.uint8]:
+        return data.reshape(len(part or self.layers), self._sizes.spec.n_kv_heads, -1)
+
+    def _with_heads(self) -> Iterator[tuple[int, slice]]:
+        """Ranks that have any, and which."""
+        for rank, share in enumerate(self._sizes.shares):
+            if share.kv_heads:
+                yield rank, slice(share.kv_heads.start, share.kv_heads.stop)
+
+    def close(self) -> None:
+        """End all ranks. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._ranks.close()
+            self._runner.close()
+            os.close(self._memory_fd)
+
+
+class GroupExecutor(LocalExecutor[Bf16]):
+    """Runs whole batches on a tensor group; after a loss, as soon as all ranks are there again."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        super().__init__(group)
+        self._group = group
+
+    def ready(self) -> bool:
+        if self._group.make_whole():
+            return True
+        self.reset()  # of what was lost
+        return False
+
+
+def load_group(setup: Setup, kv: KvPlan, config: EngineConfig, progress: LoadProgress | None = None) -> tuple[TensorGroup, GroupExecutor]:
+    """A model shared among the ranks that its settings name, and what drives them.
+
+    Raises:
+        UserError: a rank can't be loaded.
+    """
+    group = TensorGroup(setup, kv.n_blocks, config, progress)
+    return group, GroupExecutor(group)

@@ -1,0 +1,205 @@
+"""Memory that the processes of a tensor group on one host have in common: what the ranks are to run, how far each is, and what they exchange.
+
+The leader, rank 0, writes a command and raises its number; the others take it up, and say when they are done. A command stays as it is until all are.
+Shapes: T rows of a batch, D hidden, S sequences, B blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu import team
+from paceline.backends.cpu.exchange import exchange_bytes
+from paceline.backends.cpu.shares import Share
+from paceline.backends.cpu.sizes import CACHE_LINE
+from paceline.core.model import LayerRange, ModelSpec
+from paceline.engine.local import Int32, RowPlan, row_plan
+
+_PAGE: Final = 4096
+_WORD: Final = CACHE_LINE // 8
+
+
+class Command(IntEnum):
+    """What all ranks do next."""
+
+    NOTHING = 0
+    LAYERS = 1
+    HEAD = 2
+    END = 3
+
+
+class _At(IntEnum):
+    """Places of the command's words (int64), on two cache lines; each rank's own words follow, a line each."""
+
+    NUMBER = 0
+    COMMAND = _WORD
+    ROWS = _WORD + 1
+    SEQUENCES = _WORD + 2
+    WIDTH = _WORD + 3
+    FIRST_LAYER = _WORD + 4
+    STOP_LAYER = _WORD + 5
+    EXCHANGE = _WORD + 6
+    RANKS = 2 * _WORD
+
+
+_DONE, _SLEEPS = 0, 1
+"""Places of a rank's words: the last command it is done with, and whether it must be woken."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """What decides how the memory lies: alike in all ranks."""
+
+    spec: ModelSpec
+    shares: tuple[Share, ...]
+    max_rows: int
+    """Of a batch."""
+    max_blocks: int
+    """Of a sequence's table."""
+    logits_rows: int
+    """Of a batch whose logits are wanted, at most."""
+
+
+class GroupMemory:
+    """As one process has mapped it.
+
+    Args:
+        fd: of `make_memory`; it stays the caller's.
+    """
+
+    def __init__(self, fd: int, sizes: GroupSizes) -> None:
+        self.sizes = sizes
+        self._map = mmap.mmap(fd, _total(sizes))
+        whole = np.frombuffer(self._map, np.uint8)
+        words, x, columns, tables, exchange = np.split(whole, np.cumsum(_parts(sizes))[:-1])
+        self._words = words.view(np.int64)
+        self._x_TD: npt.NDArray[np.uint16] = x.view(np.uint16)[: sizes.max_rows * sizes.spec.hidden].reshape(-1, sizes.spec.hidden)
+        self._columns: Int32 = columns.view(np.int32)[: 5 * sizes.max_rows].reshape(5, -1)
+        self._tables_SB: Int32 = tables.view(np.int32)[: sizes.max_rows * sizes.max_blocks].reshape(sizes.max_rows, -1)
+        self.exchange = exchange
+
+    @property
+    def number_address(self) -> int:
+        """Where the last command's number is."""
+        return int(self._words.ctypes.data) + 8 * _At.NUMBER
+
+    @property
+    def number(self) -> int:
+        return int(self._words[_At.NUMBER])
+
+    @property
+    def command(self) -> Command:
+        return Command(int(self._words[_At.COMMAND]))
+
+    @property
+    def exchange_number(self) -> int:
+        """The exchange that the group was at when the command was given."""
+        return int(self._words[_At.EXCHANGE])
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(int(self._words[_At.FIRST_LAYER]), int(self._words[_At.STOP_LAYER]))
+
+    @property
+    def x_TD(self) -> npt.NDArray[np.uint16]:
+        return self._x_TD[: int(self._words[_At.ROWS])]
+
+    @property
+    def rows_R(self) -> Int32:
+        """Rows whose logits are wanted: all of `x_TD`."""
+        return np.arange(int(self._words[_At.ROWS]), dtype=np.int32)
+
+    @property
+    def plan(self) -> RowPlan:
+        n, width = int(self._words[_At.SEQUENCES]), int(self._words[_At.WIDTH])
+        counts, firsts, paths = (self._columns[i, :n].tolist() for i in (1, 2, 3))
+        return row_plan(counts, firsts, paths, self._tables_SB[:n, :width])
+
+    def give_layers(self, x_TD: npt.NDArray[np.uint16], plan: RowPlan, layers: LayerRange, exchange: int) -> None:
+        """Put a batch where all ranks find it, and let them begin."""
+        n, width = plan.tables_SB.shape
+        for i, column in enumerate((plan.row_start_S, plan.n_rows_S, plan.first_position_S, plan.path_S)):
+            self._columns[i, :n] = column
+        self._tables_SB[:n, :width] = plan.tables_SB
+        self._words[[_At.SEQUENCES, _At.WIDTH, _At.FIRST_LAYER, _At.STOP_LAYER]] = n, width, layers.start, layers.stop
+        self._give(Command.LAYERS, x_TD, exchange)
+
+    def give_head(self, x_RD: npt.NDArray[np.uint16], exchange: int) -> None:
+        """Likewise, of rows whose logits are wanted."""
+        self._give(Command.HEAD, x_RD, exchange)
+
+    def give_end(self) -> None:
+        self._give(Command.END, self._x_TD[:0], 0)
+
+    def _give(self, command: Command, x_TD: npt.NDArray[np.uint16], exchange: int) -> None:
+        self._x_TD[: len(x_TD)] = x_TD
+        self._words[[_At.COMMAND, _At.ROWS, _At.EXCHANGE]] = command, len(x_TD), exchange
+        team.set_word(self.number_address, self.number + 1)
+
+    @property
+    def arrived(self) -> list[int]:
+        """The exchange that each rank has reached."""
+        return self.exchange[: CACHE_LINE * len(self.sizes.shares)].view(np.int64)[::_WORD].tolist()
+
+    @property
+    def _given_up(self) -> npt.NDArray[np.int64]:
+        return self.exchange[CACHE_LINE * len(self.sizes.shares) :][:8].view(np.int64)
+
+    def give_up(self) -> None:
+        """Have all ranks end what they are at: it is void."""
+        self._given_up[0] = 1
+
+    def withdraw(self) -> None:
+        """What was given up is over in all ranks."""
+        self._given_up[0] = 0
+
+    def done(self, rank: int) -> int:
+        """The last command that a rank is done with."""
+        return int(self._words[_At.RANKS + _WORD * rank + _DONE])
+
+    def say_done(self, rank: int, number: int) -> None:
+        team.set_word(self._words.ctypes.data + 8 * (_At.RANKS + _WORD * rank + _DONE), number)
+
+    def sleeps(self, rank: int) -> bool:
+        """Whether a rank waits to be woken."""
+        return bool(self._words[_At.RANKS + _WORD * rank + _SLEEPS])
+
+    def say_sleeps(self, rank: int, sleeps: bool) -> None:
+        team.set_word(self._words.ctypes.data + 8 * (_At.RANKS + _WORD * rank + _SLEEPS), int(sleeps))
+
+
+def make_memory(sizes: GroupSizes) -> int:
+    """A file descriptor of zeroed memory that no path leads to. Its pages are taken when they are first used."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("paceline-tensor")
+    else:
+        fd, path = tempfile.mkstemp("paceline-tensor")
+        Path(path).unlink()
+    os.ftruncate(fd, _total(sizes))
+    return fd
+
+
+def _parts(sizes: GroupSizes) -> list[int]:
+    """Bytes of what lies one after the other, each in whole pages."""
+    rows = sizes.max_rows
+    parts = [
+        8 * (_At.RANKS + _WORD * len(sizes.shares)),
+        2 * rows * sizes.spec.hidden,
+        4 * 5 * rows,
+        4 * rows * sizes.max_blocks,
+        exchange_bytes(sizes.spec, sizes.shares, rows, sizes.logits_rows),
+    ]
+    return [-(-part // _PAGE) * _PAGE for part in parts]
+
+
+def _total(sizes: GroupSizes) -> int:
+    return sum(_parts(sizes))

@@ -1,0 +1,164 @@
+"""A rank of a tensor group in a process of its own: it loads its share, runs what the leader's memory says, and gives out and takes in its KV.
+
+Started by the group (`python -m paceline.ways.tensor.rank FD MEMORY_FD`), over whose connection come its order, and then single letters: W (wake), E (give out
+a block), I (take one in). It ends when the leader says so, or is gone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Final
+
+from paceline.core.errors import PacelineError
+from paceline.core.ids import BlockId
+from paceline.core.model import LayerRange
+from paceline.machine.settings import NodeSettings
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.runner import CpuRunner
+    from paceline.ways.tensor.memory import GroupMemory, GroupSizes
+
+WAKE, EXPORT, IMPORT = b"W", b"E", b"I"
+READY, PROGRESS, FAILED, BLOCK = b"R", b"P", b"F", b"B"
+HEADER: Final = 1 + 3 * 8
+"""Bytes of what asks for a block: the letter, the block, and the first and the last layer but one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """What a rank is to be: sent by its leader, which is the same program on the same machine."""
+
+    rank: int
+    settings: NodeSettings
+    sizes: GroupSizes
+    layers: LayerRange
+    n_blocks: int
+    threads: int
+
+
+def block_request(letter: bytes, block: BlockId, layers: LayerRange) -> bytes:
+    """What asks for a block, or comes before one."""
+    return letter + b"".join(int(word).to_bytes(8, "little") for word in (block, layers.start, layers.stop))
+
+
+def read_block_request(message: bytes) -> tuple[BlockId, LayerRange]:
+    block, start, stop = (int.from_bytes(message[at : at + 8], "little") for at in (1, 9, 17))
+    return BlockId(block), LayerRange(start, stop)
+
+
+def _load(order: RankOrder, memory: GroupMemory, connection: Connection) -> CpuRunner:
+    import numpy as np
+
+    from paceline.backends import cpu, kernel_cache
+    from paceline.backends.cpu.exchange import Exchange
+    from paceline.backends.options import LoadOptions
+    from paceline.engine.local import row_plan
+    from paceline.machine.setup import set_up
+    from paceline.store.home import Home
+
+    setup = set_up(order.settings)
+    kernel_cache.use(Home.from_environment().kernels)
+    from paceline.backends.cpu.team import await_word
+
+    sizes = order.sizes
+    options = LoadOptions(
+        order.layers,
+        setup.weights,
+        order.n_blocks,
+        threads=order.threads,
+        max_rows=sizes.max_rows,
+        kernel_cache=Home.from_environment().kernels,
+    )
+
+    def tell(done: int, total: int) -> None:
+        connection.send_bytes(PROGRESS + done.to_bytes(8, "little") + total.to_bytes(8, "little"))
+
+    exchange = Exchange(sizes.spec, sizes.shares, order.rank, memory.exchange, sizes.max_rows)
+    runner = cpu.load(setup.opened.weights, options, tell, lowering=setup.kernels.lowering, exchange=exchange)
+    with kernel_cache.alone():  # before others wait for this rank
+        nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
+        runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)
+        await_word(memory.number_address, memory.number - 1)
+        kernel_cache.complete()
+    return runner
+
+
+class _Rank:
+    """A loaded rank: this thread runs commands, another one listens."""
+
+    def __init__(self, order: RankOrder, runner: CpuRunner, memory: GroupMemory, connection: Connection) -> None:
+        self._order, self._runner, self._memory, self._connection = order, runner, memory, connection
+        self._woken = threading.Semaphore(0)
+        self._orphaned = False
+        threading.Thread(target=self._listen, name="paceline-rank-listener", daemon=True).start()
+
+    def run(self) -> None:
+        """Until the leader says that it is over, or is gone."""
+        from paceline.backends.cpu.team import await_word
+        from paceline.ways.tensor.memory import Command
+
+        memory, rank, seen = self._memory, self._order.rank, self._memory.done(self._order.rank)
+        while not self._orphaned:
+            if not await_word(memory.number_address, seen):
+                memory.say_sleeps(rank, True)
+                if memory.number == seen:
+                    self._woken.acquire()
+                memory.say_sleeps(rank, False)
+                continue
+            seen, command = memory.number, memory.command
+            self._runner.exchange_number = memory.exchange_number
+            if command is Command.LAYERS:
+                self._runner.run_layers(memory.x_TD, memory.plan, memory.layers)
+            elif command is Command.HEAD:
+                self._runner.logits(memory.x_TD, memory.rows_R)
+            elif command is Command.END:
+                return
+            memory.say_done(rank, seen)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._connection.recv_bytes()
+                if message[:1] == EXPORT:
+                    block, layers = read_block_request(message)
+                    data = bytearray(self._runner.block_bytes * len(layers) // max(1, len(self._runner.layers)))
+                    self._runner.export_block(block, memoryview(data), layers)
+                    self._connection.send_bytes(BLOCK + data)
+                elif message[:1] == IMPORT:
+                    block, layers = read_block_request(message)
+                    self._runner.import_block(block, memoryview(message)[HEADER:], layers)
+                    self._connection.send_bytes(BLOCK)
+                else:
+                    self._woken.release()
+        except (EOFError, OSError):
+            self._orphaned = True
+            self._memory.give_up()
+            self._woken.release()
+
+
+def main() -> None:
+    from paceline.ways.tensor.memory import GroupMemory
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all of its processes: the leader ends this one
+    connection, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
+    order: RankOrder = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, over a pipe it made
+    memory = GroupMemory(memory_fd, order.sizes)
+    try:
+        runner = _load(order, memory, connection)
+    except PacelineError as error:
+        connection.send_bytes(FAILED + str(error).encode())
+        return
+    connection.send_bytes(READY)
+    try:
+        _Rank(order, runner, memory, connection).run()
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""A tensor group of real processes answers as one process does, whatever becomes of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fakes.seeded_models import TINY, write_gguf
+
+from paceline.backends import cpu
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import BlockId, RequestId
+from paceline.machine.build import BuiltEngine, build_engine
+from paceline.machine.settings import NodeSettings
+from paceline.ways.tensor.group import TensorGroup, load_group
+
+pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+
+BOUND_S = 120.0
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("tensor") / "tiny.gguf", TINY, "Q4_K_M")
+
+
+@contextmanager
+def engine(model: Path, *speeds: float) -> Iterator[BuiltEngine]:
+    settings = NodeSettings(str(model), context=1024, kv_tokens=4096, threads=2, draft="off", tensor=speeds)
+    built = build_engine(settings, spread=load_group)
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def answers(built: BuiltEngine, name: str, n: int = 3, *, strike: Callable[[], object] | None = None) -> list[list[int]]:
+    """Tokens of some prompts, sampled, side by side.
+
+    Args:
+        strike: called once some tokens have come.
+    """
+    for i in range(n):
+        ids = tuple(np.random.default_rng(i).integers(5, TINY.vocab, 60 + 40 * i).tolist())
+        sampling = SamplingParams(temperature=0.8, seed=i)
+        built.engine.add(GenerationRequest(RequestId(f"{name}-{i}"), ids, TOKENS, sampling, ignore_eos=True))
+    found: dict[str, list[int]] = {f"{name}-{i}": [] for i in range(n)}
+    end = time.monotonic() + BOUND_S
+    while any(len(tokens) < TOKENS for tokens in found.values()):
+        assert time.monotonic() < end, "no more tokens come"
+        for chunk in built.engine.step():
+            assert chunk.error is None, chunk.error
+            if chunk.request_id in found:  # others were aborted
+                found[chunk.request_id] += chunk.token_ids
+        if strike is not None and min(map(len, found.values())) > 4:
+            strike()
+            strike = None
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[list[int]]:
+    with engine(model, 1.0) as built:
+        return answers(built, "alone")
+
+
+def group_of(built: BuiltEngine) -> TensorGroup:
+    assert isinstance(built.runner, TensorGroup)
+    return built.runner
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0)], ids=str)
+def test_ranks_answer_as_one_process(model: Path, alone: list[list[int]], speeds: tuple[float, ...]) -> None:
+    with engine(model, *speeds) as built:
+        assert answers(built, "ranks") == alone
+
+
+def test_kv_goes_out_and_in_as_one_process_has_it(model: Path) -> None:
+    """A block of a group is the block of one process, so that disks and peers take either."""
+    with engine(model, 1.0) as one, engine(model, 2.0, 1.0) as built:
+        group = group_of(built)
+        for each, name in ((one, "one"), (built, "two")):
+            answers(each, name, 1)
+        assert group.block_bytes == one.runner.block_bytes
+        mine, its = (bytearray(group.block_bytes) for _ in range(2))
+        part = bytearray(group.block_bytes // 2)
+        for block in range(3):
+            one.runner.export_block(BlockId(block), memoryview(mine))
+            group.export_block(BlockId(block), memoryview(its))
+            assert its == mine
+        group.import_block(BlockId(100), memoryview(mine))
+        group.export_block(BlockId(100), memoryview(its))
+        assert its == mine
+        group.export_block(BlockId(100), memoryview(part), type(group.layers)(1, 2))
+        assert part == mine[len(mine) // 2 :]
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_lost_costs_no_answer(model: Path, alone: list[list[int]], strike: signal.Signals) -> None:
+    with engine(model, 1.0, 1.0) as built:
+        _, lost = group_of(built).processes
+        assert answers(built, "struck", strike=lambda: os.kill(lost, strike)) == alone
+        assert group_of(built).processes[1] != lost
+        assert answers(built, "after") == alone
+
+
+def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone: list[list[int]]) -> None:
+    with engine(model, 1.0, 1.0) as built:
+        for turn in range(20):
+            request = RequestId(f"gone-{turn}")
+            ids = tuple(np.random.default_rng(turn).integers(5, TINY.vocab, 800).tolist())
+            built.engine.add(GenerationRequest(request, ids, 4, SamplingParams(seed=1)))
+            built.engine.submit()
+            recalled = threading.Thread(target=_recall, args=(built, request, built.executor.advanced + turn % 3))
+            recalled.start()
+            built.engine.collect()
+            recalled.join()
+            built.engine.abort(request)
+        assert answers(built, "after") == alone
+
+
+def _recall(built: BuiltEngine, request: RequestId, layers: int) -> None:
+    """Once so many layers were run, or a moment later."""
+    end = time.monotonic() + 0.5
+    while built.executor.advanced < layers and time.monotonic() < end:
+        pass
+    built.engine.recall(frozenset({request}), None)
+
+
+def test_ranks_end_with_the_leader(model: Path) -> None:
+    """However it ends: nothing is left that computes."""
+    program = (
+        "import os, sys\n"
+        "from paceline.machine.build import build_engine\n"
+        "from paceline.machine.settings import NodeSettings\n"
+        "from paceline.ways.tensor.group import load_group\n"
+        "built = build_engine(NodeSettings(sys.argv[1], context=256, kv_tokens=512, threads=2, tensor=(1.0, 1.0)), spread=load_group)\n"
+        "print(built.runner.processes[1], flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=BOUND_S, check=False)
+    rank = int(done.stdout)
+    end = time.monotonic() + BOUND_S
+    while Path(f"/proc/{rank}/status").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text().split()[2]:
+        assert time.monotonic() < end, "the rank goes on without its leader"
+        time.sleep(0.05)
