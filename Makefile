@@ -69,10 +69,11 @@ unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 KILLS ?= 200
 FAULTS ?= 200
 PAIRS ?= 2000
+CONVERSATIONS ?= 500
 
-soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...): no byte differs, nothing leaks
+soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...), have 500 conversations on machines that share KV and are killed (CONVERSATIONS=...): no byte differs, nothing leaks
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
-	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 $(BIN)/python -m pytest -s tests/soak
+	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) $(BIN)/python -m pytest -s tests/soak
 
 clients: install-dev  ## Real sessions of libraries for agents, each in an environment of its own; some of them: CLIENTS="llm litellm"
 	$(BIN)/python tools/run_clients.py $(CLIENTS)

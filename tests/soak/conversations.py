@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -26,11 +27,13 @@ from tests.soak.soak import LONGEST_S, MODEL, answer
 
 from paceline.store.home import Home
 
-SPEEDS = {"a": 5000.0, "b": 50.0, "c": 50.0}
+SPEEDS = {"a": 5000.0, "b": 10.0, "c": 10.0}
 """Of prompts, as each says: the first computes them for the others, and what these have is fetched."""
 TURNS = 3
 BETWEEN = (4, 12)
 """Turns from one fault to the next."""
+AWAY = (0, 8)
+"""Turns for which one that was killed stays away."""
 SLEEPS_S = (0.5, 6.0)
 COMMON = "The riders keep a book. " + " ".join(
     f"On day {day} they rode {day * 7 % 31} miles, and drank {day * 5 % 11} cups." for day in range(1, 13)
@@ -113,10 +116,10 @@ class Wandering:
     def _turn(self, body: dict[str, Any], rng: random.Random) -> str:
         end = time.monotonic() + LONGEST_S
         while time.monotonic() < end:
-            machine = rng.choice([one for one in self.machines if one.is_up])
+            machine = rng.choice([one for one in self.machines if one.is_up and one.node.url])
             try:
                 told, ended = answer(machine.node.url, body)
-            except OSError:
+            except (OSError, HTTPException):
                 ended = "lost"
             if ended in {"stop", "length"}:
                 return told
@@ -125,18 +128,25 @@ class Wandering:
             self._over.wait(0.05)
         return "nothing"
 
+    def _turns_went(self, count: int) -> bool:
+        """Wait for so many turns. False: there are no more."""
+        due = self.turns + count
+        while self.turns < due:
+            if self._over.wait(0.01):
+                return False
+        return True
+
     def _strike(self) -> None:
         rng = random.Random(self.seed)
         while True:
-            due = self.turns + rng.randint(*BETWEEN)
-            while self.turns < due:
-                if self._over.wait(0.01):
-                    return
+            if not self._turns_went(rng.randint(*BETWEEN)):
+                return
             victim, fault = rng.choice(self.machines), rng.choice(("kill", "kill", "sleep"))
             self.faults[fault] += 1
             if fault == "kill":
                 self.seen += counted_of(victim)
                 victim.node.kill()
+                self._turns_went(rng.randint(*AWAY))
                 start(victim)
             else:
                 victim.node.process.send_signal(signal.SIGSTOP)

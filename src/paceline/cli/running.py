@@ -12,7 +12,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -145,10 +145,14 @@ _FIGURES = {
     "paceline_ttft_seconds_count": "first_tokens",
     "paceline_inter_token_seconds_count": "later_tokens",
     "paceline_kv_disk_bytes": "disk_bytes",
+    "paceline_kv_leases": "leases",
     **{f"paceline_kv_disk_blocks_total {what}": what for what in BLOCK_COUNTS},
     **{f"paceline_kv_peer_blocks_total {what}": f"peer_{what}" for what in ("fetched", "pushed", "missed", "given")},
     "paceline_kv_transport_bytes_total taken nixl": "peer_nixl",
 }
+
+
+_PUSHES, NOT_WHOLE = "paceline_kv_pushes_total ", "not whole: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +188,21 @@ class KvPeerLoad:
     pushed: int = 0
     """Computed there for this node."""
     fetched_per_s: float | None = None
+    pushed_per_s: float | None = None
+    leases: int = 0
+    """Prompts that are computed here for others now."""
     nixl_bytes: int = 0
     """Of what came, read out of another process's memory."""
+    failed: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Prompts that did not come whole from elsewhere, by how that ended."""
 
     def __str__(self) -> str:
-        rate = f" ({self.fetched_per_s:.0f}/s)" if self.fetched_per_s else ""
-        pushed = f", {self.pushed} computed there" if self.pushed else ""
+        rates = [f" ({rate:.0f}/s)" if rate else "" for rate in (self.fetched_per_s, self.pushed_per_s)]
+        pushed = f", {self.pushed} computed there{rates[1]}" if self.pushed else ""
         nixl = f"; {human(self.nixl_bytes)} came by NIXL" if self.nixl_bytes else ""
-        return f"{self.fetched} fetched{rate}{pushed}, {self.missed} missed, {self.given} given{nixl}"
+        leases = f"; {counted(self.leases, 'prompt')} computed here for others now" if self.leases else ""
+        failed = f"; prompts not whole: {', '.join(f'{count} {end}' for end, count in self.failed.items())}" if self.failed else ""
+        return f"{self.fetched} fetched{rates[0]}{pushed}, {self.missed} missed, {self.given} given{nixl}{leases}{failed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +304,12 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         )
         if last["keeps"]
         else None,
-        kv_peers=KvPeerLoad(*(int(last[what]) for what in peers), fetched_per_s=rate("peer_fetched"), nixl_bytes=int(last["peer_nixl"]))
-        if any(last[what] for what in peers)
+        kv_peers=KvPeerLoad(
+            *(int(last[what]) for what in peers),
+            *(rate("peer_fetched"), rate("peer_pushed"), int(last["leases"]), int(last["peer_nixl"])),
+            failed={name.removeprefix(NOT_WHOLE): int(count) for name, count in last.items() if name.startswith(NOT_WHOLE) and count},
+        )
+        if any(last[what] for what in (*peers, "leases"))
         else None,
     )
 
@@ -308,6 +323,8 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
             return {}
         samples = dict(_samples(answer.text))
         found = {"at": time.monotonic(), **{figure: samples.get(name, 0.0) for name, figure in _FIGURES.items()}}
+        ends = {name.removeprefix(_PUSHES): count for name, count in samples.items() if name.startswith(_PUSHES)}
+        found |= {NOT_WHOLE + end: count for end, count in ends.items() if end not in {"whole", "left"}}
         return {**found, "keeps": float("paceline_kv_disk_blocks_total read" in samples)}
     except (httpx.HTTPError, OSError, ValueError):
         return {}

@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -213,9 +213,11 @@ class DiskTier:
         return bool(self._folder.run_of([key])) and self._folder.read(key, data)
 
     def close(self) -> None:
-        """End. What was not written yet is not kept. Idempotent."""
+        """End. What was not begun yet is not kept, and a disk that hangs is left: its threads read and write no block any more. Idempotent."""
         for pool in (self._writer, self._readers):
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+        wait(tuple(self._work), STALL_S)
+        self.reset()
 
     def _rest(self) -> None:
         self._rests_until = self._clock.monotonic() + REST_S

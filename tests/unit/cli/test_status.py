@@ -142,6 +142,11 @@ def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=pushed))[-1] == (
         "  KV of other machines: blocks: 0 fetched, 40 computed there, 0 missed, 2 given; 3 MiB came by NIXL"
     )
+    lost = KvPeerLoad(0, 3, 0, pushed=40, pushed_per_s=8.0, leases=1, failed={"silent": 2, "watchdog": 1})
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=lost))[-1] == (
+        "  KV of other machines: blocks: 0 fetched, 40 computed there (8/s), 3 missed, 0 given; 1 prompt computed here for others now; "
+        "prompts not whole: 2 silent, 1 watchdog"
+    )
 
 
 def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None:

@@ -17,7 +17,9 @@ from tests.fakes.null_backend import NullRunner
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.machine import kv_tier
 from paceline.machine.kv_tier import REST_S, DiskTier, KvDiskLimits
+from paceline.store.kv_folder import KvFolder
 
 
 class Started:
@@ -132,6 +134,36 @@ def test_a_disk_that_hangs_is_not_waited_for_and_fills_nothing_later(tmp_path: P
                 os.close(pipe)
         closing.join(0.01)
     assert not filled
+
+
+def test_a_write_that_hangs_holds_up_no_end_and_reads_no_block_later(
+    tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tier, "STALL_S", 0.2)
+    hangs, goes_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def write(self: KvFolder, key: bytes, block: memoryview) -> bool:
+        del self, key, block
+        hangs.set()
+        goes_on.wait(60)
+        over.set()
+        return False
+
+    monkeypatch.setattr(KvFolder, "write", write)
+    started = Started(tmp_path)
+    with started as bench:
+        bench.add(request("a", prompts[0]))
+        while (answer := bench.answers.get((RequestId("a"), 0))) is None or answer.finish is None:
+            bench.step()
+        assert hangs.wait(60)
+        read: list[int] = []
+    bench.runner.export_block = lambda block, into: read.append(block)  # type: ignore[method-assign]
+    goes_on.set()
+    assert over.wait(60)
+    for thread in started.tier._writer._threads:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        thread.join(60)
+    assert not read
+    assert not started.tier.kept()
 
 
 def test_what_other_nodes_asked_is_not_kept(tmp_path: Path, prompts: list[list[int]]) -> None:
