@@ -306,7 +306,10 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         else None,
         kv_peers=KvPeerLoad(
             *(int(last[what]) for what in peers),
-            *(rate("peer_fetched"), rate("peer_pushed"), int(last["leases"]), int(last["peer_nixl"])),
+            fetched_per_s=rate("peer_fetched"),
+            pushed_per_s=rate("peer_pushed"),
+            leases=int(last["leases"]),
+            nixl_bytes=int(last["peer_nixl"]),
             failed={name.removeprefix(NOT_WHOLE): int(count) for name, count in last.items() if name.startswith(NOT_WHOLE) and count},
         )
         if any(last[what] for what in (*peers, "leases"))
