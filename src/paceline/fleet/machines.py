@@ -182,7 +182,7 @@ def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) 
     found: dict[tuple[str, ...], dict[NodeId, Machine]] = {}
     for card, offer in sorted(offers, key=lambda pair: (pair[0].node_id, _merit(pair[1]))):
         assert offer.shape is not None
-        machine = _machine(card.running(offer.weights), offer, offer.shape, request)
+        machine = _machine(card.running(offer.weights), _as_loaded(offer, card), offer.shape, request)
         if machine is None:
             continue
         # Without a digest it is not known whether two machines' weights are the same. How long a context each serves parts none.
@@ -219,16 +219,22 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of
             steps=(),
             drafts=(),
         )
-        loaded = next((own for own in card.models if own.shard is not None and own.warm and own.model.is_same(offer.model)), None)
-        if loaded is not None:  # it has run layers of the model, so its speed is known
-            offer = replace(
-                offer, tokens_per_second=loaded.tokens_per_second, prefill_tokens_per_second=loaded.prefill_tokens_per_second,
-                numerics_id=loaded.numerics_id,
-            )  # fmt: skip
+        offer = _as_loaded(offer, card)
         machine = _machine(card.running(offer.weights), offer, source.shape, request)
         if machine is not None:
             found.append(replace(machine, fetch_from=source.node_id))
     return found
+
+
+def _as_loaded(offer: ModelOffer, card: NodeCard) -> ModelOffer:
+    """What is known of a model that never ran whole on a node, where that has run layers of it: whose bytes, and how fast."""
+    loaded = next((own for own in card.models if own.shard is not None and own.warm and own.model.is_same(offer.model)), None)
+    if loaded is None or offer.numerics_id:
+        return offer
+    return replace(
+        offer, tokens_per_second=offer.tokens_per_second or loaded.tokens_per_second, numerics_id=loaded.numerics_id,
+        prefill_tokens_per_second=offer.prefill_tokens_per_second or loaded.prefill_tokens_per_second,
+    )  # fmt: skip
 
 
 def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Collection[NodeId] = ()) -> list[Machine]:

@@ -179,6 +179,7 @@ def _nothing(
     constraint = Constraint.MEMORY if any(each.constraint is Constraint.MEMORY for each in excluded) else Constraint.NO_CANDIDATE
     reasons = "; ".join(f"{each.node_id} {each.why}" for each in excluded[:4])
     more = f"; and {len(excluded) - 4} more" if len(excluded) > 4 else ""
+    having = [[*group, *fetchers(group, fleet.cards, links.between, request)] for group in having]
     machines = [machine for group in having for machine in group]
     first = request.orchestrator if any(each.spreads for each in ways) else None
     hosts = [machine for machine in machines if machine.card.serves_shards and machine.node_id != first]
@@ -208,7 +209,7 @@ def _unlike_could(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways:
     """Whether machines could run a request together that compute other bytes than one another, and may not."""
     if fleet.request.allows_unlike:
         return False
-    allowing = replace(fleet, request=replace(fleet.request, allows_unlike=True))
+    allowing = replace(fleet, request=replace(fleet.request, allows_unlike=True, numerics_id=""))
     try:
         return any(each.price(allowing, group) for each in ways if each.spreads for group in having)
     except PlacementError:

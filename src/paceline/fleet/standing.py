@@ -24,6 +24,7 @@ class Standing:
 
     def __init__(self, running: Choice) -> None:
         self.running = running
+        """As it was priced last."""
         self.rather: Choice | None = None
         """What the last plan would have in its place."""
         self._since_s: float | None = None
@@ -35,7 +36,10 @@ class Standing:
         Args:
             made: the plan as the view is now; None: there is none, so that there is nothing to move to.
         """
-        better = None if made is None else _better(made, self.running)
+        priced = None if made is None else next((each for each in (made.chosen, *made.runners_up) if is_same(each, self.running)), None)
+        if priced is not None and [stage.layers for stage in priced.stages] == [stage.layers for stage in self.running.stages]:
+            self.running = priced
+        better = None if made is None else _better(made.chosen, priced)
         if better is None or (self.rather is not None and not is_same(better, self.rather)):
             self._since_s = None
         self.rather = better
@@ -60,11 +64,9 @@ def is_same(one: Choice, other: Choice) -> bool:
     return (one.way, one.node_ids) == (other.way, other.node_ids)
 
 
-def _better(made: Plan, running: Choice) -> Choice | None:
-    chosen = made.chosen
-    now = next((each for each in (chosen, *made.runners_up) if is_same(each, running)), None)
-    if now is chosen:
+def _better(chosen: Choice, running: Choice | None) -> Choice | None:
+    if running is chosen:
         return None
-    if now is None or now.estimate.total_s >= BETTER * chosen.estimate.total_s:
+    if running is None or running.estimate.total_s >= BETTER * chosen.estimate.total_s:
         return chosen
     return None

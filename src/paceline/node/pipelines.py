@@ -29,7 +29,7 @@ from paceline.core.model import LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import ALONE, Choice, Plan, Way
-from paceline.fleet.standing import Standing
+from paceline.fleet.standing import Standing, is_same
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
@@ -232,7 +232,6 @@ class _Replanning:
         self._whole, self._settings, self._asked, self._access = whole, settings, asked, access
         self._location, self._clock = location, clock
         self._standing = Standing(made.chosen)
-        self._words = in_words(made)
         self._serves = made.chosen
         self._is_gone = False
         """It could be served in no way any more, and is tried again."""
@@ -246,10 +245,13 @@ class _Replanning:
             await asyncio.sleep(REPLANNED_S)
             if not (self._is_gone or self._whole.models.is_loaded(self._location.name)):
                 continue  # its owner took it away
-            to = self._standing.look(await asyncio.to_thread(self._plan), self._clock.monotonic())
-            if to is not None or self._is_gone:
+            made = await asyncio.to_thread(self._plan)
+            to = self._standing.look(made, self._clock.monotonic())
+            if (rather := self._standing.rather) is not None and rather.way == PIPELINE and self._spans == _others(rather):
+                self._standing.moved(rather)  # its own route went there, after a loss
+            elif to is not None or self._is_gone:
                 await self._move(to or self._standing.running)
-            self._show()
+            self._show(made)
 
     def _plan(self) -> Plan | None:
         running = self._standing.running
@@ -263,8 +265,6 @@ class _Replanning:
         before = self._standing.running
         self._serves = to
         if self._is_gone or PIPELINE in (to.way, before.way):
-            if to.way == before.way and not self._is_gone:
-                return  # which machines a pipeline runs over, its own routes decide
             try:
                 if not await self._whole.models.change(self._location, partial(self._built, to, before)):
                     return
@@ -274,8 +274,7 @@ class _Replanning:
             self._is_gone = False
         if self._serves is not before:
             self._standing.moved(to)
-            self._words = _brief(to)
-            logger.info("%s is served another way, as planned: %s", self._location.name, self._words)
+            logger.info("%s is served another way, as planned: %s", self._location.name, _brief(to))
 
     async def _built(self, to: Choice, before: Choice) -> BuiltNode:
         try:
@@ -295,20 +294,25 @@ class _Replanning:
             return await _build_spread(self._whole, self._settings, self._asked, self._access, chosen, self._clock, quiet)
         return await _build_here(self._whole, self._settings, quiet)
 
-    def _show(self) -> None:
-        rather = self._standing.rather
-        words = f"{self._words}{self._now_over()}"
-        words = words if rather is None else f"{words}; would rather be {_brief(rather)}"
-        self._whole.show_plan(self._location.name, self._standing.running, words)
+    def _show(self, made: Plan | None) -> None:
+        running, rather, words = self._standing.running, self._standing.rather, _brief(self._standing.running)
+        if self._spans != _others(running):  # after a loss, say
+            over = " -> ".join(f"{span.node_id} [{span.layers.start}..{span.layers.stop - 1}]" for span in self._spans)
+            words += f"; now over {over}" if over else "; looks for machines now"
+        if rather is not None:
+            words += f"; would rather be {_brief(rather)}"
+        elif made is not None and (other := next((each for each in (made.chosen, *made.runners_up) if not is_same(each, running)), None)):
+            words += f"; otherwise {_brief(other)}"
+        self._whole.show_plan(self._location.name, running, words)
 
-    def _now_over(self) -> str:
-        """What a pipeline runs over, where that is not what was planned: after a loss, say."""
-        planned = tuple(LayerSpan(stage.node_id, stage.layers) for stage in self._standing.running.stages[1:])
-        spans = next((node.spans() for node in self._whole.models.nodes if node.model.name == self._location.name), planned)
-        if spans == planned:
-            return ""
-        parts = " -> ".join(f"{span.node_id} [{span.layers.start}..{span.layers.stop - 1}]" for span in spans)
-        return f"; now over {parts}" if parts else "; looks for machines now"
+    @property
+    def _spans(self) -> tuple[LayerSpan, ...]:
+        """What others run of it now."""
+        return next((node.spans() for node in self._whole.models.nodes if node.model.name == self._location.name), ())
+
+
+def _others(choice: Choice) -> tuple[LayerSpan, ...]:
+    return tuple(LayerSpan(stage.node_id, stage.layers) for stage in choice.stages[1:])
 
 
 def _nothing(*_: object) -> None:

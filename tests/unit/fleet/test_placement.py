@@ -560,6 +560,24 @@ def test_unlike_machines_share_layers_only_where_that_is_allowed(*, allows: bool
     assert any("unlike machines" in note for note in made.notes) == made.chosen.is_unlike
 
 
+@pytest.mark.parametrize("digest", ["d" * 64, ""])
+def test_what_machines_could_do_that_compute_other_bytes_is_said(digest: str) -> None:
+    """Also of one that knows of its own weights no digest yet, and has layers of others'."""
+    shard = offer(role=Role.SHARD, numerics_id="o", warm=True, shard=ShardState(LayerRange(12, 24), 4))
+    other: dict[str, object] = {"models": (offer(numerics_id="o", digest=digest), shard)}
+    with pytest.raises(PlacementError) as refused:
+        plan(sharing(bee=other, cat=other), replace(ORCHESTRATED, numerics_id="n", orchestrator_layers=12))
+    assert refused.value.hint == "Machines that compute other bytes than one another could share it: --allow-unlike allows that."
+
+
+def test_a_machine_that_has_run_layers_is_known_by_their_bytes() -> None:
+    shard = offer(role=Role.SHARD, numerics_id="o", warm=True, shard=ShardState(LayerRange(12, 24), 4))
+    view = sharing(bee={"models": (offer(numerics_id=""), shard)}, cat={"serves_shards": False})
+    assert plan(view, replace(ORCHESTRATED, allows_unlike=True)).chosen.is_unlike
+    with pytest.raises(PlacementError):
+        plan(view, ORCHESTRATED)
+
+
 def test_an_orchestrator_alone_says_what_is_missing() -> None:
     view = sharing(bee={"serves_shards": False}, cat={"serves_shards": False})
     with pytest.raises(PlacementError, match=r"No other machines serve shards of it now: start them"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,9 @@ from tests.unit.ways.pipeline.routes.test_router import Eyes
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import OutOfMemory, PipelineDisabled, PlacementError
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, LayerSpan
+from paceline.fleet.placement import headline
 from paceline.fleet.plan import ALONE, Choice, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
@@ -76,8 +81,31 @@ def test_where_pipelines_are_switched_off_none_is_looked_for(monkeypatch: pytest
         served(monkeypatch, enabled=False, ways={PIPELINE})
 
 
-async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[list[str], list[str]]:
-    """What was built as a plan's choice was better for long, where some ways can't be built; and what was shown last."""
+SPREAD = PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({PIPELINE}))
+
+
+def candidates() -> list[Choice]:
+    """Pipelines of this fleet, the best first."""
+    made = pipelines.plan(CARDS, SPREAD)
+    return [made.chosen, *made.runners_up]
+
+
+async def replanned(
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Collection[Way] = (),
+    *,
+    ways: Collection[Way] = (ALONE, PIPELINE),
+    runs: Choice | None = None,
+    over: tuple[LayerSpan, ...] = (),
+) -> tuple[list[str], list[str]]:
+    """What was built as a plan's choice was better for long, and what was shown.
+
+    Args:
+        fails: what can't be built.
+        ways: that are allowed.
+        runs: what the plan chose before; None: the best pipeline.
+        over: what others run of it by now.
+    """
     monkeypatch.setattr("paceline.fleet.standing.HELD_S", 0.0)
     monkeypatch.setattr("paceline.fleet.standing.BETTER", 1.0)
     monkeypatch.setattr(pipelines, "REPLANNED_S", 0.0)
@@ -102,13 +130,16 @@ async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[l
     monkeypatch.setattr(pipelines, "_build_here", lambda *_: build(ALONE))
     monkeypatch.setattr(pipelines, "_build_spread", lambda *_: build(PIPELINE))
     whole: Any = SimpleNamespace(
-        models=SimpleNamespace(change=change, is_loaded=lambda _: True, nodes=()), slots=SimpleNamespace(taken=0), show_plan=show
+        models=SimpleNamespace(
+            change=change, is_loaded=lambda _: True, nodes=[SimpleNamespace(model=SimpleNamespace(name="m"), spans=lambda: over)]
+        ),
+        slots=SimpleNamespace(taken=0),
+        show_plan=show,
     )
-    asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
+    asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings()))
     eyes: Any = Eyes(CARDS)
-    best = pipelines.plan(CARDS, PlanRequest("m", orchestrator=eyes.node_id))
-    spread = pipelines.plan(CARDS, PlanRequest("m", orchestrator=eyes.node_id, ways=frozenset({PIPELINE})))
-    assert best.chosen.way == ALONE
+    spread = pipelines.plan(CARDS, SPREAD)
+    spread = spread if runs is None else replace(spread, chosen=runs)
     location: Any = SimpleNamespace(name="m")
     replanning = pipelines._Replanning(whole, NodeSettings("m"), asked, eyes, location, spread, SystemClock())  # pyright: ignore[reportPrivateUsage]
     task = asyncio.create_task(replanning._run())  # pyright: ignore[reportPrivateUsage]
@@ -118,13 +149,36 @@ async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[l
 
 
 def test_what_is_better_for_long_is_built_in_the_place_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, shown = asyncio.run(replanned(monkeypatch, set()))
+    built, shown = asyncio.run(replanned(monkeypatch))
     assert built == [ALONE]
     assert shown[-1].startswith("alone: own alone: ")
+    assert "; otherwise own [" in shown[-1]
+
+
+def test_a_better_pipeline_is_built_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, *others = candidates()
+    built, shown = asyncio.run(replanned(monkeypatch, ways={PIPELINE}, runs=others[-1]))
+    assert built == [PIPELINE]
+    assert shown[-1].startswith(f"pipeline: {headline(best)}: ")
+
+
+def test_where_its_route_went_to_what_is_better_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, *others = candidates()
+    over = tuple(LayerSpan(stage.node_id, stage.layers) for stage in best.stages[1:])
+    built, shown = asyncio.run(replanned(monkeypatch, ways={PIPELINE}, runs=others[-1], over=over))
+    assert built == []
+    assert shown[-1].startswith(f"pipeline: {headline(best)}: ")
+    assert "now over" not in shown[-1]
+
+
+def test_a_pipeline_that_runs_over_others_than_planned_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = (LayerSpan(NodeId("dog"), LayerRange(3, 24)),)
+    _, shown = asyncio.run(replanned(monkeypatch, [ALONE], over=over))
+    assert "; now over dog [3..23]; " in shown[0] + shown[-1]
 
 
 def test_what_can_t_be_built_leaves_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, shown = asyncio.run(replanned(monkeypatch, {ALONE}))
+    built, shown = asyncio.run(replanned(monkeypatch, [ALONE]))
     assert built == [ALONE, PIPELINE]
     assert shown[-1].startswith("pipeline: own ")
     assert "; would rather be own alone: " in shown[-1]
