@@ -15,7 +15,7 @@ from tests.unit.machine.echo_engine import EchoEngine
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import EngineGone, InvalidRequest, NodeStopping, Overloaded, PacelineError, UnknownModel, WayNotAllowed
-from paceline.core.generation import LOCAL_FALLBACK, FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, Notice
+from paceline.core.generation import LOCAL_FALLBACK, FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind, KvLeg, Notice
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, ServedModel
 from paceline.core.text import Tokenizer
@@ -210,6 +210,8 @@ def test_refusals_come_before_the_first_item() -> None:
             first = host.generate("echo", request("first", n=3))
             waiting = asyncio.create_task(drain(first))
             await asyncio.sleep(0)
+            with pytest.raises(InvalidRequest, match="shares no KV"):
+                await anext(host.generate("echo", replace(request("leg"), leg=KvLeg("leg", is_prefill=True))))
             with pytest.raises(InvalidRequest, match="in use"):
                 await anext(host.generate("echo", request("first")))
             # The engine hangs in a step: the counter alone decides.

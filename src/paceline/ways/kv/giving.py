@@ -171,8 +171,9 @@ class KvServicer(KvServiceServicer):
         except PacelineError as error:
             await abort(context, error)
         if lease.ended is not LeaseEnd.WHOLE:
-            codes = {LeaseEnd.EXPIRED: grpc.StatusCode.DEADLINE_EXCEEDED, LeaseEnd.UNMATCHED: grpc.StatusCode.NOT_FOUND}
-            code = codes.get(lease.ended, grpc.StatusCode.ABORTED)
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if lease.ended is LeaseEnd.EXPIRED else grpc.StatusCode.ABORTED
+            if lease.is_routed and lease.ended in (LeaseEnd.UNMATCHED, LeaseEnd.NOT_COMPUTED):
+                code = grpc.StatusCode.NOT_FOUND  # the router's request did not come, or ended: no fault of this node
             await context.abort(code, f"the prompt is not computed to its end: {lease.ended}")
 
     def close(self) -> None:

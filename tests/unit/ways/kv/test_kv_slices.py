@@ -5,8 +5,14 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
+from tests.conformance.test_layer_runners import LLAMA
 
+from paceline.backends import torch
+from paceline.core.ids import BlockId
+from paceline.core.model import LayerRange, WeightsFormat
+from paceline.testing.conformance.layer_runner import Rows, RunnerCase, plan_of, tokens
 from paceline.ways.kv.slices import heads_of_ranks, kv_slices
 
 
@@ -60,3 +66,37 @@ def test_uneven_heads_leave_no_rank_with_two_more_than_another() -> None:
 def test_what_no_source_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="no source has 4"):
         kv_slices((range(4), range(5, 8)), (range(8),))
+
+
+CUTS = [(range(3),), (range(1), range(1, 3)), (range(2), range(2, 3)), (range(1), range(1, 2), range(2, 3))]
+
+
+@pytest.mark.parametrize("targets", CUTS, ids=str)
+@pytest.mark.parametrize("sources", CUTS, ids=str)
+def test_stages_of_other_spans_have_blocks_slice_by_slice(sources: tuple[range, ...], targets: tuple[range, ...]) -> None:
+    """One machine and pipelines of any spans: what is copied is what the target's stages compute themselves."""
+    case = RunnerCase("torch", torch.load, LLAMA, WeightsFormat.BF16)
+
+    def computed(spans: tuple[range, ...], at: int) -> list[bytearray]:
+        """The block of each stage, after a prompt ran through all."""
+        runners = [case.runner(layers=LayerRange(span.start, span.stop), edges=not span.start) for span in spans]
+        try:
+            block = Rows(tokens(runners[0].block_size, LLAMA.vocab), 0, [at])
+            x_TD = runners[0].embed(np.array(block.ids, np.int32))
+            found: list[bytearray] = []
+            for runner in runners:
+                x_TD = runner.run_layers(x_TD, plan_of([block]))
+                found.append(bytearray(runner.block_bytes))
+                runner.export_block(BlockId(at), memoryview(found[-1]))
+            return found
+        finally:
+            for runner in runners:
+                runner.close()
+
+    there, here = computed(sources, 1), computed(targets, 4)
+    got = [bytearray(len(block)) for block in here]
+    for one in kv_slices(sources, targets):
+        layer = len(there[one.source]) // len(sources[one.source])
+        part = there[one.source][one.source_at * layer : (one.source_at + len(one.part)) * layer]
+        got[one.target][one.target_at * layer : (one.target_at + len(one.part)) * layer] = part
+    assert got == here

@@ -231,9 +231,13 @@ async def test_a_prompt_whose_request_ends_before_it_is_computed_is_computed_her
         await until(lambda: p.sharing.legs.ended == {"left": 1})
         gate.set()
         answer = await answering
-        assert (tokens(answer), outcome(answer)[0]) == (alone(PROMPT), "write_failed")
+        assert (tokens(answer), outcome(answer)[0]) == (alone(PROMPT), "unmatched")
         await at_rest(p, d)
         assert p.sharing.meter.prefills == {"not_computed": 1}
+        # A client that left is no fault of P's, which is asked again at once.
+        other = PROMPT[::-1]
+        _, answer = await asyncio.gather(run(p, "p2", PREFILL, other), run(d, "d2", decode(p), other))
+        assert outcome(answer) == ("whole", WHOLE)
 
 
 @in_loop
@@ -253,6 +257,18 @@ async def test_an_answer_that_is_not_wanted_any_more_leaves_the_prompt_to_others
         await prompting
         assert p.sharing.legs.waiting() == {"prompts": 1, "nodes": 0}
         p.sharing.legs.forget(p.kv)
+        await at_rest(p, d)
+
+
+@in_loop
+async def test_a_client_that_leaves_while_its_prompt_is_waited_for_holds_nothing(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("p", speed=ALIKE), sharer("d", speed=ALIKE)) as (p, d):
+        answering = asyncio.create_task(run(d, "d1", decode(p)))
+        await until(lambda: p.sharing.legs.waiting()["nodes"] == 1)
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        d.kv._wake()  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: p.sharing.meter.prefills == {"left": 1} and d.sharing.meter.pushes == {"left": 1})
         await at_rest(p, d)
 
 
