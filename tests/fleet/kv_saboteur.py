@@ -35,7 +35,7 @@ from paceline.ways.kv import giving, lease, prefilling, pushing, service
 from paceline.ways.kv.source import PeerKv, send_block
 from paceline.ways.kv.staged import BlockSender
 
-HOME = Path(os.environ["PACELINE_HOME"])
+HOME = Path(os.environ.get("PACELINE_HOME", ""))
 NOT_A_NUMBER = b"\xc0\x7f"
 """In bf16: nor is what is computed with it."""
 AGAIN_S = 0.1
