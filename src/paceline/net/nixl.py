@@ -9,6 +9,8 @@ that says what was read.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -21,6 +23,7 @@ from collections import Counter
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -54,7 +57,7 @@ def is_installed() -> bool:
 
 
 class HostDoor:
-    """Tells what proves that one was here to processes of this user on this host, and to no others. On the event loop."""
+    """Tells what proves that one was here to processes of this user on this host whose memory this one may read, and to no others. On the event loop."""
 
     def __init__(self) -> None:
         self.name, self.proof = secrets.token_hex(16), secrets.token_bytes(PROOF_BYTES)
@@ -79,7 +82,7 @@ class HostDoor:
         with suppress(OSError):  # who knocked is gone
             caller, _ = listening.accept()
             with caller:
-                if _is_this_user(caller):
+                if (process := _own_process(caller)) and _may_be_read(process):
                     caller.send(self.proof)
 
 
@@ -89,7 +92,7 @@ def knock(name: str) -> bytes | None:
         sock.settimeout(KNOCK_S)
         try:
             sock.connect(_path(name))
-            proof = sock.recv(PROOF_BYTES, socket.MSG_WAITALL) if _is_this_user(sock) else b""
+            proof = sock.recv(PROOF_BYTES, socket.MSG_WAITALL) if _own_process(sock) else b""
         except OSError:
             return None
         return proof if len(proof) == PROOF_BYTES else None
@@ -100,10 +103,28 @@ def _path(name: str) -> str:
     return f"\0paceline-{name}"
 
 
-def _is_this_user(sock: socket.socket) -> bool:
-    """Whether the other end is this user's process, in sight of this one (its id is 0 where it is in a container apart)."""
+def _own_process(sock: socket.socket) -> int:
+    """The process at the other end, where it is this user's; else, and where it is out of sight in a container, 0."""
     process, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return process > 0 and user == os.geteuid()
+    return process if user == os.geteuid() else 0
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _may_be_read(process: int) -> bool:
+    """Whether the kernel has this process read another's memory. Where it does not, UCX has the other send it, which then must not end nor sleep."""
+    try:
+        if any(Path(f"/proc/{process}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "user")):
+            return False
+    except OSError:
+        return False
+    into, at_nothing = ctypes.create_string_buffer(1), 8
+    here, there = _Span(ctypes.addressof(into), 1), _Span(at_nothing, 1)
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    ctypes.CDLL(None, use_errno=True).process_vm_readv(process, ctypes.byref(here), one, ctypes.byref(there), one, none)
+    return ctypes.get_errno() == errno.EFAULT  # it was looked for, and nothing is there
 
 
 class StagedMemory:

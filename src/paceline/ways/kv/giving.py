@@ -200,6 +200,7 @@ class KvServicer(KvServiceServicer):
                     for key in keys[start:stop]:
                         data = sender.space()
                         if not kv.read(lent[0], key, data):
+                            sender.finish()
                             return
                         send_block(sender, key, data)
                         sent += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import subprocess
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -54,6 +55,19 @@ async def test_blocks_of_a_node_on_this_host_are_read_out_of_its_memory(tmp_path
         await until(lambda: b.sharing.meter.fetches == {"whole": 1} and a.sharing.meter.blocks["given"] == WHOLE)
         assert through(b) == {("taken", "nixl"): WHOLE}
         assert through(a) == {("given", "nixl"): WHOLE}
+        assert not b.sharing.meter.nixl_failures
+
+
+@in_loop
+async def test_where_the_giver_has_a_part_all_of_it_is_read(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, b):
+        part = WHOLE * 2 // 3
+        await a.answer("1", PROMPT[: 4 * part + 1])
+        await b.knows(a)
+        answer = await b.answer("1", PROMPT)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), 4 * part)
+        await until(lambda: b.sharing.meter.fetches == {"whole": 1})
+        assert through(b) == {("taken", "nixl"): part}
         assert not b.sharing.meter.nixl_failures
 
 
@@ -144,21 +158,22 @@ async def test_a_reader_that_is_not_heard_is_left(tmp_path: Path, monkeypatch: p
         await until(lambda: b.sharing.meter.nixl_failures == 1 and b.sharing.meter.fetches == {"lost": 1})
 
 
-@pytest.mark.parametrize("change", [bytes(32), None], ids=["proof", "agent"])
+@pytest.mark.parametrize("wrong", ["proof", "garbage", "another agent"])
 @in_loop
-async def test_what_describes_another_s_memory_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes | None) -> None:
-    """Who did not see the door is not believed; what the library can't read is no block."""
+async def test_what_describes_another_s_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Who did not see the door is not believed; what the library can't read comes through the stream."""
     async with pair(tmp_path) as (a, b):
-        if change is not None:
-            monkeypatch.setattr(staged, "knock", lambda name: change)
+        described = secrets.token_bytes(200) if wrong == "garbage" else NixlAgent().stage(2, 64).describe()
+        if wrong == "proof":
+            monkeypatch.setattr(staged, "knock", lambda name: bytes(32))
         else:
-            monkeypatch.setattr(nixl.StagedMemory, "describe", lambda staging: secrets.token_bytes(200))
+            monkeypatch.setattr(nixl.StagedMemory, "describe", lambda memory: described)
         await a.answer("1", PROMPT)
         await b.knows(a)
         assert (await b.answer("1", PROMPT)).token_ids == alone(PROMPT)
         await until(lambda: b.sharing.meter.fetches.total() == 1)
-        assert b.sharing.meter.fetches == ({"wrong": 1} if change is not None else {"whole": 1})
-        assert through(b) == ({} if change is not None else {("taken", "stream"): WHOLE})
+        assert b.sharing.meter.fetches == ({"wrong": 1} if wrong == "proof" else {"whole": 1})
+        assert through(b) == ({} if wrong == "proof" else {("taken", "stream"): WHOLE})
 
 
 @in_loop
@@ -167,6 +182,9 @@ async def test_a_door_that_is_not_this_user_s_or_is_not_there_proves_nothing(mon
     door.open()
     assert await asyncio.to_thread(knock, door.name) == door.proof
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert await asyncio.to_thread(knock, door.name) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(nixl, "_may_be_read", lambda process: False)
     assert await asyncio.to_thread(knock, door.name) is None
     monkeypatch.undo()
     door.close()
@@ -232,6 +250,18 @@ async def test_one_that_takes_blocks_goes_in_the_middle(tmp_path: Path, monkeypa
         agent = here.sharing.nixl.agent
         assert agent is not None
         assert not agent._read  # pyright: ignore[reportPrivateUsage]
+
+
+def test_whose_memory_the_kernel_has_read_is_known() -> None:
+    assert nixl._may_be_read(os.getpid())  # pyright: ignore[reportPrivateUsage]
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert nixl._may_be_read(child.pid)  # pyright: ignore[reportPrivateUsage]
+    finally:
+        child.kill()
+        child.wait()
+    assert not nixl._may_be_read(child.pid)  # pyright: ignore[reportPrivateUsage]
+    assert not nixl._may_be_read(0)  # pyright: ignore[reportPrivateUsage]
 
 
 def sockets() -> set[str]:
