@@ -129,9 +129,6 @@ def working_bytes(kernels: Kernels, spec: ModelSpec, *, max_rows: int, threads: 
     """Bytes of a runner's working memory, at most.
 
     Args:
-        kernels: that run the model.
-        spec: the model's sizes.
-        max_rows: of a batch.
         threads: that share a step.
         n_blocks: KV blocks.
         logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.

@@ -41,8 +41,6 @@ def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
     """Refuse a KV pool that does not fit.
 
     Args:
-        tokens: what the pool holds.
-        token_bytes: what one of them takes.
         free_bytes: memory there is, weights loaded.
 
     Raises:

@@ -53,7 +53,6 @@ def measure(
     Args:
         make: loads a runner of all layers of a source, with edges, on a number of threads.
         source: a small seeded model, of the family, head size and expert count of the one that will run.
-        threads: thread counts in use.
         to_bytes: of the runner's activations.
         label: names kernels and weights format: different ones never share an id.
         behind: position from which the rows run a second time, a whole number of blocks; 0: they don't.
@@ -86,8 +85,6 @@ def answer(
     """Bytes of the residual, then of the logits if asked for, of one sequence, run in pieces. The runner's first blocks are used.
 
     Args:
-        x_TD: its rows.
-        path: theirs.
         to_bytes: of the runner's activations.
         cut: rows of each piece.
         behind: position of the first row. What lies before it are the full blocks that a run of these rows from position 0 left, over and over.

@@ -7,7 +7,6 @@ down slows all of them; what is shown is the median over the rounds.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from paceline.core.model import BLOCK_TOKENS
 from paceline.engine.local import blocks_for
 from paceline.machine.settings import NodeSettings, Sampled
 from paceline.machine.speed import PromptMaker, Spread, Timing, drive
+from paceline.node.ways import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,7 @@ class BenchReport:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; null where a number can't be had."""
-        return _finite(asdict(self))
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _finite(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_finite(each) for each in value]
-        case _:
-            return value
+        return plain(asdict(self))
 
 
 def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Callable[[str], None] | None = None) -> BenchReport:

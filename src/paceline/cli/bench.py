@@ -4,9 +4,7 @@ person.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -21,7 +19,7 @@ from paceline.bench.fault import FaultReport, FaultRow
 from paceline.bench.fleet import BenchNode, LocalFleet, become_first
 from paceline.bench.pipeline import PipelineReport, PipelineRow, StageShare
 from paceline.cli.models import lies_elsewhere
-from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now, print_lines, table_of
+from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now, print_json, print_lines, table_of
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings
@@ -67,8 +65,7 @@ def telling() -> Generator[Tell]:
 def print_report(report: R, show: Callable[[Console, R], None], *, as_json: bool) -> None:
     """To standard output."""
     if as_json:
-        json.dump(report.as_json(), sys.stdout, indent=2)
-        print()
+        print_json(report.as_json())
     else:
         show(Terminal(), report)
 

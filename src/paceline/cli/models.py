@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,7 @@ from rich.console import Console
 
 from paceline.backends.memory import human
 from paceline.cli.progress import byte_bar
-from paceline.cli.terminal import Terminal, own_command, print_lines, table_of
+from paceline.cli.terminal import Terminal, own_command, print_json, print_lines, table_of
 from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
 from paceline.store.catalog import LocalModel, list_models, locations, resolve
 from paceline.store.home import Home
@@ -115,8 +113,7 @@ def run_models(*, as_json: bool) -> None:
     home = Home.from_environment()
     models = list_models(home)
     if as_json:
-        json.dump([{**asdict(model), "path": str(model.path)} for model in models], sys.stdout, indent=2)
-        print()
+        print_json([{**asdict(model), "path": str(model.path)} for model in models])
         return
     console = Terminal()
     parts = list_parts(home)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.terminal import table_of
+from paceline.cli.terminal import print_json, table_of
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
@@ -51,8 +50,7 @@ def run_plan(
     )
     made = explained(request, view, sharers)
     if as_json:
-        json.dump(made.as_json(), sys.stdout, indent=2)
-        print()
+        print_json(made.as_json())
     else:
         show(Console(highlight=False), made)
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import ssl
-import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from rich.console import Console
 from paceline.backends.memory import human
 from paceline.cli.endpoint import EndpointError
 from paceline.cli.models import ensure
-from paceline.cli.terminal import Terminal, counted, print_lines, table_of
+from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_file
 from paceline.core.text import printable
@@ -351,8 +350,7 @@ def run_ps(*, as_json: bool) -> None:
     """Print a table for each endpoint of this machine, or JSON: a list of objects with its URL and its models."""
     found = [(one, _in_use(one)) for one in _endpoints()]
     if as_json:
-        json.dump([{"url": one.url, "models": uses} for one, uses in found], sys.stdout, indent=2)
-        print()
+        print_json([{"url": one.url, "models": uses} for one, uses in found])
         return
     console = Terminal()
     for one, uses in found:

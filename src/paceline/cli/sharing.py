@@ -79,8 +79,6 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
 
     Args:
         settings: of the model; None: none is loaded here.
-        api: where and to whom it is served.
-        greet: ask one question once it is up.
 
     Raises:
         UserError: something that can't be had.
@@ -239,8 +237,6 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
 
     Args:
         host: to listen on; empty: everything.
-        peers: addresses of others.
-        mdns: whether to look for others.
         needed: whether being in none is an error.
 
     Raises:

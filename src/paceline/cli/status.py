@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from paceline.backends.memory import human
 from paceline.cli.running import EndpointLoad, endpoints_here, show_endpoints
-from paceline.cli.terminal import Terminal, counted, print_lines, table_of
+from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
 from paceline.core.errors import PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
@@ -45,7 +44,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     endpoints = endpoints_here(home)
     if endpoints and not home.is_in_fleet:
         if as_json:
-            print(json.dumps({"endpoints": [asdict(one) for one in endpoints]}, indent=2))
+            print_json({"endpoints": [asdict(one) for one in endpoints]})
         else:
             show_endpoints(endpoints, console)
             console.print(
@@ -76,7 +75,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
 
 def _print(looked: Looked, endpoints: list[EndpointLoad], console: Console, *, as_json: bool, watch: bool) -> None:
     if as_json:
-        print(json.dumps(_said(looked, endpoints), indent=None if watch else 2), flush=True)
+        print_json(_said(looked, endpoints), on_one_line=watch)
     else:
         show_endpoints(endpoints, console)
         _show(looked, console)

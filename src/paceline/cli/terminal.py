@@ -8,6 +8,7 @@ Text that comes in pieces, broken between words at a terminal's edge.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -62,6 +63,11 @@ def own_command() -> str:
 def print_lines(console: Console, *lines: str, style: str | None = None, end: str = "\n") -> None:
     """Lines as they are: with no markup that a model's or a file's name could be taken for, and broken nowhere."""
     console.print(*lines, sep="\n", end=end, markup=False, soft_wrap=True, style=style)
+
+
+def print_json(value: object, *, on_one_line: bool = False) -> None:
+    """To standard output, for programs."""
+    print(json.dumps(value, indent=None if on_one_line else 2), flush=True)
 
 
 def counted(number: int, thing: str) -> str:

@@ -122,8 +122,6 @@ def run_up(
 
     Args:
         settings: of the model; None: serve what other nodes have.
-        api: where and to whom it is served.
-        greet: ask one question once it is up.
         fleet: this node's part in its fleet; None where it is in none.
         asked: what the plan for the model must keep to; None outside a fleet.
         hosting: how layers are run for others; None: they are not.

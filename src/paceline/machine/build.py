@@ -108,8 +108,6 @@ def build_engine(
     """Load a model and make an engine of it.
 
     Args:
-        progress: called with (bytes read, bytes to read).
-        clock: default: the machine's.
         drafts: made elsewhere; None: none are.
         kv_beside: KV of other nodes; None: there is none.
         spread: where the settings name several tensor ranks, what loads them.

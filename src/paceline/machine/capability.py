@@ -187,9 +187,6 @@ def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
 def learn_digest(location: ModelLocation, home: Home, progress: Callable[[int, int], None]) -> bool:
     """Compute the digest of one model, and what other nodes check its pieces by. Takes as long as reading it.
 
-    Args:
-        progress: told (bytes read, bytes to read).
-
     Returns:
         False where it was known.
 

@@ -74,7 +74,6 @@ class Setup:
         """KV for layers that are not loaded yet, by the memory that is free now.
 
         Args:
-            layers: that are to be loaded.
             edges: with embedding, norm and head.
             unasked: leave aside what was asked of context and KV.
 
@@ -121,7 +120,6 @@ class Setup:
         """How its engine drafts; None where kernels here give other bytes for other batches: a draft would change the answer.
 
         Args:
-            runner: of the model.
             drafts: made elsewhere; None: none are.
         """
         if not runner.holds_identity:
@@ -134,10 +132,7 @@ class Setup:
         """Layers, in memory. Blocks.
 
         Args:
-            layers: which.
             n_blocks: of KV, of 16 tokens.
-            max_rows: of a batch.
-            progress: called with (bytes read, bytes to read).
             edges: with embedding, norm and head.
 
         Raises:

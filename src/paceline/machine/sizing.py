@@ -155,12 +155,9 @@ def plan_kv(
     """Divide memory.
 
     Args:
-        spec: the model's sizes.
         free_bytes: memory available before the model is loaded.
         weights_bytes: what the weights will take of it.
         working: bytes that a step's rows take of it, with so many KV blocks.
-        max_running: sequences side by side.
-        block_size: tokens a block holds.
         group: blocks whose memory comes together.
         context: as asked; None: the model's, or as long as memory allows.
         kv_tokens: as asked; None: enough for everyday use, at most `KV_SHARE` of what is left.

@@ -131,9 +131,7 @@ def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callab
 
     Args:
         model: as a person names it: `org/name`, with `:file` or a part of it where wanted, another id, or twelve digits of a digest.
-        home: where it goes, and where this machine's identity is.
-        progress: told after every piece; called in any thread.
-        announce: told in words who sends, and who did not go on.
+        home, progress, announce: as of `Pulls`.
 
     Returns:
         None where this machine is in no fleet, or no other node there has the model.

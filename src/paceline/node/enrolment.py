@@ -82,10 +82,7 @@ def invite(
 
     Args:
         folder: of the machine with the CA.
-        ttl_s: seconds until it expires.
-        uses: machines that may join by it.
         addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
-        trust: how far they are trusted.
         join_port: where machines join from now on; None: where they did, or at a free one where something else has taken that.
 
     Raises:

@@ -4,6 +4,7 @@ beside these and a line here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -40,7 +41,7 @@ class Explained:
     lines: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return _plain(asdict(self.plan)) | {"explanation": list(self.lines)}
+        return plain(asdict(self.plan)) | {"explanation": list(self.lines)}
 
 
 def explained(request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None) -> Explained:
@@ -123,13 +124,15 @@ def _known_here(model: str) -> ModelLocation | None:
     return next((location for location in locations(home) if location.path == found.path), found)
 
 
-def _plain(value: Any) -> Any:
-    """JSON's values: ways and ids as text, bytes as hex, sets in order."""
+def plain(value: Any) -> Any:
+    """JSON's values: ways and ids as text, bytes as hex, sets in order; null where a number can't be had."""
     match value:
+        case float():
+            return value if math.isfinite(value) else None
         case dict():
-            return {key: _plain(each) for key, each in value.items()}
+            return {key: plain(each) for key, each in value.items()}
         case list() | tuple():
-            return [_plain(each) for each in value]
+            return [plain(each) for each in value]
         case frozenset():
             return sorted(map(str, value))
         case bytes():

@@ -74,7 +74,6 @@ class Acceptor:
     """Of one listening socket.
 
     Args:
-        make: a protocol for each connection.
         context: None: connections are plain.
     """
 

@@ -148,11 +148,9 @@ class DecodeGraphs:
     """Graphs by size.
 
     Args:
-        forward: what to record.
         hidden: D.
         context: the longest sequence; tables have room for it.
         spare: the block that padding rows write to.
-        device: where.
     """
 
     def __init__(self, forward: Forward, *, hidden: int, context: int, spare: int, device: torch.device) -> None:
@@ -220,11 +218,8 @@ class CudaRunner(PooledRunner[CudaPool]):
     """A `LayerRunner` whose activations are bf16 tensors on the device.
 
     Args:
-        model: the weights.
-        n_layers: of them.
         n_blocks: KV blocks of 256 tokens.
         numerics: what these kernels were measured to compute.
-        device: where.
     """
 
     block_size = PAGE

@@ -52,11 +52,8 @@ class TensorReader:
     """Where families get their weights from.
 
     Args:
-        source: the model's tensors.
         formats: what each matrix is held in.
         scratch: for streamed prompt weights; None: resident.
-        device: where everything goes.
-        progress: told after every tensor.
     """
 
     def __init__(

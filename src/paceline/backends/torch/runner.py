@@ -98,10 +98,8 @@ class TorchRunner(PooledRunner[KvPool]):
     """A `LayerRunner` whose activations are bf16 tensors [T, D].
 
     Args:
-        model: the weights.
         pool: KV blocks for its layers.
         rope: tables that reach every position the pool can hold.
-        threads: torch's threads.
         numerics: what these kernels were measured to compute.
     """
 

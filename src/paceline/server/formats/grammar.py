@@ -42,7 +42,6 @@ def calls_grammar(
     """The form of answers that call tools. None: there is none to follow.
 
     Args:
-        format: how the model writes.
         tools: the JSON schema of the parameters of each tool that may be called; {} where any will do.
         choice: whether the answer has to be calls.
         parallel: it may be several.

@@ -42,7 +42,6 @@ class AnswerReader:
         """Read an answer of this format.
 
         Args:
-            format: how the model writes.
             tools: the JSON schema of each tool's parameters, by its name. Without any no call is read.
             in_reasoning: the prompt ended inside a reasoning block.
             parallel: several calls are taken.
