@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from openai import APIError
 from tests.fleet.machines import Machine, free_port, machines, token_in, until
-from tests.fleet.test_forwarding import metric
+from tests.fleet.test_forwarding import MODEL, metric
 from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted
 
 from paceline.store.home import Home
@@ -54,6 +55,8 @@ def least(d: Machine) -> float:
 def test_a_prompt_is_computed_elsewhere_whoever_is_lost_meanwhile(pair: tuple[Machine, Machine]) -> None:
     p, d = pair
     until(lambda: least(d) > 0)
+    planned = " ".join(d.run("plan", MODEL, "--prompt", "600").split())
+    assert re.search(r"p: prompts of \d+ new tokens or more are computed there: .*; one of 600 goes there", planned)
     first = ask(d, said("One. "))
     until(lambda: counted(p, PREFILLED % "whole") == counted(d, PUSHED % "whole") == 1)
     assert counted(d, 'paceline_kv_peer_blocks_total{what="pushed"}') >= 20
