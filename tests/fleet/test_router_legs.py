@@ -117,7 +117,10 @@ def test_either_part_may_come_first_and_the_bytes_are_those_of_one_machine(route
     until(lambda: counted(p, ROUTED % "taken") == counted(d, PUSHED % "whole") == 3)
     at_rest(p, d)
 
-    # What P answered is handed to D, with no name in common.
+
+def test_what_p_answered_is_handed_on_and_several_prompts_keep_apart(router: Router) -> None:
+    p, d = router.p, router.d
+    before = counted(d, PUSHED % "whole")
     asked = chat("Handed on. ")
     told = router.prefill(None, **asked).result().json()["kv_transfer_params"]
     for handed in (told, {**told, "remote_engine_id": None}):
@@ -131,9 +134,12 @@ def test_either_part_may_come_first_and_the_bytes_are_those_of_one_machine(route
     prompt, answer = router.prefill(name, **several), router.decode(name, n=2, **several)
     assert len(texts(prompt.result())) == 3
     assert texts(answer.result()) == router.alone(n=2, **several)
-    until(lambda: counted(d, PUSHED % "whole") == 4 + 3)
+    until(lambda: counted(d, PUSHED % "whole") == before + 1 + 3)
+    at_rest(p, d)
 
-    # A router that repeats itself, and one whose prompts differ under one name.
+
+def test_a_router_that_confuses_itself_costs_time_and_clients_hear_how_it_went(router: Router) -> None:
+    p, d = router.p, router.d
     name, asked = router.name(), chat("Twice. ")
     asking = [router.decode(name, **asked), router.prefill(name, **asked), router.decode(name, **asked), router.prefill(name, **asked)]
     assert texts(asking[0].result()) == texts(asking[2].result()) == router.alone(**asked)
@@ -154,7 +160,7 @@ def test_either_part_may_come_first_and_the_bytes_are_those_of_one_machine(route
     at_rest(p, d)  # what nobody took was held for half a minute
 
 
-def test_a_machine_that_is_killed_costs_time(router: Router) -> None:
+def test_p_that_never_comes_or_is_killed_costs_time(router: Router) -> None:
     p, d = router.p, router.d
     # P's part never comes.
     asked = chat("Nobody. ")
@@ -181,7 +187,11 @@ def test_a_machine_that_is_killed_costs_time(router: Router) -> None:
     p.up(*SMALL, "--role", "prefill", "--prefill-chunk", "32")
     until(lambda: "d" in p.sees() and "p" in d.sees())
 
-    # D is killed while it waits for P, and P's part comes then: it is held for as long as its lease says, and is cache after that.
+
+def test_d_that_is_killed_leaves_nothing_behind(router: Router) -> None:
+    """Killed while it waits for P, whose part comes then: that is held for as long as its lease says, and is cache after that."""
+    p, d = router.p, router.d
+    expired = counted(p, ROUTED % "expired")
     name, asked = router.name(), chat("Who asked? ")
     lost = router.decode(name, **asked)
     until(lambda: counted(p, WAITING % "nodes") == 1)
@@ -192,7 +202,7 @@ def test_a_machine_that_is_killed_costs_time(router: Router) -> None:
     assert texts(router.prefill(name, **asked).result())
     d.up(*SMALL, "--role", "decode")
     until(lambda: "d" in p.sees() and "p" in d.sees())
-    until(lambda: counted(p, ROUTED % "expired") == 1)
+    until(lambda: counted(p, ROUTED % "expired") == expired + 1)
     at_rest(p, d)
     # All goes on as before.
     name, asked = router.name(), chat("And then? ")

@@ -18,6 +18,7 @@ from paceline.core.generation import GenerationChunk, GenerationRequest, KvLeg
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
 from paceline.server.intake import Intake
+from paceline.server.settings import ServerSettings
 
 INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
 PREFILL = {
@@ -145,5 +146,18 @@ def test_other_apis_say_that_they_do_not_know_it() -> None:
         ):
             answer = httpx.post(f"{served.url}/{path}", json={**body, "kv_transfer_params": PREFILL})
             assert (answer.status_code, answer.headers["x-paceline-ignored"]) == (200, "kv_transfer_params")
+    finally:
+        served.close()
+
+
+def test_each_part_needs_the_key_as_any_request_does() -> None:
+    served = Served(Parted(), ServerSettings(api_key="k" * 16))
+    try:
+        for params in (PREFILL, DECODE):
+            body = {"model": "echo", "prompt": "ab", "max_tokens": 1, "kv_transfer_params": params}
+            assert [
+                httpx.post(f"{served.url}/v1/completions", json=body, headers=headers).status_code
+                for headers in ({}, {"x-api-key": "k" * 16})
+            ] == [401, 200]
     finally:
         served.close()

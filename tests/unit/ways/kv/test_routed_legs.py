@@ -14,7 +14,7 @@ import pytest
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.kv.sharers import DIGEST, Sharer, sharer, sharers
 from tests.unit.ways.kv.test_faulty_peers import FIRST, Turn, damaged, dies
-from tests.unit.ways.kv.test_pushing_kv import call_of, registration
+from tests.unit.ways.kv.test_pushing_kv import LEFT, call_of, registration
 from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
 from paceline.core.errors import InvalidRequest
@@ -251,8 +251,7 @@ async def test_an_answer_that_is_not_wanted_any_more_leaves_the_prompt_to_others
         await until(lambda: bool(p.sharing._servicer._leases.live))  # pyright: ignore[reportPrivateUsage]
         d.kv.reset()  # as its engine does that fails
         assert tokens(await answering) == alone(PROMPT)
-        # A stream that P opens after the end is refused.
-        await until(lambda: p.sharing.meter.prefills in ({"left": 1}, {"write_failed": 1}))
+        await until(lambda: p.sharing.meter.prefills in LEFT)
         gate.set()
         await prompting
         assert p.sharing.legs.waiting() == {"prompts": 1, "nodes": 0}
