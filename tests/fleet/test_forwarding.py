@@ -56,6 +56,13 @@ def pair(joined: Pair) -> Pair:
     return joined
 
 
+def test_status_says_who_would_run_it_and_of_what_runs_here_how(pair: Pair) -> None:
+    said = pair.asked.status()
+    assert (said["running"], said["plans"]) == ([], [{"model": MODEL, "plan": f"{pair.runs.name} alone"}])
+    said = pair.runs.status()
+    assert ([one["model"] for one in said["running"]], said["plans"]) == ([MODEL], [])
+
+
 def test_the_answer_is_the_one_that_the_other_machine_gives(pair: Pair) -> None:
     there, here = client_of(pair.runs), pair.client
     assert here.models.list().data[0].model_dump(exclude={"created"}) == there.models.list().data[0].model_dump(exclude={"created"})

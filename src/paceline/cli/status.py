@@ -29,6 +29,7 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan
 from paceline.store.home import Home
 from paceline.ways.draft.sources import FLEET
+from paceline.ways.pipeline.routes.choosing import typical_request
 
 WATCH_S = 1.0
 
@@ -240,16 +241,15 @@ def _lost(looked: Looked) -> frozenset[NodeId]:
 
 
 def _plans(looked: Looked) -> list[tuple[str, str]]:
-    """Who would run each running model, were it planned now, without nodes that do not answer; what runs stays as it is."""
-    lost = _lost(looked)
-    eligible = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER)
+    """Who would run each model that others serve, were it planned now, without nodes that do not answer."""
+    eligible, lost = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER), _lost(looked)
     cards = [card for card in eligible.cards if card.node_id not in lost]
-    names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.runs_whole})
-    own, running = looked.sight.view.own, {name for name, _ in looked.sight.plans}
+    offers = [offer for card in cards for offer in card.models if offer.warm and offer.runs_whole]
+    context = {offer.model_id: offer.shape.max_context for offer in offers if offer.shape is not None}
     lines: list[tuple[str, str]] = []
-    for name in names:
+    for name in sorted(context.keys() - {name for name, _ in looked.sight.plans}):
         try:
-            lines.append((name, headline(plan(cards, PlanRequest(name, orchestrator=own if name in running else None)).chosen)))
+            lines.append((name, headline(plan(cards, PlanRequest(name, "", *typical_request(context[name]))).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))
     return lines
