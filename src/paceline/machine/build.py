@@ -191,7 +191,7 @@ def build_engine(
 def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
     """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second."""
     setup = built.setup
-    key = SpeedKey(setup.digest, setup.weights, setup.threads)
+    key = SpeedKey(setup.digest, setup.weights, setup.threads, setup.settings.tensor)
     return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock, built.sampler))
 
 

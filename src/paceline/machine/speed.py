@@ -214,6 +214,8 @@ class SpeedKey:
     digest: str
     weights: str
     threads: int
+    ranks: tuple[float, ...] = (1.0,)
+    """Speeds of the tensor ranks that share the layers."""
 
 
 class SpeedCache:
