@@ -9,6 +9,7 @@ import pytest
 from tests.api.conftest import Serve
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
+from tests.fleet.machines import until
 
 from paceline.server.settings import ServerSettings
 
@@ -53,6 +54,8 @@ def test_a_wrong_key_is_answered_by_the_clients_name(serve_with: Serve, caplog: 
     with caplog.at_level(logging.INFO, "paceline.requests"):
         assert httpx.get(f"{served.url}/v1/models", headers=OURS).headers["x-request-id"] == OURS["X-Request-Id"]
         assert httpx.get(f"{served.url}/v1/models", headers={**OURS, "x-api-key": "k" * 16}).status_code == 200
+        # A line is written once its answer is sent.
+        until(lambda: sum("/v1/models" in line for line in caplog.messages) == 2)
     assert [line.endswith(" [7f1c-4711/a:b]") for line in caplog.messages if "/v1/models" in line] == [True, True]
 
 
