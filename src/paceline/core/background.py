@@ -25,22 +25,14 @@ STEADY_S = 120.0
 
 
 def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run work on this event loop once, until it ends, or its owner, who keeps the task, cancels it.
-
-    Args:
-        name: of the task, for the log.
-    """
+    """Run work on this event loop once, until it ends, or its owner, who keeps the task, cancels it."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
 
 
 def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], name: str) -> Future[Result]:
-    """The same on an event loop, from any thread.
-
-    Args:
-        name: of the work, for the log.
-    """
+    """The same on an event loop, from any thread."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
 
     def tell_failure(done: Future[Result]) -> None:

@@ -11,8 +11,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `data` at `path`, whole or not at all; readable by its owner alone.
 
     Args:
-        path: the file; its folder is made where it is missing.
-        data: all of it.
+        path: its folder is made where it is missing.
         durable: wait until a power cut can't lose it, as a key or a promise made to others must not be.
 
     Raises:

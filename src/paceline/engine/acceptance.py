@@ -93,7 +93,6 @@ def length_ahead(certain: float, chances: Sequence[float], seconds: Callable[[in
     Args:
         certain: chance that what is guessed before them comes true.
         chances: of the tokens of the rows.
-        seconds: of a step, by rows.
     """
     best, rate = 0, 0.0
     likely, tokens = certain, 0.0
@@ -112,7 +111,6 @@ def lengths(chances: Sequence[Sequence[float]], seconds: Callable[[int], float],
 
     Args:
         chances: of each sequence's drafted tokens, as `Acceptance.chances` has them; none where nothing is drafted.
-        seconds: of a step, by rows.
         most: drafted tokens in all.
 
     Returns:

@@ -43,9 +43,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
 
     Args:
         prompts: the oldest first.
-        most: rows of all of them.
         answers: rows beside them.
-        costs: of steps.
         budget_s: what the step may take; infinite where nothing waits for it.
     """
     if not prompts or most <= 0:

@@ -88,7 +88,6 @@ class Asking:
         """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.
 
         Args:
-            drafts: of that sequence.
             verified: how many guesses, by whichever maker they have now, are being verified.
         """
         for maker in drafts.states:

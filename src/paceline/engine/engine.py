@@ -164,7 +164,6 @@ class Engine:
         Any thread may say so; it is no more than a hint.
 
         Args:
-            gone: requests that are to be aborted.
             shortest: tokens of the shortest prompt that came since; None: none did.
             stops: all are to be.
         """

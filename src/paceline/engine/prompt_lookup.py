@@ -210,11 +210,7 @@ class NGramIndex:
         return len(self._found)
 
     def propose(self, length: int) -> tuple[int, ...]:
-        """Tokens that may come next; none where nothing repeats.
-
-        Args:
-            length: tokens wanted at most.
-        """
+        """Tokens that may come next; none where nothing repeats."""
         if not self._found:
             return ()
         ids, place = self.ids, self._found[-1]

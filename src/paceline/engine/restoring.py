@@ -23,12 +23,7 @@ class Restored:
 
 
 def restoring_batches(lacking: Sequence[Restored], block_size: int, max_rows: int, next_id: Callable[[], BatchId]) -> Iterator[StepBatch]:
-    """Batches of the rows that are not there, in the order of the sequences.
-
-    Args:
-        lacking: sequences that lack rows.
-        max_rows: of a batch.
-    """
+    """Batches of the rows that are not there, in the order of the sequences."""
     done: set[BlockId] = set()
     """Blocks that earlier batches fill."""
     now: set[BlockId] = set()

@@ -78,7 +78,6 @@ class Gossip:
         Args:
             sealed: the card. Without `leaving` it starts the node's gossip; with it, call `tick` until its calls are done, then stop.
             chain: makes the card's stamps; None where it has no anchor.
-            now: monotonic seconds.
         """
         self._registry.announce(sealed, now)
         self._chain = chain

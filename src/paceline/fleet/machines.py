@@ -242,7 +242,6 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
 
     Args:
         machines: that have the weights, or would fetch them.
-        request: may name the orchestrator.
         barred: may hold no layers for others.
     """
     able = [machine for machine in machines if not request.numerics_id or machine.offer.numerics_id in {"", request.numerics_id}]

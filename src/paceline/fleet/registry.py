@@ -280,7 +280,6 @@ class CardRegistry:
         """What to hand over to a node that holds `theirs`, and what to ask of it. Call `sweep` first.
 
         Args:
-            now: monotonic seconds.
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
         """
         theirs, mine = frozenset(theirs), self.digests()

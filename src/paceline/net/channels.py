@@ -86,7 +86,6 @@ class ChannelPool:
     """The channels of one node. Lives on one event loop; close it when done.
 
     Args:
-        clock: for certificates' ends.
         refused: told of every meeting and exchange that failed.
         check_age: raises NotTrusted where what is known of revocations is too old for anything but hearing of newer ones.
     """

@@ -58,8 +58,6 @@ class Exchanger:
     """Makes the calls of one node's gossip.
 
     Args:
-        opener: checks what comes back.
-        bounds: what a reply may hold.
         clock: shares a call's time among its addresses.
         given: addresses that a person named; it is said when one does not work.
     """

@@ -27,7 +27,6 @@ class MemberOpener:
 
     Args:
         lacks: told whose card came without a certificate that fits, so that it is asked for.
-        clock: for certificates' ends.
         remembered: cards and certificates kept; those used longest ago are forgotten.
     """
 

@@ -79,12 +79,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
 
 
 def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
-    """What a failed RPC means here. A peer that can't be reached, or no longer, is `NodeUnreachable`.
-
-    Args:
-        failed: as grpc raised it.
-        peer: who was called, for messages.
-    """
+    """What a failed RPC means here. A peer that can't be reached, or no longer, is `NodeUnreachable`."""
     trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
     value = None if trailing is None else trailing.get(FAULT_KEY)
     told = _told(value) if isinstance(value, bytes) else None
@@ -110,9 +105,6 @@ def unless_closed(peer: str) -> Generator[None]:
     """Around every wait for a peer over a channel that others may close: it is closed under the calls on it when the peer leaves or starts anew.
 
     Law: the caller that waits learns that as an error. grpc has it look as if the waiting task were cancelled, which would end it unnoticed.
-
-    Args:
-        peer: who is called, for messages.
 
     Raises:
         NodeUnreachable: the channel was closed.

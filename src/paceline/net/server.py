@@ -94,11 +94,7 @@ class Service:
 
 
 class NodeServer:
-    """A server that was not started yet, or runs.
-
-    Args:
-        watch: of its connections.
-    """
+    """A server that was not started yet, or runs."""
 
     def __init__(
         self, identity: Identity, guard: PeerGuard, watch: ConnectionWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS

@@ -74,8 +74,6 @@ class WeightsClient:
     """One node's weights.
 
     Args:
-        channel: to the node; stays the caller's.
-        who: the node's name, for errors.
         idle_s: longest wait for the next message. Raising it holds on longer to a node that went silent.
     """
 
@@ -88,7 +86,6 @@ class WeightsClient:
         """What the node's model with this digest is made of.
 
         Args:
-            digest: hex SHA-256.
             examined: told (bytes, of bytes) while the node reads its files to describe them.
 
         Raises:

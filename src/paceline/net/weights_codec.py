@@ -45,11 +45,7 @@ def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
 
 
 class WeightsDescription:
-    """A description as it comes in.
-
-    Args:
-        digest: of the model that was asked for.
-    """
+    """A description as it comes in."""
 
     def __init__(self, digest: str) -> None:
         self._digest: Final = digest

@@ -175,7 +175,6 @@ def find_whole(
     """The model with this digest, where all of it is here and its digest was computed before.
 
     Args:
-        digest: hex SHA-256.
         beside: models that lie elsewhere, searched after it.
     """
     cache = DigestCache(home)

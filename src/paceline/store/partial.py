@@ -40,9 +40,7 @@ def make_way(name: str, digest: str, more: int, home: Home, now: float) -> None:
     """Remove layers that were used longest ago, until so many bytes more fit the budget.
 
     Args:
-        name: of the model that comes, for errors.
         digest: of it; what is here of it stays.
-        now: Unix seconds.
 
     Raises:
         DownloadError: they don't fit, with nothing left that could go.
@@ -122,12 +120,7 @@ class HeldPart:
 
 
 class SomeTensors:
-    """A `WeightSource` of those of a model's tensors that are here, or come. `spec` and `digest` are the whole model's.
-
-    Args:
-        weights: the files, with holes.
-        names: of the tensors.
-    """
+    """A `WeightSource` of those of a model's tensors that are here, or come. `spec` and `digest` are the whole model's."""
 
     def __init__(self, weights: TensorFiles, digest: str, names: Iterable[str]) -> None:
         self._weights: Final = weights
@@ -342,13 +335,7 @@ class Arrivals:
 
 
 class ArrivingWeights(SomeTensors):
-    """The tensors of a part of a model; `read` waits for what is on its way.
-
-    Args:
-        digest: of the whole model.
-        part: what is fetched of it.
-        arrivals: says which pieces are here.
-    """
+    """The tensors of a part of a model; `read` waits for what is on its way."""
 
     def __init__(self, weights: TensorFiles, digest: str, part: ModelPart, folder: Path, arrivals: Arrivals) -> None:
         super().__init__(weights, digest, (name for name in weights.names() if part.needs(name)))

@@ -169,7 +169,6 @@ class TensorFiles:
         """Check the tensors against the spec.
 
         Args:
-            spec: what the model's configuration says.
             tensors: by Hugging Face's names.
             digests: of files, remembered.
             beside: files without tensors that the digest covers too.

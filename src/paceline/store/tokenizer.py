@@ -53,7 +53,6 @@ class ModelTokenizer:
         """Wrap an encoder.
 
         Args:
-            path: where it came from, for errors.
             encoder: of the `tokenizers` library; becomes this object's own.
             eos_ids: tokens the model's files name as ends; those of `END_TOKENS` it has are added.
             template: None for a model without one.
@@ -256,7 +255,6 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
     """The tokenizer that `pack_tokenizer` packed.
 
     Args:
-        data: what was packed.
         origin: for errors: where the bytes lie, or whom they came from.
 
     Raises:

@@ -33,9 +33,6 @@ _UNKNOWN, _FIRST, _LAST, _REST = "[UNK]", "[CLS]", "[SEP]", ("[PAD]", "[MASK]")
 def wordpiece(path: Path, tokens: Sequence[str], *, lowercase: bool) -> Encoder:
     """An encoder over these tokens, as BERT's.
 
-    Args:
-        path: where they came from, for errors.
-
     Raises:
         ModelFileError: some that it needs are missing.
     """

@@ -50,7 +50,6 @@ class SharedKv(Generic[Activations]):
 
     Args:
         runner: holds all layers; closed by its maker.
-        max_rows: that it takes at a time.
     """
 
     def __init__(self, runner: LayerRunner[Activations], *, max_rows: int, max_context: int) -> None:
@@ -128,7 +127,6 @@ class ModelProposer(SessionProposer, Generic[Activations]):
         runner: holds all layers, and runs for no other; closed by its maker.
         vocabulary_size: token ids below this are tokens. For others, kernels would read beyond the table.
         eos_ids: nothing is drafted behind one.
-        max_rows: that the runner takes at a time.
     """
 
     def __init__(

@@ -29,8 +29,6 @@ class DraftSession(Protocol):
         Args:
             first_position: of `token_ids`; what was told from here on is forgotten. Never beyond the end of what was told.
             token_ids: the sequence from there on.
-            block_size: L, tokens wanted.
-            num_steps: K, as `Proposer.propose_block` has it.
         """
         ...
 

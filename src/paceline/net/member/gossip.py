@@ -61,7 +61,6 @@ class GossipDriver:
 
     Args:
         hooks: told the news, asked for the card.
-        refusals: the log of what is not believed.
         seeds: addresses to call at the start.
     """
 

@@ -54,9 +54,6 @@ DRAIN_S = 0.8
 class FleetNode:
     """One machine in its fleet.
 
-    Args:
-        folder: PACELINE_HOME/fleet, with an identity.
-
     Raises:
         MembershipError, IdentityError: this machine is in no fleet, or not any more.
     """

@@ -38,7 +38,6 @@ class Newcomer:
 
     Args:
         sock: not blocking, its handshake not begun.
-        host: where it calls from.
         until: on the monotonic clock; then it is turned away.
     """
 

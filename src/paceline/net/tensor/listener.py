@@ -37,7 +37,6 @@ class ExpectedStream:
     """Made by the listener.
 
     Args:
-        ticket: what its sender will bring.
         forget: told, in any thread, that the ticket is good no longer.
     """
 
@@ -97,7 +96,6 @@ class TensorListener:
 
     Args:
         voids: the revocations known; asked in the listener's thread.
-        clock: for certificates' ends.
     """
 
     def __init__(self, identity: Identity, voids: Voids, clock: Clock, refusals: Refusals) -> None:

@@ -114,7 +114,6 @@ class Pipe:
 
     Args:
         sock: becomes non-blocking.
-        peer: who is at the far end.
     """
 
     def __init__(self, sock: ssl.SSLSocket, peer: NodeId) -> None:

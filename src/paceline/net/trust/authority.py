@@ -134,9 +134,7 @@ class Authority:
         Args:
             request: PKCS #10, DER.
             node_id: must be the name the request asks for.
-            now: Unix seconds.
             after: the certificate counts as issued later than this (the `not_after` of the node's last revocation).
-            trust: how far the node is trusted.
 
         Returns:
             DER.

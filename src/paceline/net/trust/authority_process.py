@@ -27,12 +27,7 @@ BOUND_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AuthorityProcess:
-    """The CA whose key is in a file. A `CertificateAuthority`.
-
-    Args:
-        file: key and certificate.
-        root: what that certificate says.
-    """
+    """The CA whose key is in a file. A `CertificateAuthority`."""
 
     file: Path
     root: FleetRoot

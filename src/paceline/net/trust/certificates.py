@@ -121,9 +121,6 @@ def draw_serial() -> int:
 class FleetRoot:
     """The CA's certificate: what every member trusts. Remembers the certificates it found good, within a bound.
 
-    Args:
-        certificate: the CA's own.
-
     Raises:
         NotTrusted: it is no certificate of a CA.
         IdentityError: the fleet was made by a version with another format.
@@ -189,10 +186,6 @@ class FleetRoot:
 
     def member(self, certificate: bytes, now: float) -> Member:
         """What a certificate says, if this CA issued it and it has not expired.
-
-        Args:
-            certificate: DER.
-            now: Unix seconds.
 
         Raises:
             NotTrusted: it is none, another CA's, or has expired.

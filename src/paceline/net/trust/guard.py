@@ -78,7 +78,6 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 
     Args:
         voids: the revocations known; asked at each RPC.
-        clock: for certificates' ends.
         revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
         check_age: raises NotTrusted where what is known here of revocations is too old to let in any node.
         watch: told whose calls come by which connections, and asked to cut them.

@@ -142,7 +142,6 @@ class Issuer:
         """Let a machine in: its id and its certificate (DER).
 
         Args:
-            attempt: what it sent.
             here: ids of members that are known otherwise: a CA that was brought here does not know to whom it issued before.
 
         Raises:

@@ -50,8 +50,6 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     """A card that another node signed, once that is certain.
 
     Args:
-        signed: as it came.
-        now: Unix seconds.
         held: the certificate known of the node, for a card that comes without.
 
     Raises:

@@ -156,8 +156,6 @@ class ProposerClient:
     """Begins with `begin`, and ends with `end`, on whichever side it failed.
 
     Args:
-        queue: has the texts, and takes the answers.
-        vocabulary_size: of the model drafted for.
         on_good: told of each block, of the seconds that it took, and whether all of its text was said for it.
         on_fail: told why there will be no more.
     """

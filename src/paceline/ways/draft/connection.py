@@ -51,7 +51,6 @@ class RemoteConnection:
     """The call.
 
     Args:
-        peer: its name, for messages.
         on_end: told why there will be no more, unless it was closed from here.
     """
 
@@ -122,10 +121,6 @@ class RemoteProposer:
 
     Args:
         loop: runs, and has the channel.
-        channel: to the node, as it is now.
-        peer: its name, for messages.
-        model_id: of the proposer there.
-        vocabulary_size: of the model drafted for.
         deadline_s: for one block. Raising it: a proposer that hangs holds its caller for longer.
     """
 

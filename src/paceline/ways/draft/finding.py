@@ -95,7 +95,6 @@ class LocalConnection:
     """To proposers of this process. Lives on the event loop.
 
     Args:
-        caller: in whose name.
         on_end: told why there will be no more.
     """
 

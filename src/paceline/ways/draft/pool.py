@@ -260,11 +260,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ProposerServicer(ProposerServiceServicer):
-    """Answers members.
-
-    Args:
-        who: the caller of a context (`PeerGuard.peer`).
-    """
+    """Answers members."""
 
     def __init__(self, pool: ProposerPool, who: Callable[[Context], Member]) -> None:
         self._pool, self._who = pool, who

@@ -139,11 +139,7 @@ class RemoteDrafts:
         return None if client is None else client.drafter
 
     def attach(self, find: Find, open_connection: OpenConnection, vocabulary_size: int) -> None:
-        """Begin. On the event loop.
-
-        Args:
-            vocabulary_size: of the model drafted for.
-        """
+        """Begin. On the event loop."""
         self._find, self._open, self._vocabulary_size = find, open_connection, vocabulary_size
         self._queue.open(self._read_queue)
         self.look()

@@ -71,7 +71,6 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
     Args:
         name: as `--propose` has it.
         threads: None: one a physical core.
-        progress: called with (bytes read, bytes to read).
 
     Raises:
         UserError: it can't be had.
@@ -184,9 +183,6 @@ class DraftService:
 
         Args:
             drafts: the engine's sources; None: it drafts by itself or not at all.
-            warm: its model.
-            tokenizer: that model's.
-            stats: of the engine.
         """
         self._stats = stats
         if drafts is None or warm is None or drafts in self._drafts:

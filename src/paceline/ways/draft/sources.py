@@ -91,11 +91,7 @@ class NodeDrafts:
         return any(source.drafter is not None for source in self.sources.values())
 
     def measured(self, stats: EngineStats) -> tuple[MeasuredDraft, ...]:
-        """What became of drafts, by the nodes that made them. For one thread at a time.
-
-        Args:
-            stats: of the engine.
-        """
+        """What became of drafts, by the nodes that made them. For one thread at a time."""
         now = self._clock.monotonic()
         for name, source in self.sources.items():
             drafter = source.drafter
@@ -165,7 +161,6 @@ class NodeDrafts:
 
         Args:
             offers: what they promise, by model.
-            vocabulary_size: of the model drafted for.
         """
         alone = OwnProposers(pool, offers)
         self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))

@@ -48,9 +48,6 @@ class AnswerSilence:
 
     Law: time in which this process stood still is not the peer's silence: it is counted in parts, and passes in one of them. Nor is time in which
     what it says is not read.
-
-    Args:
-        ended: called once then.
     """
 
     def __init__(self, ended: Callable[[], object]) -> None:
@@ -154,10 +151,8 @@ async def describe_model(
     """Ask a node for a model it has loaded.
 
     Args:
-        peer: its name, for messages.
         known: SHA-256 of tokenizers held here: theirs are not fetched.
         most_bytes: a longer tokenizer is refused.
-        timeout_s: for all of it.
 
     Raises:
         UnknownModel: it is not loaded there.

@@ -117,9 +117,6 @@ def numerics_asked(numerics_id: str, grammars: str | None) -> str:
 def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: str = "") -> GenerationRequest:
     """The request in a message, under an id of this process's own.
 
-    Args:
-        caller: the node that sent it.
-
     Raises:
         InvalidRequest: a count that no request has, or a sampling parameter out of its range. What the model decides (its context, its vocabulary) is checked at admission.
     """

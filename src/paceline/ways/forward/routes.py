@@ -193,7 +193,6 @@ class Sharing:
     """What one node knows of whom it sends requests to.
 
     Args:
-        own: this node.
         own_load: sequences that run and wait here.
         heard_s: when a node last showed that it lives, on the clock; None: it is not in view.
     """

@@ -184,8 +184,6 @@ class LocalModels:
 
     Args:
         inference: the engine; None for a node that serves no model.
-        loaded: what exactly it has loaded, by name.
-        meter: counts what is run for others.
     """
 
     def __init__(self, inference: Inference | None, loaded: tuple[LoadedModel, ...], meter: FleetMeter) -> None:

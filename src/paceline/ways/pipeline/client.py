@@ -137,8 +137,6 @@ async def open_stage(
 
     Args:
         channel: to that node, for as long as the stage.
-        node_id: the node, for messages.
-        on_loading: told of weights on their way.
 
     Raises:
         PipelineError: the node refuses, or loads nothing more.

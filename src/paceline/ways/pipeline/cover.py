@@ -84,9 +84,6 @@ def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
 def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan]:
     """Shards that cover the layers without gap or overlap, in the order of their layers.
 
-    Args:
-        shards: what there is, in any order, of any model.
-
     Raises:
         WeightsMismatch: only shards with other weights than those asked for could.
         ShardUnavailable: none could, or not so few, or they have no stream free; names the layers.
@@ -222,9 +219,6 @@ def spares_for(
     """A machine for each span, as far as there are any.
 
     Args:
-        view: the live cards, in any order.
-        request: names the model and the orchestrator.
-        spans: ranges of layers that a machine each runs, or ran.
         trust: what certificates say of nodes; those left out are members.
 
     Raises:

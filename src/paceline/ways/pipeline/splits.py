@@ -76,7 +76,6 @@ def estimate_of(machines: Sequence[Machine], layers: Sequence[int], links: Seque
     """Several machines, each a range of layers.
 
     Args:
-        layers: how many each has.
         links: from each machine to the next, and from the last to the first.
     """
     first = machines[0]

@@ -69,7 +69,6 @@ class RouteEvents:
 
     Args:
         layers: that its routes run, for messages.
-        clock: for how often it is said how far a load is.
     """
 
     def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch, clock: Clock) -> None:

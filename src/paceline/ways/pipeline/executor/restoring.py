@@ -28,12 +28,7 @@ from paceline.ways.pipeline.executor.stage import StageBatch
 
 
 class Journal:
-    """By block, as KV is: sequences that begin alike share the rows as they share the blocks.
-
-    Args:
-        most_bytes: of rows.
-        block_size: tokens of a block.
-    """
+    """By block, as KV is: sequences that begin alike share the rows as they share the blocks."""
 
     def __init__(self, most_bytes: int, block_size: int, width: int) -> None:
         self._size, self._width = block_size, width
@@ -143,10 +138,7 @@ class Restoring:
 
     Args:
         held: what live sequences held, the oldest first.
-        own: layers of this machine, maybe none.
         spans: of the other stages, in order.
-        max_rows: of a batch.
-        journal: None: there is none.
     """
 
     def __init__(

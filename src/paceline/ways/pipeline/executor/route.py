@@ -32,9 +32,6 @@ class ActivationSink(Protocol):
     def prepare(self, batch: StageBatch, width: int) -> None:
         """Do for `send` what can be done before the activations are there. Never waits. Batches may be sent without.
 
-        Args:
-            width: of its rows.
-
         Raises:
             TensorStreamError: the stream is broken.
         """

@@ -200,9 +200,7 @@ class LocalRoute:
     Law: for one thread. Batches run when they are asked for, so that what the last one gave can be handed out meanwhile.
 
     Args:
-        model_id: for the shard's name.
         runner: of the layers, without embedding and head; closed with the route.
-        max_context: positions of a sequence at most.
     """
 
     def __init__(self, own: NodeId, model_id: str, runner: LayerRunner[Any], *, max_rows: int, max_context: int, width: int) -> None:
@@ -267,7 +265,6 @@ class Search:
     """For the engine's thread.
 
     Args:
-        router: finds routes over other machines.
         fallback: this machine alone; None: it may not.
         layers: that a route must run, for messages.
     """

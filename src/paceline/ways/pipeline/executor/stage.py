@@ -122,11 +122,9 @@ class Stage:
 
     Args:
         runner: holds the layers, maybe more, and the blocks, certainly more.
-        layers: those to run.
         base_block: the first block leased, in the runner's pool.
         n_blocks: leased from there on.
         max_context: positions of a sequence at most.
-        width: of a row on the wire.
     """
 
     def __init__(

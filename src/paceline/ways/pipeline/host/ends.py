@@ -121,7 +121,6 @@ class StreamSink:
 
     Args:
         sender: the stream; closed with this.
-        dtype: how activations are written.
     """
 
     def __init__(self, sender: TensorSender, dtype: ActivationDtype = ActivationDtype.BF16) -> None:
@@ -148,7 +147,6 @@ class StreamSource:
 
     Args:
         receiver: the stream; closed with this.
-        dtype: how activations are written there.
         width: of a row; None: not checked.
     """
 
@@ -227,8 +225,6 @@ class TensorEnds:
 
     Args:
         listener: gives the node's tensor port; raises StreamClosed while there is none.
-        identity: this node's.
-        voids: the revocations known.
         member_of: by node id, what the certificate of a member in view says; raises BadPipelineRequest where there is none. Asked on the event loop.
     """
 

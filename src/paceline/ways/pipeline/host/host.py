@@ -85,11 +85,6 @@ class NodeShardHost:
     """Serves shards. Lives on one event loop.
 
     Args:
-        warm: its shards.
-        ends: this node's tensor port.
-        limits: bounds.
-        meter: counts.
-        clock: all time.
         check_caller: raises NotTrusted for members that are not served.
         disk: where sessions of members keep KV; None: nowhere. Guests get and give none.
     """
@@ -346,12 +341,7 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
 
 
 class ShardServicer(ShardServiceServicer):
-    """Answers members.
-
-    Args:
-        host: does what is asked.
-        who: the caller of a context (`PeerGuard.peer`).
-    """
+    """Answers members."""
 
     def __init__(self, host: NodeShardHost, who: Callable[[Context], Member]) -> None:
         self._host, self._who = host, who

@@ -152,8 +152,6 @@ class FleetWeights:
 
     Args:
         home: where models are, and where layers that are fetched go.
-        givers: the nodes that may give weights, as the fleet is now.
-        dial: reaches its members.
         beside: models that lie elsewhere than in `home`. More may be added while this lives.
     """
 

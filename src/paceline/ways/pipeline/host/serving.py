@@ -39,12 +39,7 @@ from paceline.ways.pipeline.host.warm import WarmShards
 
 
 class ShardOffers:
-    """Remembers the whole models' speeds, so that a card costs no look at the disk.
-
-    Args:
-        home: keeps the speeds.
-        threads: that shards run on.
-    """
+    """Remembers the whole models' speeds, so that a card costs no look at the disk."""
 
     def __init__(self, home: Home, threads: int) -> None:
         self._speeds, self._threads = SpeedCache(home), threads
@@ -131,11 +126,7 @@ class ShardServing:
     """One node's shards. Made on the event loop, before the node listens.
 
     Args:
-        fleet: the node.
-        portrait: says what is loaded.
-        hosting: as the person asked.
         home: models, and the caches of kernels and speeds.
-        clock: all time.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
     """
 
@@ -218,13 +209,7 @@ class ShardServing:
 
 
 def hosting_of(settings: PipelineSettings, threads: int | None, kv_disk_bytes: int = 0) -> Hosting | None:
-    """How shards are served; None where they are not.
-
-    Args:
-        settings: of this node.
-        threads: for kernels; None: one a core.
-        kv_disk_bytes: as `Hosting`.
-    """
+    """How shards are served; None where they are not."""
     host = settings.host
     if not host.serve_shards:
         return None

@@ -176,11 +176,8 @@ class Session:
         """A session that waits to be connected.
 
         Args:
-            request: what was asked.
-            place: where it runs.
             ticket: what its sender brings.
             expected: its input, once a stream brings the ticket.
-            around: what it needs of its host.
             kv: its blocks on the disk; None: none are kept.
         """
         self._kv = kv

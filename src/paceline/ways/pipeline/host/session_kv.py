@@ -39,8 +39,6 @@ class SessionKv:
     """For the event loop, but for `fence` and `close`.
 
     Args:
-        stage: the session's.
-        digest: of the model.
         counted: is told what became of blocks, once the session is closed.
     """
 

@@ -30,11 +30,7 @@ KvName = tuple[NodeId, bytes]
 
 
 class Leases:
-    """Which lease has which blocks of a pool.
-
-    Args:
-        n_blocks: of the pool.
-    """
+    """Which lease has which blocks of a pool."""
 
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
@@ -48,8 +44,6 @@ class Leases:
         """Lease adjacent blocks: as many as are wanted, or what is free; sessions that come later get the rest.
 
         Args:
-            wanted: no more.
-            least: no fewer.
             kept_back: for sessions that may still come, if they leave this one half.
 
         Returns:
@@ -107,13 +101,7 @@ class ShardClaim:
 
 
 class Shard:
-    """A range of layers.
-
-    Args:
-        request: by whom it is loaded.
-        max_streams: claims at most.
-        now: on the monotonic clock.
-    """
+    """A range of layers."""
 
     def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
         self.model, self.weights, self.layers = request.model, request.weights, request.layers

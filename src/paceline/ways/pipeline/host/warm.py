@@ -54,16 +54,8 @@ class WarmShards:
     """Shards by what they hold.
 
     Args:
-        weights: where they come from.
-        load: makes runners of them.
-        limits: bounds.
-        devices: what runs layers here.
         load_bytes: what the process itself takes, of a device's memory, while it loads.
         low_bytes: none of these are taken of a device's memory; with less free, idle shards there go.
-        threads: of a runner.
-        kernel_cache: see `LoadOptions`.
-        meter: counts.
-        clock: for which was used last.
         on_change: told when a shard comes or goes.
     """
 
@@ -113,9 +105,6 @@ class WarmShards:
 
     async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, ShardClaim]:
         """A stream on a shard that has the layers, which may still be loading. Release it.
-
-        Args:
-            kv: see `ShardClaim`.
 
         Raises:
             ShardUnavailable: all its streams are in use, or there is no room for another shard.
@@ -370,13 +359,6 @@ def _noted(task: asyncio.Task[None]) -> None:
 def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels, threads: int, streams: int) -> int:
     """Weights, and working memory for rows.
 
-    Args:
-        source: of the model.
-        request: by whom it is loaded.
-        kernels: that run it here.
-        threads: that share a step.
-        streams: that are to share it.
-
     Raises:
         BadPipelineRequest: the model has no such layers.
     """
@@ -402,11 +384,7 @@ def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int,
     """The size of the pool: as many as all streams could want like this one, if there is room.
 
     Args:
-        request: who wants it.
-        streams: that are to share it.
-        left_bytes: what may be taken.
         fixed: what goes to other things.
-        a_block: bytes of one.
         group: blocks whose memory comes together.
 
     Raises:

@@ -67,9 +67,6 @@ class PipelineSlots:
     def take(self, most: int) -> Callable[[], None]:
         """One more pipeline. Returns what gives its place back; calling that again does nothing.
 
-        Args:
-            most: at once.
-
         Raises:
             ShardUnavailable: there are as many already.
         """
@@ -291,10 +288,7 @@ def build_engine_over(
     """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
 
     Args:
-        settings: the model, and this machine's share of it.
         loop: its event loop, which must run meanwhile.
-        progress: called with (bytes read, bytes to read) of this machine's part.
-        drafts: made elsewhere; None: none are.
         on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
 
     Raises:

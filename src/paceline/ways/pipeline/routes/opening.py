@@ -44,14 +44,7 @@ from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 
 
 class FleetRoute:
-    """A `ways.pipeline.executor.route.Route`. Made on the event loop.
-
-    Args:
-        stages: what each runs, in order.
-        block_size: tokens of the blocks that batches name.
-        sink: into the first stage.
-        incoming: out of the last.
-    """
+    """A `ways.pipeline.executor.route.Route`. Made on the event loop."""
 
     def __init__(
         self,
@@ -249,7 +242,6 @@ class RouteOpener:
         Args:
             parts: in the order of their layers.
             blocks: of KV to lease from each, of 16 tokens, no more and no fewer; None: as many as are to be had, up to the request's.
-            loads: told how far each is.
             kv: names of their KV, by which they keep it and go on with it; None: it ends with the route.
 
         Raises:

@@ -43,10 +43,7 @@ def begin_loads(
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
     Args:
-        fleet: this node.
         request: what every stage is asked for, but for its layers.
-        wanted: what the pipeline is for.
-        loop: the node's.
         planned: which these are; none: it is planned now.
 
     Returns:
@@ -109,7 +106,6 @@ class SpareKeeper:
 
     Args:
         request: what every stage is asked for, but for its layers.
-        wanted: what the pipeline is for.
     """
 
     def __init__(self, fleet: FleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
@@ -132,9 +128,6 @@ class SpareKeeper:
 
     async def load_spares(self, parts: Sequence[LayerSpan], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
-
-        Args:
-            exclude: machines that may be no spares.
 
         Returns:
             Whether each has.

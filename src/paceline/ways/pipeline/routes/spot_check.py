@@ -102,7 +102,6 @@ class SpotCheck:
 
     Args:
         one_in: of the batches that begin a sequence, how many are between two checks, on average.
-        opener: of short routes to second holders.
         numerics_id: of this node: others give other bytes and can't be compared.
         leave_out: told of a fault, from the event loop.
     """

@@ -96,10 +96,7 @@ class StagesKv:
 
     Args:
         head: runs this machine's own layers, maybe none.
-        dtype: of activations on their way.
-        folder: for those layers' blocks.
         trust: of the fleet's nodes: a guest is told no names, by which it could check a guess of what was asked.
-        loop: in which stages are asked.
         wake: called, in other threads, when something came of what was asked.
     """
 
