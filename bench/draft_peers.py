@@ -30,9 +30,8 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 from paceline.ways.draft.connection import OnBlock, RemoteConnection
 from paceline.ways.draft.finding import Connection, Drafter, Key, OnEnd
-from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.pool import ProposerPool, proposer_service
-from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 from paceline.ways.draft.service import load_proposer
 
 PRESET = "desk,exchange_s=0.2,restamp_s=1,ttl_s=20"

@@ -31,17 +31,16 @@ from paceline.core.ids import NodeId
 from paceline.core.manifest import pieces_needed
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import tensor_shapes
-from paceline.fleet.sources import WeightsSource
+from paceline.fleet.placement import WeightsSource
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
 from paceline.net.weights_client import WeightsClient
 from paceline.net.weights_servicer import WeightsServicer
 from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
-from paceline.store.catalog import MANIFEST, open_weights
+from paceline.store.catalog import MANIFEST, Library, open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
-from paceline.store.library import Library
 from paceline.store.staging import staged
 
 MIB = 1 << 20

@@ -30,8 +30,8 @@ import numpy as np
 from kv import Pages
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.engine.block_pool import BlockPool
 from paceline.engine.kv_source import KvLoans
+from paceline.engine.prefix_cache import BlockPool
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings

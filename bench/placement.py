@@ -20,8 +20,7 @@ from typing import Any
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard
-from paceline.fleet.figures import two_digits
+from paceline.fleet.card import NodeCard, two_digits
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import ALONE, PlanRequest
 from paceline.fleet.ways import Alone

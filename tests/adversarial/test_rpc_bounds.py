@@ -27,8 +27,7 @@ from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.manifest import PIECE, ModelManifest
-from paceline.engine.config import EngineConfig
-from paceline.engine.intake import SHARES, check_room
+from paceline.engine.config import SHARES, EngineConfig, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
 from paceline.net.control_service import control_service
 from paceline.net.exchange import capability_service

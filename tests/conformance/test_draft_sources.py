@@ -20,9 +20,8 @@ from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk, DraftSource
 from paceline.testing.conformance.draft_source import BOUND_S, DraftSourceCase, DraftSourceSuite
 from paceline.ways.draft.finding import Drafter, Key, OwnProposers
-from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.pool import ProposerPool
-from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
 
 def drafted(text: Sequence[int], length: int) -> list[int]:

@@ -18,7 +18,7 @@ from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import LocalExecutor, blocks_for
-from paceline.engine.restoring import Restored, restoring_batches
+from paceline.ways.pipeline.executor.restoring import Restored, restoring_batches
 
 
 class InOrderExecutor:

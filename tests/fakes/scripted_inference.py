@@ -20,7 +20,7 @@ from paceline.core.inference import Progress, ServedModel
 from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
 from paceline.core.text import NOTHING_GIVEN, Given
-from paceline.engine.intake import check_draft
+from paceline.engine.config import check_draft
 from paceline.engine.sequence import TextStream
 
 EOS = 256

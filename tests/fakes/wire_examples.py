@@ -46,15 +46,15 @@ from paceline.fleet.card import (
     ShardState,
     StepTime,
 )
+from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
-from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.control_service import Sight, sight_of, write_sight
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
-from paceline.net.weights_codec import WeightsDescription, parts
+from paceline.net.weights_servicer import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.ways.draft.connection import read_block
 from paceline.ways.draft.pool import BlockAsk, read_ask, write_ask, write_block

@@ -28,8 +28,8 @@ from paceline.cli import main
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BlockId
 from paceline.engine import scheduler
-from paceline.engine.block_pool import BlockPool
 from paceline.engine.kv_source import KvLoan
+from paceline.engine.prefix_cache import BlockPool
 from paceline.engine.step_costs import StepCosts
 from paceline.ways.kv import giving, lease, prefilling, pushing, service
 from paceline.ways.kv.source import PeerKv, send_block

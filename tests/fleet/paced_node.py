@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.cli import main
 from paceline.fleet.card import ModelOffer
+from paceline.fleet.choices import Standing
 from paceline.fleet.plan import Choice, Plan
-from paceline.fleet.standing import Standing
 from paceline.machine.capability import LocalOffers
 from paceline.machine.models import Models
 from paceline.net.member import upkeep

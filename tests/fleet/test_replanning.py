@@ -11,7 +11,7 @@ from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import MODEL, client_of
 from tests.fleet.test_pipeline import found_fleet
 
-from paceline.fleet.standing import HELD_S
+from paceline.fleet.choices import HELD_S
 from paceline.store.home import Home
 
 SCRIPT = str(Path(__file__).parent / "paced_node.py")

@@ -27,12 +27,11 @@ from paceline.core.text import Vocabulary
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
-from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSource
+from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSession, DraftSource, SessionProposer
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Path, StepBatch, StepOutput
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
-from paceline.engine.proposers.session import DraftSession, SessionProposer
+from paceline.engine.proposers import DraftModelProposer, JacobiProposer
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home

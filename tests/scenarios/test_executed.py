@@ -23,9 +23,8 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import NodeCard
-from paceline.fleet.eligibility import TrustPolicy, Use
+from paceline.fleet.eligibility import FleetView, LiveCard, TrustPolicy, Use
 from paceline.fleet.plan import ALONE, Objective
-from paceline.fleet.view import FleetView, LiveCard
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines

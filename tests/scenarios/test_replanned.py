@@ -8,9 +8,9 @@ from tests.scenarios.fleet_text import FleetText, blocks
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
+from paceline.fleet.choices import BETTER, FAILED_S, HELD_S, Standing
 from paceline.fleet.placement import headline
 from paceline.fleet.plan import Plan, PlanRequest
-from paceline.fleet.standing import BETTER, FAILED_S, HELD_S, Standing
 from paceline.node.ways import plan
 
 TEXT = (Path(__file__).parent / "replanned.txt").read_text()

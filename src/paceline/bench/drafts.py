@@ -349,9 +349,8 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
     from paceline.bench.fleet import LoopThread
     from paceline.machine.speed import vocabulary_id
     from paceline.ways.draft.finding import OwnProposers
-    from paceline.ways.draft.meter import DraftMeter
     from paceline.ways.draft.pool import ProposerPool
-    from paceline.ways.draft.remote import RemoteDrafts
+    from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
     from paceline.ways.draft.service import check_vocabulary, close_proposers, load_proposer
 
     loaded = load_proposer(name, settings.threads, None, clock)

@@ -17,14 +17,13 @@ from paceline.core.errors import PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
-from paceline.fleet.eligibility import Use
+from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import headline
 from paceline.fleet.plan import PlanRequest
-from paceline.fleet.view import FleetView
 from paceline.machine.config_file import read_trust_policy
 from paceline.net.control_service import Sight
 from paceline.net.member.state import Looked, look
-from paceline.net.member.trust import ENDS_SOON_S, OLD_S
+from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan
 from paceline.store.home import Home

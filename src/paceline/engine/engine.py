@@ -20,16 +20,14 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
-from paceline.engine.config import EngineConfig
+from paceline.engine.config import EngineConfig, check_draft, check_grammar, check_request, check_room, context_of
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.executor import Executor, SequenceStep, StepOutput
-from paceline.engine.gains import carry_on, gain_of, score_rows
 from paceline.engine.grammar import Grammars, restrict
-from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
 from paceline.engine.kv_source import KvLoans, KvSource
 from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
-from paceline.engine.sequence import SequenceState, TextStream
+from paceline.engine.sequence import SequenceState, TextStream, carry_on, gain_of, score_rows
 from paceline.engine.step_costs import StepCosts, StepTimes
 
 SHORTER = 4

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
-from paceline.engine.block_pool import BlockPool
+from paceline.engine.prefix_cache import BlockPool
 from paceline.engine.sequence import SequenceState
 
 MOST_UNKEPT = 1 << 14

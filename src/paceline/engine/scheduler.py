@@ -26,17 +26,14 @@ from math import inf
 from operator import attrgetter
 
 from paceline.core.ids import BatchId, SequenceId
-from paceline.engine.block_pool import BlockPool
-from paceline.engine.chunking import PromptLeft, rows_of_prompts
-from paceline.engine.config import EngineConfig
+from paceline.engine.config import EngineConfig, context_of
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
-from paceline.engine.intake import context_of
 from paceline.engine.kv_source import KvLoans, KvSource, KvTraffic
 from paceline.engine.local import blocks_for
-from paceline.engine.prefix_cache import Prefixes
+from paceline.engine.prefix_cache import BlockPool, Prefixes
 from paceline.engine.sequence import Phase, SequenceState
-from paceline.engine.step_costs import StepCosts, StepLoad
+from paceline.engine.step_costs import PromptLeft, StepCosts, StepLoad, rows_of_prompts
 
 LEAST_ROWS = 32
 """Of prompts in the step after one that was recalled; the next has twice as many. Raising it: more is lost where requests keep coming."""

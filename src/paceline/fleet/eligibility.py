@@ -1,4 +1,5 @@
-"""Which nodes may be asked, believed, fetched from and shown what: decided here, and nowhere else.
+"""The fleet as one node sees it at one moment (placement computes from that and from nothing else), and which nodes may be asked, believed, fetched from
+and shown what: decided here, and nowhere else.
 
 Law: pure. What picks a node takes `Eligible` cards, and `TrustPolicy.eligible` is what makes them, for one use; what opens a channel, or serves
 a caller, asks `check` with the peer's certificate. So a way of sharing work that forgets to ask has no cards and no channel.
@@ -15,7 +16,6 @@ from typing import Generic, Literal, Protocol, TypeVar
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.view import FleetView
 
 Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate issued at a time is void: the revocations known."""
@@ -117,3 +117,56 @@ class TrustPolicy:
         """The nodes of a view (which has none that was revoked) that may be put to a use; this node always."""
         nodes = [live for live in view.nodes if live.card.node_id == view.own or self.allows(live.trust, use)]
         return Eligible(use, view.own, tuple(live.card for live in nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCard:
+    """A card that has not expired."""
+
+    card: NodeCard
+    age_s: float
+    """Since its node last stamped it. 0 to the card's TTL; about 0 for this node's own."""
+    beat: int = 0
+    """Stamps since the card was signed."""
+    trust: Trust = Trust.MEMBER
+    """What the node's certificate says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Two running processes claim one id. The card in the view is the newer one's."""
+
+    node_id: NodeId
+    addresses: tuple[str, ...]
+    """Of the newer card."""
+    other_addresses: tuple[str, ...]
+    """Of the other process."""
+    seen_s_ago: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """Live cards by id, and what is wrong with the fleet. Ids are in order, so equal views print alike."""
+
+    own: NodeId
+    nodes: tuple[LiveCard, ...]
+    """Ordered by node id; this node's own card among them once it was announced."""
+    clashes: tuple[Clash, ...] = ()
+    revoked: tuple[NodeId, ...] = ()
+
+    @property
+    def ids(self) -> tuple[NodeId, ...]:
+        return tuple(live.card.node_id for live in self.nodes)
+
+    @property
+    def cards(self) -> tuple[NodeCard, ...]:
+        """What placement reads: equal on every node once gossip has converged (ages are not)."""
+        return tuple(live.card for live in self.nodes)
+
+    @property
+    def trust(self) -> dict[NodeId, Trust]:
+        """How far each is trusted."""
+        return {live.card.node_id: live.trust for live in self.nodes}
+
+    def get(self, node_id: NodeId) -> LiveCard | None:
+        return next((live for live in self.nodes if live.card.node_id == node_id), None)

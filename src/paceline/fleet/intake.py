@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from paceline.core.errors import PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedRevocation
+from paceline.fleet.eligibility import Clash
 from paceline.fleet.messages import Appeared, Changed, Clashed, Effect, Expired, Ignored, Left, PassedCard, Restarted, Revoked, Stamp
 from paceline.fleet.peers import Peers
 from paceline.fleet.registry import CardRegistry, Merged
 from paceline.fleet.revocations import Revocations
-from paceline.fleet.view import Clash
 
 MAX_EARLIER = 4
 """Superseded processes remembered of one id."""

@@ -3,7 +3,7 @@
 Law: only nodes that may share a plan measure each other, one measurement at a time. A way is measured in full when it is new, again when it
 degrades (its round trip doubles, or its bandwidth halves, twice in a row against the smoothed figure), and now and then. Between these, the
 way in use is pinged. The best is the one with the highest (bandwidth, then shortest round trip); another must be clearly better to take
-its place. What a card shows has two digits and keeps them (`fleet.figures`).
+its place. What a card shows has two digits and keeps them (`fleet.card`).
 
 Whom a node should measure its links to, and at which addresses.
 """
@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
-from paceline.fleet.figures import settled, two_digits
+from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, settled, two_digits
 from paceline.fleet.machines import FREE_SHARE
 
 

@@ -23,8 +23,20 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef, ModelSpec
 from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
-from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
-from paceline.fleet.figures import kept, settled, settled_within
+from paceline.fleet.card import (
+    Device,
+    Link,
+    MeasuredDraft,
+    ModelOffer,
+    ModelShape,
+    NodeCard,
+    Role,
+    ShardState,
+    StepTime,
+    kept,
+    settled,
+    settled_within,
+)
 from paceline.machine.devices import RING_VARIABLES, LocalDevice, local_devices, mlx_version, probe_ring_environment, usable_cores
 from paceline.machine.sizing import fits_gpu, model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey

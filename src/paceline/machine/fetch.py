@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongBytes
 from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, files_digest, pieces_needed
-from paceline.fleet.sources import WeightsSource
+from paceline.fleet.placement import WeightsSource
 from paceline.net.weights_client import WeightsClient
 from paceline.store.catalog import LocalModel, describe, find_whole
 from paceline.store.home import Home

@@ -30,9 +30,8 @@ from paceline.core.generation import LOCAL_FALLBACK, FinishReason, GenerationChu
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
-from paceline.engine.config import EngineConfig
+from paceline.engine.config import EngineConfig, check_room
 from paceline.engine.grammar import Grammars
-from paceline.engine.intake import check_room
 from paceline.fleet.plan import ALONE
 from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, StepEngine, StepReport
 

@@ -18,10 +18,9 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import DownloadError, FetchInProgress, MembershipError, PacelineError, SourceLost
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
-from paceline.fleet.eligibility import MayGiveWeights, TrustPolicy, Use, Voids
+from paceline.fleet.eligibility import FleetView, LiveCard, MayGiveWeights, TrustPolicy, Use, Voids
+from paceline.fleet.placement import WeightsSource, digests_of, sources_of, weights_sources
 from paceline.fleet.revocations import Revocations
-from paceline.fleet.sources import WeightsSource, digests_of, sources_of, weights_sources
-from paceline.fleet.view import FleetView, LiveCard
 from paceline.machine.config_file import read_trust_policy
 from paceline.machine.fetch import Dial, Fetch, fetch_model
 from paceline.net.channels import ChannelPool, Purpose
@@ -32,10 +31,9 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Context
 from paceline.net.trust.seals import open_revocations
 from paceline.net.weights_servicer import weights_service
-from paceline.store.catalog import LocalModel, ModelLocation
+from paceline.store.catalog import Library, LocalModel, ModelLocation
 from paceline.store.home import Home
 from paceline.store.hub import Listed
-from paceline.store.library import Library
 from paceline.store.pull import Progress
 from paceline.store.selection import parse_ref
 

@@ -13,7 +13,7 @@ import grpc.aio
 from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.stats import DraftUse
-from paceline.fleet.view import Clash, FleetView, LiveCard
+from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.discovery import Failure

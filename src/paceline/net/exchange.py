@@ -26,13 +26,13 @@ from paceline.net.discovery import AddressBook
 from paceline.net.exchange_codec import (
     MAX_EXCHANGE_BYTES,
     MAX_EXCHANGE_PARTS,
+    MemberOpener,
     Refuse,
     measure_reply,
     parse_reply,
     read_reply,
     write_request,
 )
-from paceline.net.opener import MemberOpener
 from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member

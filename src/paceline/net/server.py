@@ -66,7 +66,7 @@ MAX_REQUEST_BYTES = 2304 * KIB
 
 MAX_STREAMS = 128
 """RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here
-at once (`engine.intake.SHARES`), so that one more is refused in words and does not wait for a place."""
+at once (`engine.config.SHARES`), so that one more is refused in words and does not wait for a place."""
 SERVER_OPTIONS: Options = [
     *(option for option in COMMON if option[0] != RECEIVE),
     (RECEIVE, MAX_REQUEST_BYTES),

@@ -20,8 +20,7 @@ from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.core.text import printable
 from paceline.net.rpc_faults import unless_closed
-from paceline.net.weights_codec import WeightsDescription
-from paceline.net.weights_servicer import MAX_RANGES
+from paceline.net.weights_servicer import MAX_RANGES, WeightsDescription
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire import weights_pb2_grpc
 

@@ -27,9 +27,9 @@ from paceline.core.errors import (
 )
 from paceline.core.model import LayerSpan
 from paceline.fleet.card import NodeCard
+from paceline.fleet.choices import Standing, is_same
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import ALONE, Choice, Plan, Way
-from paceline.fleet.standing import Standing, is_same
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
@@ -39,9 +39,9 @@ from paceline.store.catalog import ModelLocation, resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
+from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
-from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.splits import PIPELINE
 
 logger = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.kv.service import KvSharing
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
+from paceline.ways.pipeline.meter import PipelineMeter, pipeline_metrics
 from paceline.ways.pipeline.routes.build import PipelineSlots
-from paceline.ways.pipeline.routes.meter import PipelineMeter, pipeline_metrics
 
 
 class Portrait:

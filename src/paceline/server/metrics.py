@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.core.inference import Inference
-from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
-from paceline.core.stats import EngineStats, Histogram
+from paceline.core.stats import EngineStats, Histogram, Metrics, Row, counter, gauge, histogram
 from paceline.core.text import printable
 
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)

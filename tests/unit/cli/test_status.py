@@ -14,7 +14,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
-from paceline.fleet.view import Clash, FleetView, LiveCard
+from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.net.control_service import Sight
 from paceline.net.discovery import AddressBook
 from paceline.net.member.state import Looked

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.ids import BlockId
-from paceline.engine.block_pool import BlockPool
-from paceline.engine.prefix_cache import chain_key, prompt_keys, root_key
+from paceline.engine.prefix_cache import BlockPool, chain_key, prompt_keys, root_key
 
 ROOT = root_key("numerics", "digest")
 

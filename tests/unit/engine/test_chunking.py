@@ -12,9 +12,8 @@ from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.engine.chunking import BESIDE, FLOOR, LONGER, PromptLeft, rows_of_prompts
 from paceline.engine.executor import StepBatch
-from paceline.engine.step_costs import StepCosts, StepLoad
+from paceline.engine.step_costs import BESIDE, FLOOR, LONGER, PromptLeft, StepCosts, StepLoad, rows_of_prompts
 
 
 def left(n: int, start: int = 0, rows: int | None = None) -> PromptLeft:

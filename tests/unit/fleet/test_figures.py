@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.fleet.figures import settled, settled_within, two_digits
+from paceline.fleet.card import settled, settled_within, two_digits
 
 
 @pytest.mark.parametrize(

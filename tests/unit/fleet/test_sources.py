@@ -11,7 +11,7 @@ from paceline.core.errors import ModelNotFound
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.fleet.sources import weights_sources
+from paceline.fleet.placement import weights_sources
 
 ONE, TWO = "1" * 64, "2" * 64
 

@@ -20,8 +20,7 @@ from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.sampling import PlainSampler
-from paceline.fleet.card import ModelOffer, Role, ShardState
-from paceline.fleet.figures import two_digits
+from paceline.fleet.card import ModelOffer, Role, ShardState, two_digits
 from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import CapabilityReport, LocalOffers, learn_digests

@@ -21,6 +21,7 @@ from paceline.net.exchange_codec import (
     MAX_EXCHANGE_PARTS,
     MOST_LIES,
     PROOF_BYTES,
+    MemberOpener,
     parse_reply,
     read_reply,
     read_request,
@@ -28,7 +29,6 @@ from paceline.net.exchange_codec import (
     write_reply,
     write_request,
 )
-from paceline.net.opener import MemberOpener
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.seals import open_revocation
 from paceline.net.wire import fleet_pb2 as wire
@@ -153,7 +153,7 @@ def test_a_revocation_that_comes_again_is_not_checked_again(monkeypatch: pytest.
         checked.append(signed)
         return open_revocation(signed, root)
 
-    monkeypatch.setattr("paceline.net.opener.open_revocation", counting)
+    monkeypatch.setattr("paceline.net.exchange_codec.open_revocation", counting)
     request = ExchangeRequest(revocations=(FLEET.revoke("z"),))
     one = opener()
     for _ in range(3):

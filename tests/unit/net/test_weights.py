@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from paceline.core.errors import ModelFileError, ModelNotFound, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, ModelPart, PieceRun, TensorAt, pieces_needed
 from paceline.core.model import LayerRange
-from paceline.net import weights_codec
+from paceline.net import weights_servicer
 from paceline.net.weights_client import WeightsClient
-from paceline.net.weights_codec import WeightsDescription, parts
-from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer
+from paceline.net.weights_servicer import MAX_RANGES, WeightsDescription, WeightsServicer, parts
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
 
@@ -86,10 +85,10 @@ def test_descriptions_that_contradict_themselves_are_refused(part: wire.Describe
 
 
 def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_codec, "MAX_FILES", 10)
+    monkeypatch.setattr(weights_servicer, "MAX_FILES", 10)
     with pytest.raises(WrongBytes, match="than any model"):
         described(*[wire.DescribeWeightsResponse(files=[wire.WeightsFile(name="x")])] * 20)
-    monkeypatch.setattr(weights_codec, "MAX_PIECES", 10)
+    monkeypatch.setattr(weights_servicer, "MAX_PIECES", 10)
     with pytest.raises(WrongBytes, match="than any model"):
         described(*(wire.DescribeWeightsResponse(pieces=[wire.PieceDigests(file=file)]) for file in range(20)))
 

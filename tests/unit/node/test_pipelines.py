@@ -106,8 +106,8 @@ async def replanned(
         runs: what the plan chose before; None: the best pipeline.
         over: what others run of it by now.
     """
-    monkeypatch.setattr("paceline.fleet.standing.HELD_S", 0.0)
-    monkeypatch.setattr("paceline.fleet.standing.BETTER", 1.0)
+    monkeypatch.setattr("paceline.fleet.choices.HELD_S", 0.0)
+    monkeypatch.setattr("paceline.fleet.choices.BETTER", 1.0)
     monkeypatch.setattr(pipelines, "REPLANNED_S", 0.0)
     built: list[str] = []
     shown: list[str] = []

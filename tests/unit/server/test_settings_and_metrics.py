@@ -7,9 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.core.errors import ConfigError
-from paceline.core.metrics import Metrics
-from paceline.core.metrics import histogram as row
-from paceline.core.stats import Histogram
+from paceline.core.stats import Histogram, Metrics
+from paceline.core.stats import histogram as row
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.settings import check_bind
 

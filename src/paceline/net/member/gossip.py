@@ -19,18 +19,17 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
+from paceline.fleet.eligibility import FleetView
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
 from paceline.fleet.messages import Appeared, Changed, Clashed, Effect, Expired, GossipCall, Ignored, Left, Reseal, Restarted, Revoked
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import LINK_BYTES, StampChain
-from paceline.fleet.view import FleetView
 from paceline.net.exchange import Exchanger
-from paceline.net.exchange_codec import measure_request, read_request, write_passed, write_reply
+from paceline.net.exchange_codec import MemberOpener, measure_request, read_request, write_passed, write_reply
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
-from paceline.net.opener import MemberOpener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity

@@ -16,7 +16,7 @@ from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.links import LinkWatch, Measure, figures, peers_to_measure
 from paceline.net.channels import ChannelPool, Purpose
-from paceline.net.opener import MemberOpener
+from paceline.net.exchange_codec import MemberOpener
 from paceline.net.rpc_faults import unless_closed
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub

@@ -6,8 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
-from paceline.core.stats import Histogram
+from paceline.core.stats import Histogram, Metrics, Row, counter, gauge, histogram
 from paceline.fleet.messages import Appeared, Clashed, Effect, Expired, Left, Restarted, Revoked
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from paceline.core.errors import FleetError, MembershipError, StreamClosed, User
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.eligibility import Eligible, TrustPolicy, U_co, Use
+from paceline.fleet.eligibility import Eligible, FleetView, TrustPolicy, U_co, Use
 from paceline.fleet.messages import Effect, Expired, Left, Restarted, Revoked
-from paceline.fleet.view import FleetView
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.control_service import Sight, control_service, fleet_id
 from paceline.net.discovery import AddressBook, Discovery
@@ -33,8 +32,7 @@ from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
 from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim, RunningNode, forget_running, keep_running
-from paceline.net.member.trust import TrustKeeper
-from paceline.net.member.upkeep import OwnPortrait, Upkeep
+from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
 from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member, join_host

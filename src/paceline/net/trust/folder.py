@@ -26,8 +26,7 @@ from typing import IO, Any
 
 from paceline.core.errors import IdentityError, MembershipError
 from paceline.core.files import write_file
-from paceline.net.trust.authority import Authority
-from paceline.net.trust.authority_process import AuthorityProcess
+from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.identity import MAX_FILE_BYTES, Identity, read_secret
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from paceline.core.clock import Clock
 from paceline.core.errors import RemoteProposerError
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.engine.proposers.session import retell
+from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk, retell
 from paceline.ways.draft.connection import check_block, new_session
 from paceline.ways.draft.finding import Connection, Drafter, OpenConnection
 from paceline.ways.draft.pool import BlockAsk

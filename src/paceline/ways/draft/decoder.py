@@ -23,8 +23,7 @@ from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.net.member.node import FleetNode
 from paceline.ways.draft.finding import Drafter, FleetConnections, Key, placed
-from paceline.ways.draft.meter import DraftMeter
-from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
 SOURCE = "placed"
 """What its one source is called."""

@@ -147,7 +147,7 @@ class OwnProposers:
         self._pool, self._offers = pool, offers
 
     def find(self, model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
-        """As `drafter.Find`, of a model; empty: of any."""
+        """As `Find`, of a model; empty: of any."""
         found = [drafter_of(HERE, b"", name, offer, 0.0) for name, offer in self._offers.items() if model_id in {"", name}]
         left = [one for one in found if one.key not in left_out]
         if not left:
@@ -155,7 +155,7 @@ class OwnProposers:
         return left
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> LocalConnection:
-        """As `drafter.OpenConnection`."""
+        """As `OpenConnection`."""
         return LocalConnection(self._pool, drafter.node_id, on_block, on_end)
 
 
@@ -278,7 +278,7 @@ class FleetConnections:
         self._fleet, self._own = fleet, own
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Connection:
-        """As `drafter.OpenConnection`."""
+        """As `OpenConnection`."""
         if self._own is not None and drafter.node_id == self._fleet.node_id:
             return LocalConnection(self._own, drafter.node_id, on_block, on_end)
         return RemoteConnection(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)

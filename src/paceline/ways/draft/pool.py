@@ -20,8 +20,7 @@ from typing import Any, Final
 import grpc.aio
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, PacelineError
-from paceline.engine.drafts import BlockProposal, Proposer, ProposerStats
-from paceline.engine.proposers.session import DraftSession, open_session
+from paceline.engine.drafts import BlockProposal, DraftSession, Proposer, ProposerStats, open_session
 from paceline.net.mapper import Codec, Mapped, refuse_with
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service

@@ -1,4 +1,5 @@
-"""Drafts from the node that the plan names: the engine's thread asks and goes on (`AskQueue`); on the event loop one proposer at a time drafts (`client`).
+"""Drafts from the node that the plan names: the engine's thread asks and goes on (`AskQueue`); on the event loop one proposer at a time drafts
+(`client`), and is counted.
 
 Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
 to be had, with an empty one. A drafter that failed is left out for a while (`Backoff`), and the next takes over, told everything anew.
@@ -8,16 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
+from paceline.core.stats import Histogram
+from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk, ProposerStats
 from paceline.ways.draft.client import AskQueue, ProposerClient
 from paceline.ways.draft.finding import Drafter, Find, Key, OpenConnection
-from paceline.ways.draft.meter import DraftMeter
+
+HOP_BOUNDS_S = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)
+
+
+@dataclass(slots=True)
+class DraftMeter:
+    """Of all sources of one node."""
+
+    hop: Histogram = field(default_factory=lambda: Histogram(HOP_BOUNDS_S))
+    """From the engine's ask until its answer is there: queues, wire and drafting."""
+    stats: dict[str, ProposerStats] = field(default_factory=dict[str, ProposerStats])
+    """By source."""
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """By node and gRPC's name for what went wrong."""
+    changes: int = 0
+    """Times that another proposer took over."""
+
+    def of(self, name: str) -> ProposerStats:
+        """Counts of one source."""
+        return self.stats.setdefault(name, ProposerStats())
+
 
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
 """How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""

@@ -19,16 +19,13 @@ from prometheus_client.registry import Collector
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import VocabularyMismatch
-from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
-from paceline.core.stats import DraftUse, EngineStats
+from paceline.core.stats import DraftUse, EngineStats, Metrics, Row, counter, gauge, histogram
 from paceline.core.text import Tokenizer
-from paceline.engine.drafts import NGRAM, Proposer, ProposerStats
+from paceline.engine.drafts import NGRAM, Proposer, ProposerStats, open_session
 from paceline.engine.local import LayerRunner
-from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
-from paceline.engine.proposers.session import open_session
-from paceline.fleet.card import ModelOffer, Role
+from paceline.engine.proposers import DraftModelProposer, JacobiProposer
+from paceline.fleet.card import ModelOffer, Role, two_digits
 from paceline.fleet.eligibility import Use
-from paceline.fleet.figures import two_digits
 from paceline.fleet.messages import Effect
 from paceline.machine.capability import WarmModel, warm_offer
 from paceline.machine.settings import NodeSettings

@@ -15,9 +15,8 @@ from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import MeasuredDraft, ModelOffer
 from paceline.fleet.eligibility import MayDraft
 from paceline.ways.draft.finding import Drafter, Key, OpenConnection, OwnProposers, Verifier, drafters, fitting_models
-from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.pool import ProposerPool
-from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
 logger = logging.getLogger(__name__)
 

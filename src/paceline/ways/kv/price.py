@@ -11,8 +11,7 @@ from math import ceil
 
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, ModelRef
-from paceline.fleet.card import Link, ModelOffer, NodeCard
-from paceline.fleet.figures import two_digits
+from paceline.fleet.card import Link, ModelOffer, NodeCard, two_digits
 from paceline.fleet.machines import Links
 
 MARK_BYTES = 8

@@ -21,7 +21,7 @@ from paceline.core.errors import FleetError, NixlFailed, PacelineError, StreamCo
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
-from paceline.core.metrics import Metrics
+from paceline.core.stats import Metrics
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayShareKv, Use

@@ -13,9 +13,8 @@ from tests.fakes.null_backend import NullRunner
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.engine.drafts import BlockProposal
-from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer, ModelProposer
-from paceline.engine.proposers.session import common_length, open_session
+from paceline.engine.drafts import BlockProposal, common_length, open_session
+from paceline.engine.proposers import DraftModelProposer, JacobiProposer, ModelProposer
 
 Make = Callable[..., ModelProposer[object]]
 MODELS = pytest.mark.parametrize(

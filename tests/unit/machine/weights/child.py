@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.unit.machine.weights.nodes import dialer
 
 from paceline.core.ids import NodeId
-from paceline.fleet.sources import WeightsSource
+from paceline.fleet.placement import WeightsSource
 from paceline.machine.fetch import Fetch, fetch_model
 from paceline.net.trust.identity import Identity
 from paceline.store.home import Home

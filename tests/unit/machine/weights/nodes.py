@@ -14,15 +14,15 @@ from tests.fakes.fleets import TestFleet
 from paceline.core.errors import DownloadError
 from paceline.core.ids import NodeId
 from paceline.core.manifest import ModelManifest
-from paceline.fleet.sources import WeightsSource
+from paceline.fleet.placement import WeightsSource
 from paceline.machine.fetch import Dial, Fetch
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
 from paceline.net.weights_servicer import WeightsServicer
 from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from paceline.store.catalog import Library
 from paceline.store.home import Home
-from paceline.store.library import Library
 
 
 class WatchedLibrary(Library):

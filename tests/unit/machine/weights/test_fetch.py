@@ -18,12 +18,11 @@ from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
-from paceline.fleet.sources import WeightsSource
+from paceline.fleet.placement import WeightsSource
 from paceline.machine.fetch import fetch_model
 from paceline.store import pull as pulling
-from paceline.store.catalog import MANIFEST, list_models, open_model, resolve
+from paceline.store.catalog import MANIFEST, Library, list_models, open_model, resolve
 from paceline.store.home import Home, read_json_object
-from paceline.store.library import Library
 from paceline.store.partial import list_parts
 from paceline.store.staging import Staging
 

@@ -15,9 +15,8 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import RevocationList, SealedList
 from paceline.fleet.eligibility import Use
 from paceline.net.channels import Purpose
-from paceline.net.member.trust import OLD_S
-from paceline.net.trust.authority import NODE_HOLDS, Authority
-from paceline.net.trust.authority_process import AuthorityProcess
+from paceline.net.member.upkeep import OLD_S
+from paceline.net.trust.authority import NODE_HOLDS, Authority, AuthorityProcess
 from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -111,7 +110,7 @@ async def test_what_is_known_of_revocations_may_be_too_old_to_trust_others(
     folder = FleetFolder(tmp_path / "b" / "fleet")
     folder.write_secret(folder.identity_file, fleet.member("b", at=time.time() - OLD_S - DAY_S).to_pem())
     a = make_node(fleet, tmp_path, "a")
-    monkeypatch.setattr("paceline.net.member.trust.FIRST_NEWS_S", 0)
+    monkeypatch.setattr("paceline.net.member.upkeep.FIRST_NEWS_S", 0)
     async with running(a), running(b := make_node(fleet, tmp_path, "b", a)):
         b.trust_keeper._max_age_s = 7 * DAY_S
         await until_seen(b, "a", "b")

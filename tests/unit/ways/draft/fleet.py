@@ -25,9 +25,8 @@ from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
 from paceline.ways.draft.finding import Drafter, FleetConnections, Key
-from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.pool import ProposerPool, proposer_service
-from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 VOCAB = 100

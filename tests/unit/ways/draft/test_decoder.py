@@ -27,7 +27,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.engine.proposers.models import DraftModelProposer
+from paceline.engine.proposers import DraftModelProposer
 from paceline.fleet.plan import ALONE, Choice, PlanRequest
 from paceline.machine.setup import load_runner
 from paceline.node.ways import plan

@@ -10,8 +10,7 @@ from tests.unit.ways.draft.cards import LOOKUP, SMALL, VERIFIER, A, card
 from paceline.core.errors import PlacementError, VocabularyMismatch
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.eligibility import Eligible, TrustPolicy, Use
-from paceline.fleet.view import FleetView, LiveCard
+from paceline.fleet.eligibility import Eligible, FleetView, LiveCard, TrustPolicy, Use
 from paceline.ways.draft.finding import drafters
 
 

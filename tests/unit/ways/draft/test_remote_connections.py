@@ -17,9 +17,8 @@ from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.ways.draft.client import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED
 from paceline.ways.draft.connection import OnBlock
 from paceline.ways.draft.finding import Drafter, OnEnd
-from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.pool import BlockAsk
-from paceline.ways.draft.remote import FORGIVEN, LEFT_OUT_S, RemoteDrafts
+from paceline.ways.draft.remote import FORGIVEN, LEFT_OUT_S, DraftMeter, RemoteDrafts
 
 ONE = SequenceId(1)
 DRAFTER = Drafter(NodeId("b"), b"1", "m", 10.0, 100.0, 0.0)

@@ -54,8 +54,8 @@ from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.session import HostLimits, Place, Session, Surroundings
 from paceline.ways.pipeline.host.session_kv import SessionKv, StageDisk
 from paceline.ways.pipeline.host.shard import Shard, ShardClaim
-from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
+from paceline.ways.pipeline.meter import ShardMeter
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from paceline.core.model import LayerRange, ModelRef, ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.eligibility import MayGiveWeights
-from paceline.fleet.sources import sources_of
+from paceline.fleet.placement import sources_of
 from paceline.machine import devices
 from paceline.machine.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.machine.setup import load_runner

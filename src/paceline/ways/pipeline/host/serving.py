@@ -12,7 +12,7 @@ from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId, Trust
-from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
+from paceline.core.stats import Metrics, Row, counter, gauge, histogram
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.messages import Effect, Revoked
@@ -34,8 +34,8 @@ from paceline.ways.pipeline.host.loading import FleetWeights, load_layers
 from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.session_kv import StageDisk
 from paceline.ways.pipeline.host.shard import Shard
-from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
+from paceline.ways.pipeline.meter import ShardMeter
 
 
 class ShardOffers:

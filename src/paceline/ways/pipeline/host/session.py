@@ -34,7 +34,7 @@ from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, Pip
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 from paceline.ways.pipeline.host.ends import ExpectedInput, StreamSource
 from paceline.ways.pipeline.host.session_kv import SessionKv
-from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
+from paceline.ways.pipeline.meter import Latencies, ShardMeter
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from paceline.ways.pipeline.host.loading import (
 )
 from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.shard import KvName, Leases, LoadedLayers, Shard, ShardClaim
-from paceline.ways.pipeline.host.shard_meter import ShardMeter
+from paceline.ways.pipeline.meter import ShardMeter
 
 logger = logging.getLogger(__name__)
 

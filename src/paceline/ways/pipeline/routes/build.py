@@ -19,11 +19,10 @@ from paceline.core.errors import ConfigError, OutOfMemory, PipelineDisabled, Pla
 from paceline.core.ids import NodeId
 from paceline.core.inference import ServedModel, fingerprint_of
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange, LayerSpan
-from paceline.engine.config import EngineConfig
+from paceline.engine.config import EngineConfig, context_of
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.intake import context_of
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
@@ -39,10 +38,9 @@ from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, StageRequest
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
 from paceline.ways.pipeline.host.ends import TensorEnds
+from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
-from paceline.ways.pipeline.routes.fleet_access import FleetAccess
-from paceline.ways.pipeline.routes.meter import PipelineMeter
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, typical_request
 from paceline.ways.pipeline.routes.opening import RouteOpener
 from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck

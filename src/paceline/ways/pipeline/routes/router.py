@@ -29,9 +29,8 @@ from paceline.ways.pipeline.client import warm_layers
 from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.route import KV_NAME_BYTES, Opening, PipelineFault, StageLoading, StageRequest
 from paceline.ways.pipeline.executor.search import TOLD
-from paceline.ways.pipeline.routes.choosing import Wanted, choose
-from paceline.ways.pipeline.routes.fleet_access import FleetAccess
-from paceline.ways.pipeline.routes.meter import PipelineMeter
+from paceline.ways.pipeline.meter import PipelineMeter
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, choose
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads
 
 logger = logging.getLogger(__name__)

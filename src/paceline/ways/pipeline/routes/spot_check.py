@@ -29,7 +29,7 @@ from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.cover import warm_cover
 from paceline.ways.pipeline.executor.route import PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
-from paceline.ways.pipeline.routes.choosing import Wanted, choose
+from paceline.ways.pipeline.routes.fleet_access import Wanted, choose
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 

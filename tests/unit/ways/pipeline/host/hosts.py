@@ -44,8 +44,8 @@ from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
 from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
 from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.session_kv import StageDisk
-from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
+from paceline.ways.pipeline.meter import ShardMeter
 
 Result = TypeVar("Result")
 Bits = npt.NDArray[np.uint16]

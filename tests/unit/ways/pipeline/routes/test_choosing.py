@@ -13,7 +13,7 @@ from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, Sh
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Pin, PlanRequest
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.choosing import Wanted, choose, typical_request
+from paceline.ways.pipeline.routes.fleet_access import Wanted, choose, typical_request
 from paceline.ways.pipeline.splits import PIPELINE
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from paceline.core.errors import PipelineDisabled, ShardUnavailable
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.ways.pipeline.routes.build import PipelineOrder, PipelineSlots, build_engine_over
-from paceline.ways.pipeline.routes.choosing import choose
+from paceline.ways.pipeline.routes.fleet_access import choose
 
 
 def test_no_more_pipelines_begin_here_than_are_allowed_at_once() -> None:

@@ -10,7 +10,7 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange
 from paceline.ways.pipeline.executor.route import PipelineFault, RouteStage
-from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, pipeline_metrics
+from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 
 
 def page(meter: PipelineMeter) -> list[str]:

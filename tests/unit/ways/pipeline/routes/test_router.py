@@ -18,7 +18,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, StageLoading
-from paceline.ways.pipeline.routes.meter import PipelineMeter
+from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import NotOpened, StageLoads
 from paceline.ways.pipeline.routes.router import LAST_RESORT_S, FleetRouter
 

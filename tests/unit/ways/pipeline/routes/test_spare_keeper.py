@@ -22,7 +22,7 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.plan import PlanRequest
 from paceline.machine.sizing import model_shape
 from paceline.ways.pipeline.routes import router as ahead
-from paceline.ways.pipeline.routes.choosing import Wanted, choose
+from paceline.ways.pipeline.routes.fleet_access import Wanted, choose
 from paceline.ways.pipeline.routes.router import SpareKeeper
 from paceline.ways.pipeline.splits import PIPELINE
 

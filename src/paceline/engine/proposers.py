@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import InvalidRequest
-from paceline.engine.drafts import BlockProposal
+from paceline.engine.drafts import BlockProposal, DraftSession, SessionProposer, common_length, retell
 from paceline.engine.executor import Path
 from paceline.engine.local import Activations, LayerRunner, row_plan
 from paceline.engine.prompt_lookup import NGramIndex
-from paceline.engine.proposers.session import DraftSession, SessionProposer, common_length, retell
 
 PROMPT_ROWS = 16
 """So many rows or more run as a prompt's: where kernels differ, those for prompts are faster then."""

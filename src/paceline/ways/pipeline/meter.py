@@ -1,22 +1,82 @@
-"""What an orchestrator counts of its pipelines, a node's page of it, and an engine whose requests are timed: until their first token, and how fast the
-others come.
+"""What a node counts of its pipelines, and of the shards that it runs for others: the threads of engines and of sessions count, and what they share has a
+lock. And an engine whose requests are timed: until their first token, and how fast the others come.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
-from paceline.core.metrics import Metrics, Row, counter, histogram
-from paceline.core.stats import EngineStats, Histogram, LabelledHistograms
+from paceline.core.stats import EngineStats, Histogram, LabelledHistograms, Metrics, Row, counter, histogram
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.events import PipelineWatch
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
-from paceline.ways.pipeline.host.shard_meter import LATENCY_BOUNDS_MS as STEP_BOUNDS_MS
-from paceline.ways.pipeline.host.shard_meter import ShardMeter
+
+LATENCY_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
+WINDOW = 256
+"""Batches of which a session's p95 is."""
+
+
+class Latencies:
+    """The last few of one session, in milliseconds. Written by its thread, read by any."""
+
+    def __init__(self) -> None:
+        self._ring = [0.0] * WINDOW
+        self._count = 0
+        self.sum_ms = 0.0
+        """Of all there were."""
+
+    def add(self, ms: float) -> None:
+        self.sum_ms += ms
+        self._ring[self._count % WINDOW] = ms
+        self._count += 1
+
+    @property
+    def p95(self) -> float:
+        """0 where there are none."""
+        n = min(self._count, WINDOW)
+        return sorted(self._ring[:n])[(95 * n - 1) // 100] if n else 0.0
+
+
+class ShardMeter:
+    """Counters of one host."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.latency = LabelledHistograms(LATENCY_BOUNDS_MS, "others")
+        """Of a batch, in milliseconds, by shard."""
+        self.sessions_opened = 0
+        self.sessions_refused = 0
+        self.evictions = 0
+        self.loads = 0
+        self._corruption = 0
+        self._blocks: Counter[str] = Counter()
+
+    @property
+    def blocks(self) -> Counter[str]:
+        """KV blocks on the disk, of sessions that have ended, by what became of them."""
+        with self._lock:
+            return Counter(self._blocks)
+
+    def note_blocks(self, counts: Counter[str]) -> None:
+        """Of one that ended."""
+        with self._lock:
+            self._blocks += counts
+
+    @property
+    def corruption(self) -> int:
+        """Times that something came which is no activations."""
+        return self._corruption
+
+    def corrupt(self) -> None:
+        """Once more."""
+        with self._lock:
+            self._corruption += 1
+
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
 FIRST_TOKEN_BOUNDS_MS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 6400.0, 12800.0, 25600.0, 60000.0)
@@ -30,8 +90,8 @@ class PipelineMeter(PipelineWatch):
         self._lock = threading.Lock()
         self._corruption = 0
         self.construct_ms = {"first": Histogram(CONSTRUCT_BOUNDS_MS), "failover": Histogram(CONSTRUCT_BOUNDS_MS)}
-        self.step_ms = Histogram(STEP_BOUNDS_MS)
-        self.hop_ms = LabelledHistograms[tuple[str, str]](STEP_BOUNDS_MS, ("others", "others"))
+        self.step_ms = Histogram(LATENCY_BOUNDS_MS)
+        self.hop_ms = LabelledHistograms[tuple[str, str]](LATENCY_BOUNDS_MS, ("others", "others"))
         self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
         self.tokens_per_second = Histogram(RATE_BOUNDS)
         self.losses = self.failovers = self.fallbacks = 0
