@@ -31,6 +31,28 @@ def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     return task
 
 
+async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    ending = [task for task in tasks if task is not None]
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+class TaskSet(set[asyncio.Task[None]]):
+    """Tasks that nothing waits for, until each is over."""
+
+    def start(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        """Run one more on this event loop."""
+        return self.hold(asyncio.create_task(work, name=name))
+
+    def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """One that was started."""
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+
 def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], name: str) -> Future[Result]:
     """The same on an event loop, from any thread."""
     future = asyncio.run_coroutine_threadsafe(work, loop)

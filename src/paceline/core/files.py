@@ -1,10 +1,22 @@
-"""A file is written whole or not at all, and only its owner can read it."""
+"""Files and folders of this machine: a file is written whole or not at all, and only its owner can read it."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+
+class Under:
+    """A path under the `root` of the object that has it."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, holder: Any, kind: object = None) -> Path:
+        root: Path = holder.root
+        return root.joinpath(*self._parts)
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:

@@ -77,7 +77,6 @@ class Asking:
             self.ask(seq, drafts)
 
     def end(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
-        """A sequence is over."""
         self._live.pop(seq.id, None)
         for state in drafts.states.values():
             state.source.forget(seq.id)
@@ -227,7 +226,6 @@ class Drafting:
     # ------------------------------------------------------------------------------------------------------- sequences come and go
 
     def begin(self, seq: SequenceState) -> None:
-        """A sequence will be generated."""
         chosen = seq.request.draft or self._config.default
         if self._never or chosen == OFF or seq.guesses_left < 1:
             return
@@ -244,7 +242,6 @@ class Drafting:
         self._asking.begin(seq, drafts)
 
     def end(self, seq: SequenceState) -> None:
-        """A sequence is over."""
         drafts = self._of.pop(seq, None)
         if drafts is not None:
             self._lagging.pop(seq, None)

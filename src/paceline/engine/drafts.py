@@ -140,7 +140,6 @@ class ProposerStats:
     """Blocks that were asked for and not had."""
 
     def count(self, block: BlockProposal) -> None:
-        """A block was drafted."""
         self.blocks += 1
         self.tokens += len(block.token_ids)
         self.diffusion_steps += block.diffusion_steps
@@ -253,9 +252,7 @@ class DraftSession(Protocol):
     """What a proposer knows of one sequence. For one thread at a time."""
 
     @property
-    def told(self) -> Sequence[int]:
-        """The sequence, as it was told."""
-        ...
+    def told(self) -> Sequence[int]: ...
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         """At most `block_size` tokens that may follow.
@@ -329,7 +326,6 @@ class SessionProposer(ABC):
         """A session that was told nothing yet."""
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
-        """As `Proposer.propose_block`."""
         shared, session = max(
             ((common_length(one.told, committed), one) for one in self._kept), key=lambda pair: pair[0], default=(0, None)
         )

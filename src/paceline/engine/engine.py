@@ -227,7 +227,6 @@ class Engine:
         return chunks
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, now."""
         scheduler, pool, compared = self._scheduler, self._scheduler.pool, self._drafting.compared
         if self._steps >= self._told_at + TOLD_EVERY:
             self._told_at, self._step_seconds, self._prefill_per_s = self._steps, self._costs.seen_seconds(), self._costs.seen_prefill()

@@ -165,9 +165,7 @@ class LayerRunner(Protocol[Activations]):
     """
 
     @property
-    def layers(self) -> LayerRange:
-        """Those it holds."""
-        ...
+    def layers(self) -> LayerRange: ...
 
     @property
     def n_blocks(self) -> int: ...

@@ -97,11 +97,9 @@ class PrefixCache:
             self._key_of[block] = key
 
     def retire(self, block: BlockId) -> None:
-        """No sequence uses the block any more."""
         self._idle[block] = None
 
     def revive(self, block: BlockId) -> None:
-        """A sequence uses the block again."""
         del self._idle[block]
 
     def evict(self) -> BlockId:

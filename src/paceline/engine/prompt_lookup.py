@@ -165,7 +165,6 @@ class NGramIndex:
         self._put_all(start)
 
     def append(self, token: int) -> None:
-        """The text grew."""
         ids, found = self.ids, self._found
         if len(ids) - self._start >= MOST:
             self._begin_at(len(ids) - MOST // 2)

@@ -182,7 +182,6 @@ class _ModelSession(ABC, Generic[Activations]):
             return BlockProposal(tuple(drafted), steps, text.passes - passes, text.peak_bytes)
 
     def close(self) -> None:
-        """As `DraftSession`."""
         self._tell(0, ())
         with self._kv.lock:
             self._kv.forget(self._text)

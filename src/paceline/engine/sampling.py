@@ -55,7 +55,6 @@ class DrawState:
         self.adjustments = Adjustments(params, prompt_ids, banned)
 
     def count(self, token_id: int) -> None:
-        """A token was drawn."""
         self.adjustments.count(token_id)
         if self.matcher is not None:
             self.matcher.take(token_id)

@@ -96,7 +96,6 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------------- sequences come and go
 
     def add(self, seq: SequenceState) -> None:
-        """A new sequence waits its turn."""
         self.prefixes.name(seq)
         seq.most_tokens = self._most_tokens(seq)
         insort(self.waiting, seq, key=attrgetter("turn"))

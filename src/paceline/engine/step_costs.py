@@ -88,7 +88,6 @@ class StepCosts:
         return self._answers.level > 0 or self._prompts.level > 0
 
     def took(self, load: StepLoad, seconds: float) -> None:
-        """A step was measured."""
         if seconds <= 0 or load.rows <= 0:
             return
         if load.prompt_rows:

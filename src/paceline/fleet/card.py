@@ -91,7 +91,6 @@ class ModelOffer:
     model_id: str
     role: Role
     weights: str
-    """Weights format."""
     tokens_per_second: float = 0.0
     """Decode, one sequence."""
     prefill_tokens_per_second: float = 0.0
@@ -122,7 +121,6 @@ class ModelOffer:
 
     @property
     def model(self) -> ModelRef:
-        """Which one it is."""
         return ModelRef(self.digest, self.weights, self.model_id)
 
     @property

@@ -35,7 +35,6 @@ from paceline.fleet.plan import ALONE, Choice, Constraint, Draft, Estimate, Excl
 
 
 def alone(machine: Machine, request: PlanRequest) -> Choice:
-    """All of it on one machine."""
     streams = request.abreast
     token = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
     expected = estimate(first_token_s(machine, request), Seconds(token), request, measured=machine.measured)
@@ -204,11 +203,9 @@ class Standing:
         return better if now - self._since_s >= HELD_S else None
 
     def failed(self, chosen: Choice, now: float) -> None:
-        """What was to be moved to could not be had."""
         self._failed = chosen, now
 
     def moved(self, chosen: Choice) -> None:
-        """Something else serves the model from now on."""
         self.running, self.rather, self._since_s = chosen, None, None
 
 

@@ -165,7 +165,6 @@ class FleetView:
 
     @property
     def trust(self) -> dict[NodeId, Trust]:
-        """How far each is trusted."""
         return {live.card.node_id: live.trust for live in self.nodes}
 
     def get(self, node_id: NodeId) -> LiveCard | None:

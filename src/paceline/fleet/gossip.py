@@ -191,7 +191,6 @@ class Gossip:
     # ------------------------------------------------------------------------------------------------------------------ reading
 
     def view(self, now: float) -> FleetView:
-        """The fleet as this node sees it."""
         return FleetView(self.own, self._registry.snapshot(now), self._clashes.clashes(now), self._revocations.ids)
 
     @property
@@ -210,7 +209,6 @@ class Gossip:
 
     @property
     def own_card(self) -> SealedCard | None:
-        """What this node announced last."""
         return self._registry.own_card
 
     def own_passed(self, now: float) -> PassedCard | None:

@@ -171,7 +171,6 @@ class FleetIntake:
         return tuple(Revoked(sealed.revocation.node_id, sealed.revocation.not_after) for sealed in new)
 
     def own(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
-        """Note this node's own new card."""
         return self._watch(card, now)
 
     def _taken(self, merged: Merged, card: NodeCard, now: float) -> tuple[Effect, ...]:

@@ -124,7 +124,6 @@ class Machine:
         return self.room_bytes >= self.needs(0, edges=True)
 
     def holds(self, *, edges: bool) -> int:
-        """How many layers fit."""
         if not self.takes_layers:
             return 0
         room = self.room_bytes - self.needs(0, edges=edges)

@@ -84,7 +84,6 @@ class PlanRequest:
     orchestrator_layers: int | None = None
     """How many layers the orchestrator has loaded already: it runs exactly those. None: as many as are best."""
     exclude: frozenset[NodeId] = frozenset()
-    """Machines that must take no part."""
     min_host_trust: Trust = Trust.GUEST
     """What it takes to hold layers of a pipeline that another machine orchestrates."""
     numerics_id: str = ""
@@ -155,7 +154,6 @@ class Draft:
     model_id: str
     digest: str
     length: int
-    """Tokens proposed at a time."""
     acceptance: float
     """Share of them expected to be accepted."""
     measured: bool = False

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import grpc.aio
 
+from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard
@@ -102,7 +103,7 @@ class ChannelPool:
         self._identity, self._voids, self._clock = identity, voids, clock
         self._credentials = identity.member, channel_credentials(identity)
         self._open: OrderedDict[tuple[Purpose, str, int], _Open] = OrderedDict()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     def get(self, purpose: Purpose, address: str, member: Member) -> grpc.aio.Channel:
         """A channel on which only `member` can answer; nothing is dialled before its first call.
@@ -181,6 +182,4 @@ class ChannelPool:
         return grpc.aio.secure_channel(address, self._credentials[1], options)
 
     def _end(self, found: _Open) -> None:
-        task = asyncio.get_running_loop().create_task(found.channel.close(None))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(found.channel.close(None))

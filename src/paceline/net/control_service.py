@@ -93,7 +93,6 @@ _DRAFTS: Final = Codec(DraftUse, wire.SeenDrafts, _REFUSE, {"trouble": _SHORT})
 
 
 def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
-    """What a node tells."""
     view = sight.view
     return wire.GetFleetViewResponse(
         own_node_id=view.own,
@@ -111,7 +110,6 @@ def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
 
 
 def sight_of(message: wire.GetFleetViewResponse) -> Sight:
-    """What a node told."""
     return Sight(
         FleetView(
             NodeId(message.own_node_id),
@@ -149,6 +147,5 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
 
 
 def control_service(identity: Identity, guard: PeerGuard, look: Look) -> Service:
-    """What a node's server registers."""
     servicer = ControlServicer(identity, guard, look)
     return Service(partial(add_ControlServiceServicer_to_server, servicer), {"ControlService/GetFleetView": Limit(KIB, 8)})

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.background import in_background
+from paceline.core.background import TaskSet, end_tasks, in_background
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
 from paceline.net.trust.certificates import join_host
@@ -51,7 +51,7 @@ class Discovery:
         self._fleet_id, self._node_id, self._host, self._found = fleet_id, node_id, host, found
         self._zeroconf: AsyncZeroconf | None = None
         self._info: AsyncServiceInfo | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._resolving = 0
 
     def start(self, addresses: Iterable[str]) -> None:
@@ -65,9 +65,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Say goodbye and stop. Bounded; idempotent."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         zeroconf, self._zeroconf = self._zeroconf, None
         if zeroconf is None:
             return
@@ -163,10 +161,7 @@ class Discovery:
                 self._found(join_host(host, info.port))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = in_background(work, "mDNS")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.hold(in_background(work, "mDNS"))
 
 
 MAX_FAILURES = 256
@@ -195,14 +190,12 @@ class AddressBook:
         return tuple(sorted(dict.fromkeys(addresses), key=self._rank))
 
     def worked(self, address: str) -> None:
-        """A call to it succeeded."""
         self._failures.pop(address, None)
         self._works[address] = None
         if len(self._works) > MAX_FAILURES:
             del self._works[next(iter(self._works))]
 
     def failed(self, address: str, error: str, now: float) -> None:
-        """A call to it failed."""
         before = self._failures.pop(address, None)
         self._works.pop(address, None)
         self._failures[address] = Failure(address, printable(error, 500), now if before is None else before.since)
@@ -210,7 +203,6 @@ class AddressBook:
             del self._failures[next(iter(self._failures))]
 
     def is_failing(self, address: str) -> bool:
-        """Whether the last call to it failed."""
         return address in self._failures
 
     def prefer(self, addresses: Iterable[str]) -> None:

@@ -189,8 +189,6 @@ class GossipPort(Protocol):
 
 
 class CapabilityServicer(CapabilityServiceServicer):
-    """Answers members."""
-
     def __init__(self, gossip: GossipPort, guard: PeerGuard) -> None:
         self._gossip, self._guard = gossip, guard
 
@@ -215,7 +213,6 @@ class CapabilityServicer(CapabilityServiceServicer):
 
 
 def capability_service(gossip: GossipPort, guard: PeerGuard) -> Service:
-    """What a node's server registers."""
     servicer = CapabilityServicer(gossip, guard)
     limits = {
         "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own

@@ -26,6 +26,7 @@ import grpc.aio
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, GossipRefused, JoinRefused, NotTrusted, Unreachable, UserError
 from paceline.core.ids import NodeId
@@ -83,7 +84,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
         Unreachable: no machine answers at any of the token's addresses.
     """
     tried: list[_Tried] = []
-    asking = [asyncio.ensure_future(_ask(address, token.pin)) for address in token.addresses]
+    asking = [asyncio.create_task(_ask(address, token.pin)) for address in token.addresses]
     try:
         for next_answer in asyncio.as_completed(asking):
             found = await next_answer
@@ -94,9 +95,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
                     found = _Tried(found.address, None, f"{error.code().name.lower()}: {printable(error.details() or '')}")
             tried.append(found)
     finally:
-        for one in asking:
-            one.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await end_tasks(*asking)
     impostors = [one.address for one in tried if one.impostor]
     if impostors:
         raise JoinRefused(
@@ -256,6 +255,5 @@ async def ask_to_renew(channel: grpc.aio.Channel, identity: Identity, issuer: st
 
 
 def renewal_service(issuer: Callable[[], Issuer | None], guard: PeerGuard) -> Service:
-    """What a node's server registers."""
     servicer = RenewalServicer(issuer, guard)
     return Service(partial(add_RenewalServiceServicer_to_server, servicer), {"RenewalService/Renew": Limit(8 * KIB, 8)})

@@ -22,7 +22,8 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, JoinRefused, MembershipError, NotTrusted, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedRevocation
-from paceline.net.trust.certificates import join_host, key_pem, make_key, make_request, open_request
+from paceline.net.server import secure_port
+from paceline.net.trust.certificates import key_pem, make_key, make_request, open_request
 from paceline.net.trust.connections import ConnectionWatch, Refusals, remote_of
 from paceline.net.trust.credentials import join_port_credentials
 from paceline.net.trust.folder import FleetFolder, Stamp
@@ -42,14 +43,7 @@ Context = grpc.aio.ServicerContext[wire.JoinRequest, Awaitable[wire.JoinResponse
 
 
 class JoinServicer(JoinServiceServicer):
-    """Lets machines in.
-
-    Args:
-        folder: where revocations are, for the newcomer.
-        peers: addresses (host:port) of members, for the newcomer.
-        on_joined: told the id of each machine that came.
-        here: ids of members, whose names no other machine may take.
-    """
+    """Lets machines in. Arguments as of `JoinHost`."""
 
     def __init__(
         self,
@@ -253,7 +247,7 @@ class JoinHost:
         pem = x509.load_der_x509_certificate(shown).public_bytes(Encoding.PEM)
         watch = self._service.watch = ConnectionWatch(self._refusals, self._clock, names_those_who_leave=False)
         credentials = join_port_credentials(key_pem(key), pem, watch.connection)
-        if not any(_bound(server, where, credentials) for where in _listen(self._host, port)):
+        if not secure_port(server, self._host, port, credentials):
             await server.stop(None)
             raise MembershipError(
                 f"The join port {port} can't be opened: something else on this machine uses it",
@@ -277,15 +271,3 @@ class JoinHost:
             self._seen = seen
             if self._on_revocations is not None:
                 self._on_revocations(open_revocations(self._folder.sealed_revocations(), self.issuer.authority.root))
-
-
-def _listen(host: str, port: int) -> list[str]:
-    """Addresses to listen on, of which one is enough: the second is for machines without IPv6."""
-    return [join_host(host, port)] if host else [join_host("::", port), join_host("0.0.0.0", port)]  # noqa: S104 - everywhere is asked for
-
-
-def _bound(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> bool:
-    try:
-        return server.add_secure_port(address, credentials) != 0
-    except RuntimeError:
-        return False

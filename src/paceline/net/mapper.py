@@ -125,7 +125,6 @@ class Codec(Generic[V, M]):
         self._get_attrs, self._get_names, self._get_checked = _getter(plain), _getter(plain.values()), _getter(checks)
 
     def write(self, value: V, /, **beside: Any) -> M:
-        """As it travels."""
         said: dict[str, Any] = dict(zip(self._names, self._get_attrs(value), strict=True))
         for attr, name, write in self._writes:
             got = getattr(value, attr)
@@ -155,7 +154,7 @@ class Codec(Generic[V, M]):
     def read_all(self, messages: Iterable[M]) -> tuple[V, ...]:
         return tuple([self.read(message) for message in messages])
 
-    def read_checked(self, message: M, what: str, /, **given: Any) -> V:
+    def read_checked(self, message: M, /, what: str, **given: Any) -> V:
         """What another node's message says.
 
         Args:
@@ -224,9 +223,9 @@ def refuse_with(kind: type[PacelineError]) -> RefuseField:
     return lambda text, _: kind(text)
 
 
-def or_none(name: str = "", bound: Bound | None = None) -> Mapped:
+def or_none(bound: Bound | None = None) -> Mapped:
     """A text or a number that is empty, or 0, in the message where the dataclass has None."""
-    return Mapped(name, bound, None, lambda got: got or None)
+    return Mapped("", bound, None, lambda got: got or None)
 
 
 def milliseconds(name: str, bound: Bound | None = None) -> Mapped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,15 @@ class Service:
     """By Service/Method. A method without one is not answered."""
 
 
+def secure_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
+    """Have a server listen at an address of this machine, or, where `host` is empty, at all of them. Returns the port; 0: it can't be had."""
+    for address in (host,) if host else ("::", "0.0.0.0"):  # noqa: S104  the second where there is no IPv6
+        with suppress(RuntimeError):
+            if bound := server.add_secure_port(join_host(address, port), credentials):
+                return bound
+    return 0
+
+
 class NodeServer:
     """A server that was not started yet, or runs."""
 
@@ -121,18 +131,11 @@ class NodeServer:
             ConfigError: the address can't be used.
         """
         credentials = server_credentials(self._identity, self._watch.connection)
-        tried = [join_host(host, port)] if host else [f"[::]:{port}", f"0.0.0.0:{port}"]  # the second where there is no IPv6
-        bound = 0
-        for address in tried:
-            try:
-                bound = self._server.add_secure_port(address, credentials)
-            except RuntimeError:
-                continue
-            if bound:
-                break
+        bound = secure_port(self._server, host, port, credentials)
         if not bound:
             raise ConfigError(
-                f"Cannot listen on {tried[0]} for the fleet", "Stop what listens there, or choose another --fleet-port or --fleet-host."
+                f"Cannot listen on {join_host(host or '::', port)} for the fleet",
+                "Stop what listens there, or choose another --fleet-port or --fleet-host.",
             )
         await self._server.start()
         self._watch.watch(bound)

@@ -38,8 +38,6 @@ _WHY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece as it came."""
-
     file: int
     piece: int
     data: bytes

@@ -58,8 +58,6 @@ def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
 
 
 class WeightsDescription:
-    """A description as it comes in."""
-
     def __init__(self, digest: str) -> None:
         self._digest: Final = digest
         self._files: Final[list[wire.WeightsFile]] = []
@@ -281,8 +279,6 @@ async def _ended(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def weights_service(library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4, write_s: float = WRITE_S) -> Service:
-    """What a node's server registers; arguments as of `WeightsServicer`."""
+def weights_service(library: WeightsLibrary, admit: Callable[[Context], None]) -> Service:
     limits = {"WeightsService/DescribeWeights": Limit(KIB, 8), "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8)}
-    servicer = WeightsServicer(library, admit, streams=streams, write_s=write_s)
-    return Service(partial(weights_pb2_grpc.add_WeightsServiceServicer_to_server, servicer), limits)
+    return Service(partial(weights_pb2_grpc.add_WeightsServiceServicer_to_server, WeightsServicer(library, admit)), limits)

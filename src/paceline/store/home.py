@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, FetchInProgress
-from paceline.core.files import write_file
+from paceline.core.files import Under, write_file
 from paceline.store.faults import can_not_write
 
 logger = logging.getLogger(__name__)
@@ -60,53 +60,18 @@ class Home:
         check_own(root)
         return cls(root)
 
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def partial(self) -> Path:
-        return self.root / "partial"
-
-    @property
-    def digests(self) -> Path:
-        return self.root / "cache" / "digests"
-
-    @property
-    def tokenizers(self) -> Path:
-        return self.root / "cache" / "tokenizers"
-
-    @property
-    def kernels(self) -> Path:
-        return self.root / "cache" / "kernels"
-
-    @property
-    def speeds(self) -> Path:
-        return self.root / "cache" / "speeds"
-
-    @property
-    def memory_rate(self) -> Path:
-        return self.root / "cache" / "memory_rate.json"
-
-    @property
-    def kv(self) -> Path:
-        return self.root / "cache" / "kv"
-
-    @property
-    def api(self) -> Path:
-        return self.root / "api"
-
-    @property
-    def running(self) -> Path:
-        return self.root / "running"
-
-    @property
-    def chat_history(self) -> Path:
-        return self.root / "chat_history"
-
-    @property
-    def fleet(self) -> Path:
-        return self.root / "fleet"
+    models = Under("models")
+    partial = Under("partial")
+    digests = Under("cache", "digests")
+    tokenizers = Under("cache", "tokenizers")
+    kernels = Under("cache", "kernels")
+    speeds = Under("cache", "speeds")
+    memory_rate = Under("cache", "memory_rate.json")
+    kv = Under("cache", "kv")
+    api = Under("api")
+    running = Under("running")
+    chat_history = Under("chat_history")
+    fleet = Under("fleet")
 
     @property
     def is_in_fleet(self) -> bool:

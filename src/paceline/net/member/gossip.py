@@ -12,9 +12,9 @@ import random
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.core.background import Background, in_background
+from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
@@ -43,23 +43,12 @@ MEASURES_PER_S = 8
 MEASURE_PERIOD_S = 60.0
 
 
-class GossipHooks(Protocol):
-    """What a node does about its fleet's news."""
-
-    def news(self, effect: Effect) -> None:
-        """Anything but `GossipCall` and `Reseal`. Must not wait."""
-        ...
-
-    def card(self) -> NodeCard:
-        """What this node says of itself now. Version, stamps and times are filled in here."""
-        ...
-
-
 class GossipDriver:
     """One node's gossip, alive between `start` and `close`.
 
     Args:
-        hooks: told the news, asked for the card.
+        news: told what happens, all but `GossipCall` and `Reseal`. Must not wait.
+        card: what this node says of itself now. Version, stamps and times are filled in here.
         seeds: addresses to call at the start.
     """
 
@@ -68,7 +57,8 @@ class GossipDriver:
         identity: Identity,
         folder: FleetFolder,
         preset: Preset,
-        hooks: GossipHooks,
+        news: Callable[[Effect], None],
+        card: Callable[[], NodeCard],
         refusals: Refusals,
         meter: FleetMeter,
         clock: Clock,
@@ -76,7 +66,7 @@ class GossipDriver:
         seeds: tuple[str, ...],
         revocations: tuple[SealedRevocation, ...],
     ) -> None:
-        self._identity, self._folder, self._preset, self._hooks = identity, folder, preset, hooks
+        self._identity, self._folder, self._preset, self._news, self._card = identity, folder, preset, news, card
         self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
         self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
         self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, clock)
@@ -86,7 +76,7 @@ class GossipDriver:
         self._version = read_version(folder)
         self._sealing = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._ticker: asyncio.Task[None] | None = None
         self._said: NodeCard | None = None
         self._looked = asyncio.Event()
@@ -102,7 +92,7 @@ class GossipDriver:
 
     async def refresh(self) -> None:
         """Announce this node's card again if what it says has changed."""
-        if self._hooks.card() != self._said:
+        if self._card() != self._said:
             await self._seal(0)
 
     async def leave(self, bound_s: float) -> None:
@@ -116,11 +106,7 @@ class GossipDriver:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
-        tasks = [*self._tasks, *([self._ticker] if self._ticker is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._ticker = None
+        await end_tasks(*self._tasks, self._ticker)
 
     async def first_look(self) -> None:
         """Wait until a peer has answered, or as many calls have failed as there are addresses."""
@@ -147,11 +133,9 @@ class GossipDriver:
         await self._seal(0)
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
-        """Whether a certificate is void."""
         return self._gossip.voids(node_id, issued_at)
 
     def view(self) -> FleetView:
-        """The fleet now."""
         return self._gossip.view(self._clock.monotonic())
 
     def revocation_of(self, node_id: NodeId) -> bytes | None:
@@ -202,7 +186,6 @@ class GossipDriver:
         return reply
 
     def own_passed(self) -> wire.PassedCard | None:
-        """This node's card."""
         passed = self._gossip.own_passed(self._clock.monotonic())
         return None if passed is None else write_passed(passed)
 
@@ -245,12 +228,10 @@ class GossipDriver:
                     self._refusals.note(peer or "a peer", f"{node_id or 'a card'}: {reason}")
                     self._meter.refused += 1
                 case Appeared() | Changed() | Restarted() | Left() | Expired() | Revoked() | Clashed():
-                    self._hooks.news(effect)
+                    self._news(effect)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = in_background(work, "fleet-gossip-call")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.hold(in_background(work, "fleet-gossip-call"))
 
     async def _call(self, call: GossipCall) -> None:
         assert self._exchanger is not None, "calls are made after start"
@@ -283,7 +264,7 @@ class GossipDriver:
             own = self._gossip.own_card
             if own is not None and own.card.leaving:
                 return
-            said = self._hooks.card()
+            said = self._card()
             self._version = next_version(self._version, self._clock.wall(), above)
             try:
                 await asyncio.to_thread(keep_version, self._folder, self._version)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from paceline.core.background import Background
+from paceline.core.background import Background, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
@@ -48,11 +48,9 @@ class LinkDriver:
         return self._watch.links
 
     def start(self) -> None:
-        """Begin."""
         self._task = self._background.keep(self._run, "fleet-links")
 
     def see(self, own: NodeCard, cards: Sequence[NodeCard]) -> None:
-        """The fleet changed."""
         before = self._watch.links
         self._watch.set_peers(peers_to_measure(own, cards), self._clock.monotonic())
         if self._watch.links != before:
@@ -61,10 +59,7 @@ class LinkDriver:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

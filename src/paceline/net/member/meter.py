@@ -96,5 +96,4 @@ ROWS: tuple[Row[FleetNode], ...] = (
 
 
 def fleet_metrics(fleet: FleetNode) -> Metrics[FleetNode]:
-    """Of one node."""
     return Metrics(ROWS, lambda: fleet)

@@ -73,7 +73,8 @@ class FleetNode:
             self.identity,
             folder,
             settings.preset,
-            self,
+            self.news,
+            self.card,
             self.refusals,
             self.meter,
             steady,
@@ -196,7 +197,6 @@ class FleetNode:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where this node can be reached."""
         return self._upkeep.addresses
 
     @property
@@ -212,7 +212,6 @@ class FleetNode:
         return self._links.links
 
     def view(self) -> FleetView:
-        """The fleet now."""
         return self.gossip.view()
 
     def sight(self) -> Sight:
@@ -245,7 +244,6 @@ class FleetNode:
         return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
 
     def eligible(self, use: U_co) -> Eligible[U_co]:
-        """The nodes that may be put to a use now."""
         return self.trust.eligible(self.view(), use)
 
     def channel(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from paceline.core.background import Background
+from paceline.core.background import Background, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, NotTrusted, UserError
 from paceline.core.ids import NodeId
@@ -96,7 +96,6 @@ class Upkeep:
         await self._look_at_portrait()
 
     def start(self) -> None:
-        """Look again and again."""
         self._spawn(self._watch, "fleet-watch")
 
     def look_again(self) -> None:
@@ -105,9 +104,7 @@ class Upkeep:
 
     async def close(self) -> None:
         """Stop looking. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     async def keep(self) -> None:
         """Write what a next run needs: whom to call, and who is revoked.
@@ -191,19 +188,12 @@ TRY_EVERY_S = 600.0
 ENDS_SOON_S = 60 * 86400.0
 
 
-class Reaches(Protocol):
-    """How the node with the CA is called."""
-
-    def __call__(self, node_id: NodeId) -> grpc.aio.Channel:
-        """Raises FleetError where it can't be."""
-        ...
-
-
 class TrustKeeper:
     """Of one node.
 
     Args:
         issuer: the CA at work, where it is on this machine.
+        reach: calls the node with the CA; raises FleetError where it can't be called.
         max_age_s: refuse others where what is known of revocations is older; None: never.
     """
 
@@ -214,7 +204,7 @@ class TrustKeeper:
         gossip: GossipDriver,
         clock: Clock,
         issuer: Callable[[], Issuer | None],
-        reach: Reaches,
+        reach: Callable[[NodeId], grpc.aio.Channel],
         max_age_s: float | None,
     ) -> None:
         self._identity, self._folder, self._gossip, self._clock = identity, folder, gossip, clock

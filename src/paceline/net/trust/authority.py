@@ -60,13 +60,9 @@ class CertificateAuthority(Protocol):
         """What every member trusts."""
         ...
 
-    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
-        """A certificate for a node."""
-        ...
+    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes: ...
 
-    def issue_to_join_port(self, request: bytes, now: float) -> bytes:
-        """A certificate for a join port."""
-        ...
+    def issue_to_join_port(self, request: bytes, now: float) -> bytes: ...
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """A signature by the CA on a thing of that kind."""
@@ -252,15 +248,12 @@ class AuthorityProcess:
     root: FleetRoot
 
     def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
-        """As `Authority.issue`."""
         return self._ask("issue", request, now, node_id=node_id, after=after, trust=str(trust))
 
     def issue_to_join_port(self, request: bytes, now: float) -> bytes:
-        """As `Authority.issue_to_join_port`."""
         return self._ask("issue_to_join_port", request, now)
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """As `Authority.sign`."""
         return self._ask("sign", data, 0.0, kind=kind.name)
 
     def _ask(self, what: str, data: bytes, now: float, **more: str | int) -> bytes:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import IdentityError, MembershipError
-from paceline.core.files import write_file
+from paceline.core.files import Under, write_file
 from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.identity import MAX_FILE_BYTES, Identity, read_secret
@@ -39,34 +39,14 @@ class FleetFolder:
 
     root: Path
 
-    @property
-    def identity_file(self) -> Path:
-        return self.root / "identity.pem"
-
-    @property
-    def authority_file(self) -> Path:
-        return self.root / "authority.pem"
-
-    @property
-    def issuer_file(self) -> Path:
-        return self.root / "issuer.json"
-
-    @property
-    def revocations_file(self) -> Path:
-        return self.root / "revocations.json"
-
-    @property
-    def list_file(self) -> Path:
-        return self.root / "revocation-list"
-
-    @property
-    def peers_file(self) -> Path:
-        return self.root / "peers.json"
-
-    @property
-    def host_lock_file(self) -> Path:
-        """Held by the process that keeps the join port."""
-        return self.root / ".join-port"
+    identity_file = Under("identity.pem")
+    authority_file = Under("authority.pem")
+    issuer_file = Under("issuer.json")
+    revocations_file = Under("revocations.json")
+    list_file = Under("revocation-list")
+    peers_file = Under("peers.json")
+    host_lock_file = Under(".join-port")
+    """Held by the process that keeps the join port."""
 
     @property
     def is_member(self) -> bool:

@@ -99,7 +99,6 @@ class Issuer:
         return max((token.expires_at for token in self._load().tokens.values() if self._is_live(token)), default=None)
 
     def is_live(self, token: JoinToken) -> bool:
-        """Whether a token can still be used."""
         held = self._load().tokens.get(token.token_id.hex())
         return held is not None and self._is_live(held)
 
@@ -128,11 +127,9 @@ class Issuer:
 
     @property
     def join_port(self) -> int:
-        """Where machines join."""
         return self._load().join_port
 
     def set_join_port(self, port: int) -> None:
-        """Another port, for tokens from now on."""
         with self._folder.locked():
             state = self._load()
             state.join_port = port

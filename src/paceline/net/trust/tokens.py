@@ -130,8 +130,6 @@ class Issued:
 
 @dataclass(slots=True)
 class IssuerState:
-    """All of it."""
-
     tokens: dict[str, HeldToken]
     issued: dict[NodeId, Issued]
     join_port: int

@@ -46,14 +46,12 @@ class AskQueue:
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
 
     def ask(self, ask: DraftAsk, now_s: float) -> None:
-        """As `DraftSource`."""
         kept = DraftAsk(ask.sequence, ask.first_position, tuple(ask.token_ids), ask.length)
         with self._changed:
             retell(self._told.setdefault(ask.sequence, []), ask.first_position, kept.token_ids)
         self._post((kept, now_s))
 
     def answers(self, wait_s: float) -> Sequence[DraftAnswer]:
-        """As `DraftSource`."""
         if not self._answers and wait_s <= 0:
             return ()
         with self._changed:
@@ -68,7 +66,6 @@ class AskQueue:
             self._told.setdefault(sequence, [])
 
     def forget(self, sequence: SequenceId) -> None:
-        """As `DraftSource`."""
         with self._changed:
             self._told.pop(sequence, None)
         self._post(sequence)

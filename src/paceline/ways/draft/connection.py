@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as LoopTimeoutError
 
 import grpc.aio
 
+from paceline.core.background import end_tasks
 from paceline.core.errors import FleetError, NodeUnreachable, RemoteProposerError
 from paceline.engine.drafts import BlockProposal, ProposerStats, common_length
 from paceline.net.rpc_faults import error_of, unless_closed
@@ -68,8 +69,7 @@ class RemoteConnection:
 
     async def close(self) -> None:
         """End it. Idempotent."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         self._call.cancel()
 
     async def _run(self) -> None:
@@ -84,8 +84,7 @@ class RemoteConnection:
         except grpc.aio.AioRpcError as error:
             reason = failed(error, self._peer)
         finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+            await end_tasks(writing)
             self._call.cancel()
         self._on_end(reason)
 

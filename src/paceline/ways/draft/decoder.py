@@ -71,7 +71,6 @@ class DistributedSpeculativeDecoder:
 
     @property
     def has_work(self) -> bool:
-        """Whether the answer goes on."""
         return self._engine.has_work
 
     @property

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from paceline.core.background import TaskSet, end_tasks
 from paceline.core.errors import NodeUnreachable, PacelineError, PlacementError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef
@@ -62,7 +63,6 @@ class Drafter:
         return max(1, min(MOST_BLOCK, int(max(self.rtt_s, LEAST_ASK_S) * self.tokens_per_s)))
 
     def takes_s(self, new_tokens: int, length: int) -> float:
-        """What a block should take."""
         return self.rtt_s + new_tokens / self.prompt_tokens_per_s + length / self.tokens_per_s
 
 
@@ -100,26 +100,20 @@ class LocalConnection:
 
     def __init__(self, pool: ProposerPool, caller: str, on_block: OnBlock, on_end: OnEnd) -> None:
         self._pool, self._caller, self._on_block, self._on_end = pool, caller, on_block, on_end
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._sessions: set[int] = set()
 
     def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
-        """As `RemoteConnection.send`."""
         if ended:
             # Soon, so that asks sent before begin before.
             asyncio.get_running_loop().call_soon(self._pool.end, self._caller, ended)
         self._sessions.difference_update(ended)
         if ask is not None:
             self._sessions.add(ask.session)
-            task = asyncio.create_task(self._propose(ask))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._propose(ask))
 
     async def close(self) -> None:
-        """As `RemoteConnection.close`."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._pool.end(self._caller, tuple(self._sessions))
 
     async def _propose(self, ask: BlockAsk) -> None:
@@ -155,7 +149,6 @@ class OwnProposers:
         return left
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> LocalConnection:
-        """As `OpenConnection`."""
         return LocalConnection(self._pool, drafter.node_id, on_block, on_end)
 
 
@@ -278,7 +271,6 @@ class FleetConnections:
         self._fleet, self._own = fleet, own
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Connection:
-        """As `OpenConnection`."""
         if self._own is not None and drafter.node_id == self._fleet.node_id:
             return LocalConnection(self._own, drafter.node_id, on_block, on_end)
         return RemoteConnection(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)

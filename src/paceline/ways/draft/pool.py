@@ -259,8 +259,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ProposerServicer(ProposerServiceServicer):
-    """Answers members."""
-
     def __init__(self, pool: ProposerPool, who: Callable[[Context], Member]) -> None:
         self._pool, self._who = pool, who
 
@@ -336,7 +334,6 @@ def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockR
 
 
 def proposer_service(pool: ProposerPool, who: Callable[[Context], Member]) -> Service:
-    """What a node's server registers."""
     limits = {
         "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=wire.ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
         # All that is inside of a block is numbers.

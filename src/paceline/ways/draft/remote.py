@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
@@ -38,7 +39,6 @@ class DraftMeter:
     """Times that another proposer took over."""
 
     def of(self, name: str) -> ProposerStats:
-        """Counts of one source."""
         return self.stats.setdefault(name, ProposerStats())
 
 
@@ -72,7 +72,6 @@ class Backoff:
         return left_out_s
 
     def drafted(self, key: Key) -> None:
-        """It drafted a block."""
         record = self._records.get(key)
         if record is not None:
             record.good += 1
@@ -80,7 +79,6 @@ class Backoff:
                 del self._records[key]
 
     def left_out(self) -> Collection[Key]:
-        """Those that are, now."""
         now = self._clock.monotonic()
         return [key for key, record in self._records.items() if record.until_s > now]
 
@@ -113,7 +111,7 @@ class RemoteDrafts:
         self._vocabulary_size = 0
         self._client: ProposerClient | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = TaskSet()
         self.trouble: PacelineError | None = None
         """Why there is no drafter at present."""
         self.failure: RemoteProposerError | None = None
@@ -123,25 +121,20 @@ class RemoteDrafts:
 
     @property
     def expected_s(self) -> float | None:
-        """As `DraftSource`."""
         return self._expected_s
 
     @property
     def block(self) -> int:
-        """As `DraftSource`."""
         drafter = self.drafter
         return 1 if drafter is None else drafter.block
 
     def ask(self, ask: DraftAsk) -> None:
-        """As `DraftSource`."""
         self._queue.ask(ask, self._clock.monotonic())
 
     def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
-        """As `DraftSource`."""
         return self._queue.answers(wait_s)
 
     def forget(self, sequence: SequenceId) -> None:
-        """As `DraftSource`."""
         self._queue.forget(sequence)
 
     def expect(self, sequence: SequenceId) -> None:
@@ -157,7 +150,6 @@ class RemoteDrafts:
 
     @property
     def drafter(self) -> Drafter | None:
-        """Who drafts at present."""
         client = self._client
         return None if client is None else client.drafter
 
@@ -239,9 +231,7 @@ class RemoteDrafts:
         """Let another node draft, or none."""
         client, self._client, self._expected_s = self._client, None, None
         if client is not None and (connection := client.end()) is not None:
-            task = asyncio.create_task(connection.close())
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._ending.start(connection.close())
         if drafter is None or self._open is None:
             return
         client = self._client = ProposerClient(drafter, self._queue, self._vocabulary_size, self._clock, self._on_good, self._fail)

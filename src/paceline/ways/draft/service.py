@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from paceline.backends.options import LoadProgress
+from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
 from paceline.core.errors import VocabularyMismatch
 from paceline.core.stats import DraftUse, EngineStats, Metrics, Row, counter, gauge, histogram
@@ -161,7 +162,7 @@ class DraftService:
         self._pool = ProposerPool({})
         self._drafts: list[NodeDrafts] = []
         """Of each engine; figures are of the first one's."""
-        self._detaching: set[asyncio.Task[None]] = set()
+        self._detaching = TaskSet()
         self._stats: Callable[[], EngineStats] | None = None
         self._stale = False
         self.metrics = draft_metrics(self._pool, lambda: self._first)
@@ -172,7 +173,6 @@ class DraftService:
         fleet.show_drafts(self._use)
 
     def service(self, guard: PeerGuard) -> Service:
-        """For `FleetNode.start`."""
         return proposer_service(self._pool, guard.peer)
 
     def attach(self, drafts: NodeDrafts | None, warm: WarmModel | None, tokenizer: Tokenizer, stats: Callable[[], EngineStats]) -> None:
@@ -193,9 +193,7 @@ class DraftService:
         """End those of engines that are gone."""
         for drafts in [one for one in self._drafts if one not in living]:
             self._drafts.remove(drafts)
-            task = asyncio.create_task(drafts.detach())
-            self._detaching.add(task)
-            task.add_done_callback(self._detaching.discard)
+            self._detaching.start(drafts.detach())
 
     async def stop(self) -> None:
         """End. Bounded; idempotent."""

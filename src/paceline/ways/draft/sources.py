@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import EngineStats
@@ -43,7 +44,6 @@ class _Reach:
     find: Callable[[str, Collection[Key]], Sequence[Drafter]]
     """Those with a model (empty: any), but for some."""
     models: Callable[[], frozenset[str]]
-    """Ids of those there are."""
     open_connection: OpenConnection
     vocabulary_size: int
 
@@ -78,7 +78,7 @@ class NodeDrafts:
         self._reach: _Reach | None = None
         self._models: frozenset[str] = frozenset()
         """Those that have a drafter."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = TaskSet()
         self._grace: asyncio.TimerHandle | None = None
         self._seen: dict[tuple[NodeId, str], _Seen] = {}
         self._counted: dict[str, tuple[tuple[NodeId, str] | None, int, int]] = {}
@@ -112,11 +112,9 @@ class NodeDrafts:
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
 
     def names(self) -> Collection[str]:
-        """As `MoreSources`."""
         return {*self._asked, *self._models, *((FLEET,) if self._models or self._in_fleet else ())}
 
     def find(self, name: str, sequence: SequenceId) -> RemoteDrafts | None:
-        """As `MoreSources`."""
         if name in self._asked:
             return self.sources[name]
         reach, sources = self._reach, dict(self.sources)
@@ -196,6 +194,4 @@ class NodeDrafts:
             source.attach(partial(reach.find, "" if source.name == FLEET else source.name), reach.open_connection, reach.vocabulary_size)
 
     def _end(self, source: RemoteDrafts) -> None:
-        task = asyncio.create_task(source.detach())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._ending.start(source.detach())

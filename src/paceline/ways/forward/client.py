@@ -57,7 +57,6 @@ class AnswerSilence:
         self.is_too_long = False
 
     def begin(self) -> None:
-        """Listen from now on."""
         self._parts = 0
         self._listen()
 

@@ -78,7 +78,7 @@ _REQUEST: Final = Codec(
         "n": Range(1, MAX_N),
         "stop": Length(0, MAX_STOPS, lambda text: 0 < len(text) <= MAX_STOP_LETTERS),
         "stop_ids": Mapped(bound=Length(0, MAX_STOPS), write=sorted, read=frozenset, called="stop_token_ids"),
-        "draft": or_none(bound=Length(0, MAX_DRAFT_LETTERS)),
+        "draft": or_none(Length(0, MAX_DRAFT_LETTERS)),
         "ways": Mapped(
             bound=Length(0, MAX_WAYS, lambda way: _NAME.fullmatch(way) is not None), write=sorted, read=lambda ways: frozenset(ways) or None
         ),
@@ -158,7 +158,6 @@ _CHUNK: Final = Codec(
 
 
 def write_chunks(chunks: Sequence[GenerationChunk]) -> wire.GenerateResponse:
-    """What the sequences of one request gained."""
     return wire.GenerateResponse(chunks=_CHUNK.write_all(chunks))
 
 

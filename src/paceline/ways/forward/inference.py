@@ -18,6 +18,7 @@ from functools import partial
 
 import grpc.aio
 
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest, PacelineError
 from paceline.core.generation import GenerationRequest
@@ -115,7 +116,6 @@ class FleetInference:
         return now < self._unsettled_until or model in self._routes or (gone_s is not None and now - gone_s < LATELY_S)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
-        """See `Inference.generate`."""
         self._refresh()
         if request.leg is not None:
             return self._leg_here(model, request)
@@ -156,10 +156,7 @@ class FleetInference:
         """Stop asking others for tokenizers. Idempotent."""
         self._closed = True
         await self._proofs.close()
-        tasks = [*self._fetching.values(), *self._following.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._fetching.values(), *self._following.values())
 
     # ------------------------------------------------------------------------------------------------------------------- inside
 
@@ -250,7 +247,6 @@ class FleetInference:
         return Leg(stop, self._stream(name, route, stop, request))
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
-        """See `Nodes.ended`."""
         self._sharing.ended(leg.stop, error)
         if error is not None:
             self._fleet.meter.retried += 1

@@ -6,7 +6,6 @@ than this one; where both must give the same bytes, some of its answers are comp
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections import deque
@@ -17,7 +16,7 @@ from math import inf
 from typing import Any
 from uuid import uuid4
 
-from paceline.core.background import in_background
+from paceline.core.background import TaskSet, end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
@@ -77,7 +76,7 @@ class Proofs:
     def __init__(self, clock: Clock, changed: Callable[[], None], draw: Callable[[], float] = random.random) -> None:
         self._clock, self._changed, self._draw = clock, changed, draw
         self._records: dict[Process, Record] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def as_seen(self, answerers: MayAnswer) -> MayAnswer:
         """The cards, with claims as far as this node has seen them, and without nodes whose answers were wrong."""
@@ -169,10 +168,7 @@ class Proofs:
 
     async def close(self) -> None:
         """End what runs beside requests. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[ModelRef, ModelOffer]) -> ModelOffer | None:
         """What an offer is worth here; None where its answers were wrong."""
@@ -243,9 +239,7 @@ class Proofs:
             except PacelineError as error:
                 logger.info("an answer of another node is not proved: %s", error)
 
-        task = in_background(run(), "answer-proof")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.hold(in_background(run(), "answer-proof"))
 
 
 def probe(prompt_ids: Sequence[int]) -> GenerationRequest:

@@ -183,8 +183,6 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A node that failed a request."""
-
     instance: bytes
     at_s: float
 
@@ -240,7 +238,6 @@ class Sharing:
         return min(open_stops, key=cost)  # the first of equal ones
 
     def began(self, node_id: NodeId, prompt: Prompt) -> None:
-        """A request goes to a node."""
         self._under_way[node_id] += 1
         for key in prefix_keys(prompt):
             self._prefixes[key] = node_id

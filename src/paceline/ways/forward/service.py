@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import grpc.aio
 
+from paceline.core.background import end_tasks
 from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId
@@ -57,8 +58,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerateServicer(GenerateServiceServicer):
-    """Answers members."""
-
     def __init__(self, models: LocalModels, shares_kv: Callable[[Context], bool] = lambda _: False) -> None:
         self._models, self._shares_kv = models, shares_kv
 
@@ -136,12 +135,9 @@ class _Notices:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def write(self, message: wire.GenerateResponse) -> None:
-        """Send what the answer gained."""
         self._written = True
         async with self._writing:
             await self._context.write(message)
@@ -209,12 +205,10 @@ class LocalModels:
         return tuple(one for name, one in self._loaded.items() if name in self._up)
 
     def find(self, name: str) -> LoadedModel | None:
-        """What is loaded under a name."""
         loaded, served = self._loaded.get(name), self.served(name)
         return loaded if loaded is None or served is None else replace(loaded, max_context=served.max_context)
 
     def served(self, name: str) -> ServedModel | None:
-        """The same, as the API shows it."""
         models = () if self.inference is None else self.inference.models()
         return next((model for model in models if model.name == name), None)
 

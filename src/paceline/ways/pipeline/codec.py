@@ -136,29 +136,19 @@ _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
 _READERS: Final = dict(_EVENTS.values())
 
 write_open: Final = _OPEN.write
+read_open: Final = partial(_OPEN.read_checked, what="A stage is asked for")
+"""What a caller asks. Raises BadPipelineRequest: no stage could do it."""
 write_warm: Final = _WARM.write
-
-
-def read_open(message: wire.OpenStageRequest) -> StageRequest:
-    """What a caller asks.
-
-    Raises:
-        BadPipelineRequest: no stage could do it.
-    """
-    return _OPEN.read_checked(message, "A stage is asked for")
-
-
-def read_warm(message: wire.WarmLayersRequest) -> StageRequest:
-    """Layers that a caller may come to need; no session is asked for.
-
-    Raises:
-        BadPipelineRequest: no stage could have them.
-    """
-    return _WARM.read_checked(message, "Layers are asked for", session_id=bytes(SESSION_ID_BYTES))
+read_warm: Final = partial(_WARM.read_checked, what="Layers are asked for", session_id=bytes(SESSION_ID_BYTES))
+"""Layers that a caller may come to need; no session is asked for. Raises BadPipelineRequest: no stage could have them."""
+read_connect: Final = partial(_NEXT.read_checked, what="A way to the next stage")
+"""Where results are to go. Raises BadPipelineRequest: nowhere that exists."""
+write_blocks: Final = _BLOCKS.write
+read_blocks: Final = partial(_BLOCKS.read_checked, what="KV blocks are asked for")
+"""What is wanted of blocks. Raises BadPipelineRequest: it makes no sense."""
 
 
 def write_event(event: StageEvent) -> wire.OpenStageResponse:
-    """As a stage tells it."""
     name, codec = _EVENTS[type(event)]
     return wire.OpenStageResponse(**{name: codec.write(event)})
 
@@ -181,26 +171,4 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
 
 
 def write_connect(session_id: bytes, to: NextStage) -> wire.ConnectStageRequest:
-    """As a caller sends it."""
     return _NEXT.write(to, session_id=session_id)
-
-
-def read_connect(message: wire.ConnectStageRequest) -> NextStage:
-    """Where results are to go.
-
-    Raises:
-        BadPipelineRequest: nowhere that exists.
-    """
-    return _NEXT.read_checked(message, "A way to the next stage")
-
-
-write_blocks: Final = _BLOCKS.write
-
-
-def read_blocks(message: wire.KvBlocksRequest) -> BlocksAsked:
-    """What is wanted of blocks.
-
-    Raises:
-        BadPipelineRequest: it makes no sense.
-    """
-    return _BLOCKS.read_checked(message, "KV blocks are asked for")

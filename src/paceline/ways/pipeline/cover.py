@@ -65,7 +65,6 @@ class CoverRequest:
     """Whether shards of the asking node count."""
     max_shards: int = 16
     exclude: frozenset[NodeId] = frozenset()
-    """Nodes that must take no part."""
 
 
 def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:

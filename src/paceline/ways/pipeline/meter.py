@@ -63,7 +63,6 @@ class ShardMeter:
             return Counter(self._blocks)
 
     def note_blocks(self, counts: Counter[str]) -> None:
-        """Of one that ended."""
         with self._lock:
             self._blocks += counts
 
@@ -73,7 +72,6 @@ class ShardMeter:
         return self._corruption
 
     def corrupt(self) -> None:
-        """Once more."""
         with self._lock:
             self._corruption += 1
 
@@ -103,7 +101,6 @@ class PipelineMeter(PipelineWatch):
         return self._corruption
 
     def corrupt(self) -> None:
-        """One more."""
         with self._lock:
             self._corruption += 1
 

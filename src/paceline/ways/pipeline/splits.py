@@ -212,7 +212,6 @@ class Pipeline:
 
 
 def as_choice(pipeline: Pipeline) -> Choice:
-    """A pipeline as a choice of a plan."""
     return choices.choice(PIPELINE, pipeline.machines, pipeline.layers, None, pipeline.estimate)
 
 

@@ -88,7 +88,6 @@ class RouteEvents:
         return taken
 
     def lost(self, fault: PipelineFault) -> None:
-        """A route broke."""
         logger.warning("the pipeline broke: %s: %s", fault.node_id or "an unknown node", fault.message)
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
         self._fault = fault
@@ -134,7 +133,6 @@ class RouteEvents:
         self._note("pipeline_aborted", code=error.code, reason=error.message)
 
     def fell_back(self, reason: str) -> None:
-        """This machine took over."""
         self._note(LOCAL_FALLBACK, layers=self._layers, reason=reason)
         self._watch.fell_back()
         self._fault = None

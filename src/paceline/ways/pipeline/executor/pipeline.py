@@ -124,7 +124,6 @@ class PipelineExecutor:
 
     @property
     def failovers(self) -> int:
-        """How often others took over."""
         return self._events.failovers
 
     @property

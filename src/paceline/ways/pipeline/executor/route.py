@@ -98,7 +98,6 @@ class StageRequest:
     least_blocks: int
     """The fewest that are of use."""
     max_rows: int
-    """Of a batch."""
     dtype: ActivationDtype = ActivationDtype.BF16
     report_s: float = 0.25
     """How often the stage says how far it is."""
@@ -107,7 +106,6 @@ class StageRequest:
 
     @property
     def model(self) -> ModelRef:
-        """Which one it is of."""
         return ModelRef(self.digest, self.weights, self.model_id)
 
 
@@ -158,7 +156,6 @@ class BlocksAsked:
     blocks: Sequence[int] = ()
     """As batches name them; none to find."""
     within_s: float = 1.0
-    """How long it may take."""
 
 
 @dataclass(frozen=True, slots=True)

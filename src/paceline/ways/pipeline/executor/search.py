@@ -50,8 +50,6 @@ from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """Bounds of one pipeline."""
-
     stall_s: float = 2.0
     """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
     search_s: float = 30.0
@@ -101,7 +99,6 @@ class BatchTimeouts:
         """On the way to the first stage; 0: faster than can be measured."""
 
     def took(self, n_rows: int, seconds: float) -> None:
-        """A batch came back."""
         each_s = seconds / max(1, n_rows)
         if n_rows <= SMALL:
             self._small_s = _moved(self._small_s, each_s)
@@ -154,7 +151,6 @@ class Fallback:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is being loaded."""
         return self._loading is not None
 
     def wait(self, seconds: float) -> Route | None:
@@ -299,7 +295,6 @@ class Search:
         return self._clock.monotonic() - self._since
 
     def lost(self, fault: PipelineFault) -> None:
-        """The route broke."""
         self._since, self._broke = self._clock.monotonic(), fault
         if fault.code == ShardCorrupt.code:
             self._router.forget_kv()  # of those behind it, too: it was computed from what is wrong
@@ -384,7 +379,6 @@ class Search:
         raise self._unavailable(self.reason)
 
     def forget_kv(self) -> None:
-        """As `Router.forget_kv`."""
         self._router.forget_kv()
 
     def close(self) -> None:

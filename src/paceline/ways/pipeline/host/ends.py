@@ -17,7 +17,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,6 @@ def to_bf16(x: npt.NDArray[np.float32]) -> WireBits:
 
 
 def written(x_TD: WireBits, dtype: ActivationDtype) -> Array:
-    """Activations as they go over the wire."""
     if dtype is ActivationDtype.BF16:
         return x_TD
     with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by the check for that
@@ -157,7 +156,6 @@ class StreamSource:
 
     @property
     def peer(self) -> NodeId:
-        """Who sends."""
         return self._receiver.peer
 
     def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
@@ -178,13 +176,7 @@ class StreamSource:
         self._receiver.close()
 
 
-class Closes(Protocol):
-    """One end of a stream."""
-
-    def close(self) -> None: ...
-
-
-End = TypeVar("End", bound=Closes)
+End = TypeVar("End", bound=ActivationSink | StreamSource)
 
 
 async def opened_in_thread(open_end: Callable[[], End]) -> End:
@@ -285,7 +277,6 @@ class ExpectedInput:
 
 
 def tensor_ends(fleet: FleetNode) -> TensorEnds:
-    """Those of a node of a fleet."""
 
     def member_of(node_id: NodeId) -> Member:
         member = fleet.member(node_id)

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.background import Background
+from paceline.core.background import Background, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     BadPipelineRequest,
@@ -73,8 +73,6 @@ Key = tuple[NodeId, bytes]
 
 @dataclass(slots=True)
 class _Open:
-    """A session that was asked for."""
-
     session: Session | None = None
     connecting: bool = False
     faulted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,10 +115,7 @@ class NodeShardHost:
     async def close(self) -> None:
         """End every session and free every shard. Bounded; idempotent."""
         self._closed = True
-        if self._reaper is not None:
-            self._reaper.cancel()
-            await asyncio.gather(self._reaper, return_exceptions=True)
-            self._reaper = None
+        await end_tasks(self._reaper)
         for session in self._live:
             session.stop()
         for asked in self._open.values():
@@ -286,7 +281,6 @@ class NodeShardHost:
         await load
 
     def _begin(self, shard: Shard, claim: ShardClaim, request: StageRequest, mine: _Open, resumed: Place | None, caller: Member) -> Session:
-        """A session on a loaded shard."""
         if shard.loaded is None or self._closed:
             raise ShardUnavailable("This machine is stopping")
         place = resumed or shard.place(request)
@@ -341,8 +335,6 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
 
 
 class ShardServicer(ShardServiceServicer):
-    """Answers members."""
-
     def __init__(self, host: NodeShardHost, who: Callable[[Context], Member]) -> None:
         self._host, self._who = host, who
 
@@ -399,7 +391,6 @@ class ShardServicer(ShardServiceServicer):
 
 
 def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Service:
-    """What a node's server registers."""
     limits = {
         "ShardService/OpenStage": Limit(4 * KIB, 64),
         "ShardService/ConnectStage": Limit(64 * KIB, 128),

@@ -20,6 +20,7 @@ from paceline.backends import table
 from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.manifest import ModelPart
@@ -45,14 +46,11 @@ class LoadPhase:
     total: int = 0
 
     def show(self, done: int, total: int) -> None:
-        """As `LoadProgress`."""
         self.done, self.total = max(self.done, done), max(self.total, total)
 
 
 @dataclass(slots=True)
 class LoadMeter:
-    """Of one load."""
-
     examined: LoadPhase = field(default_factory=LoadPhase)
     """Files that a source reads, to describe them for the first time."""
     fetched: LoadPhase = field(default_factory=LoadPhase)
@@ -113,7 +111,6 @@ class FailedLoads:
         return error
 
     def forget(self, request: StageRequest) -> None:
-        """They could."""
         self._known.pop(_held(request), None)
 
 
@@ -221,11 +218,7 @@ class FleetWeights:
         return FoundWeights(sources[0].model_id, source, stop)
 
     async def close(self) -> None:
-        """End what is being fetched."""
-        fetching = [task for task, _ in self._fetching.values()]
-        for task in fetching:
-            task.cancel()
-        await asyncio.gather(*fetching, return_exceptions=True)
+        await end_tasks(*(task for task, _ in self._fetching.values()))
 
     def _refuse(self, request: StageRequest, givers: MayGiveWeights) -> NoReturn:
         offers = [(offer.model_id, offer.digest) for card in givers.cards for offer in card.models if offer.digest and offer.shard is None]

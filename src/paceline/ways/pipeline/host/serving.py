@@ -10,6 +10,7 @@ from typing import Protocol
 from paceline.backends.memory import total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId, Trust
 from paceline.core.stats import Metrics, Row, counter, gauge, histogram
@@ -88,7 +89,6 @@ ROWS: tuple[Row[NodeShardHost], ...] = (
 
 
 def shard_metrics(host: NodeShardHost) -> Metrics[NodeShardHost]:
-    """Of the layers that one node runs for others."""
     return Metrics(ROWS, lambda: host)
 
 
@@ -99,14 +99,11 @@ SHOW_S = 5.0
 
 
 def every_member(caller: Member) -> None:
-    """Every member of the fleet is served."""
     del caller
 
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """How a node serves shards."""
-
     limits: HostLimits = field(default_factory=HostLimits)
     threads: int | None = None
     """None: one a core."""
@@ -117,7 +114,7 @@ class Hosting:
 
 
 class ShowsShards(Protocol):
-    """`capability.CapabilityReport`."""
+    """`capability.CapabilityReport`, or what a node makes of it."""
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool: ...
 
@@ -173,7 +170,6 @@ class ShardServing:
         return load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES if kernels.device is DeviceKind.CPU else 0
 
     def service(self, guard: PeerGuard) -> Service:
-        """For `FleetNode.start`."""
         return shard_service(self.host, guard.peer)
 
     def start(self) -> None:
@@ -183,10 +179,7 @@ class ShardServing:
 
     async def stop(self) -> None:
         """End every session and free everything. Bounded; idempotent."""
-        if self._showing is not None:
-            self._showing.cancel()
-            await asyncio.gather(self._showing, return_exceptions=True)
-            self._showing = None
+        await end_tasks(self._showing)
         await self.host.close()
         await self._weights.close()
 

@@ -44,8 +44,6 @@ IDLE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Bounds of one host."""
-
     max_streams: int = 4
     """Sessions of one shard. Strict: the next one is refused at once."""
     max_shards: int = 16
@@ -62,7 +60,6 @@ class HostLimits:
     turn_s: float = 60.0
     """How long a session waits for others on the same layers."""
     connect_s: float = 5.0
-    """For reaching the next stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +203,6 @@ class Session:
 
     @property
     def report(self) -> StageReport:
-        """How far it is."""
         received, computed = self._received, self._computed
         sent, latencies = self._sent, self._latencies
         return StageReport(received, min(computed, received), sent, self.waiting, latencies.p95, self._busy_s, latencies.sum_ms / 1000)
@@ -223,27 +219,22 @@ class Session:
             BadPipelineRequest: it is connected already, or has ended; or its lease is no whole blocks of the batches'.
             ShardUnavailable: the system has no thread left.
         """
-        with self._lock:
-            if self.stopping or self._thread is not None:
-                sink.close()
-                raise BadPipelineRequest("This session is connected already, or has ended")
-            if to.block_size is not None:
-                try:
+        # A daemon, so that kernels which never end can't keep the process alive.
+        thread = threading.Thread(target=self._live, args=(to.node_id, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True)
+        try:
+            with self._lock:
+                if self.stopping or self._thread is not None:
+                    raise BadPipelineRequest("This session is connected already, or has ended")
+                if to.block_size is not None:
                     self.place.stage.take_blocks_of(to.block_size)
-                except BadPipelineRequest:
-                    sink.close()
-                    raise
-            self._sink, self._to = sink, to.node_id
-            # A daemon, so that kernels which never end can't keep the process alive.
-            self._thread = threading.Thread(
-                target=self._live, args=(to.node_id, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True
-            )
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                self._thread = None
-                sink.close()
-                raise ShardUnavailable("This machine has no thread left") from error
+                thread.start()
+                self._sink, self._to, self._thread = sink, to.node_id, thread
+        except BadPipelineRequest:
+            sink.close()
+            raise
+        except RuntimeError as error:
+            sink.close()
+            raise ShardUnavailable("This machine has no thread left") from error
 
     def stop(self) -> None:
         """End it. Returns at once; idempotent."""

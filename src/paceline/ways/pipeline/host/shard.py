@@ -58,7 +58,6 @@ class Leases:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        """No session uses these any more."""
         self._held.remove(lease)
 
     def _widest_gap(self) -> tuple[int, int]:
@@ -74,8 +73,6 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class LoadedLayers:
-    """What a load gave."""
-
     name: str
     """The model's, on this machine."""
     spec: ModelSpec
@@ -101,8 +98,6 @@ class ShardClaim:
 
 
 class Shard:
-    """A range of layers."""
-
     def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
         self.model, self.weights, self.layers = request.model, request.weights, request.layers
         self.max_streams = max_streams
@@ -150,7 +145,6 @@ class Shard:
         return 0 if self.loaded is None else self.loaded.memory_bytes
 
     def holds(self, model: ModelRef, layers: LayerRange) -> bool:
-        """Whether these layers are among its own."""
         mine = self.layers
         return self.model == model and mine.start <= layers.start and layers.stop <= mine.stop
 

@@ -17,6 +17,7 @@ from paceline.backends.holding import kv_group, part_bytes, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
+from paceline.core.background import TaskSet, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, ModelSpec
@@ -82,14 +83,13 @@ class WarmShards:
         self._one_load: Final = asyncio.Semaphore(1)
         self._queue: list[LoadMeter] = []
         """Of the load that has its turn, and those behind it."""
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving = TaskSet()
         """Loads that were given up, and evictions, whose memory is not free yet."""
         self._failed: Final = FailedLoads(clock)
         self._closed = False
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """In memory, or on their way."""
         return tuple(self._shards)
 
     @property
@@ -155,7 +155,6 @@ class WarmShards:
         return shard
 
     def release(self, shard: Shard, claim: ShardClaim) -> None:
-        """A stream is free again."""
         shard.used_at = now = self._clock.monotonic()
         shard.end(claim, None if self._closed else now + self._limits.kept_s)
         shard.change.set()
@@ -176,10 +175,7 @@ class WarmShards:
     async def close(self) -> None:
         """Give up what loads and free what is loaded. Claims must be released before, or their shards stay."""
         self._closed = True
-        loads = [shard.loading for shard in self._shards if shard.loading is not None]
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        await end_tasks(*(shard.loading for shard in self._shards))
         for shard in [shard for shard in self._shards if not shard.claims]:
             await self._evict(shard, count=False)
 
@@ -310,7 +306,7 @@ class WarmShards:
             assert shard.loading is not None
             self._forget(shard)
             shard.loading.cancel()
-            self._leave(shard.loading)
+            self._leaving.hold(shard.loading)
         return bool(unclaimed)
 
     async def _evict(self, shard: Shard, *, count: bool = True) -> None:
@@ -323,17 +319,10 @@ class WarmShards:
         logger.info("%s:%s is evicted", loaded.name, shard.layers)
         runners = [loaded.runner]
         del loaded
-        freeing = asyncio.create_task(asyncio.to_thread(free_runners, runners))
-        self._leave(freeing)
-        await asyncio.shield(freeing)
+        await asyncio.shield(self._leaving.start(asyncio.to_thread(free_runners, runners)))
         self._on_change()
 
-    def _leave(self, task: asyncio.Task[None]) -> None:
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
     def _forget(self, shard: Shard) -> None:
-        """It is found no more."""
         shard.gone = True
         if shard in self._shards:
             self._shards.remove(shard)

@@ -40,7 +40,7 @@ from paceline.ways.pipeline.executor.route import (
     StageRequest,
 )
 from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
-from paceline.ways.pipeline.routes.fleet_access import FleetAccess
+from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 
 
 class FleetRoute:
@@ -150,12 +150,10 @@ class StageLoads:
         """Bytes that each had at most, over all attempts."""
 
     def begin(self, parts: Sequence[LayerSpan]) -> None:
-        """A route over these machines is asked for."""
         with self._lock:
             self._parts, self._loads = tuple(parts), {}
 
     def note_progress(self, part: LayerSpan, progress: StageLoading) -> None:
-        """A machine said how far it is."""
         now = self._clock.monotonic()
         with self._lock:
             load = self._loads.setdefault(part, _Load(now, progress.bytes_done, progress))
@@ -163,19 +161,16 @@ class StageLoads:
             self._most[part] = max(self._most.get(part, 0), progress.bytes_done)
 
     def opened(self, part: LayerSpan) -> None:
-        """A machine has its layers."""
         with self._lock:
             if (load := self._loads.get(part)) is not None:
                 load.progress = StageLoading(load.progress.bytes_total, load.progress.bytes_total)
 
     def end(self) -> None:
-        """There is a route."""
         with self._lock:
             self._parts, self._loads, self._most = (), {}, {}
 
     @property
     def opening(self) -> Opening:
-        """All of it."""
         now = self._clock.monotonic()
         with self._lock:
             loads = [(part, load) for part in self._parts if (load := self._loads.get(part)) is not None]
@@ -215,7 +210,7 @@ class RouteOpener:
 
     def __init__(
         self,
-        fleet: FleetAccess,
+        fleet: NodeFleetAccess,
         ends: TensorEnds,
         request: StageRequest,
         width: int,
