@@ -23,9 +23,9 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.fleet.card import Link, NodeCard
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 from paceline.ways.draft.connection import OnBlock, RemoteConnection

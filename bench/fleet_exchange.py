@@ -26,10 +26,10 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.messages import ExchangeRequest, GossipCall
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.net.channels import Purpose
 from paceline.net.exchange import Exchanger
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)

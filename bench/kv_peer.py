@@ -33,8 +33,8 @@ from paceline.core.ids import NodeId
 from paceline.engine.kv_source import KvLoans
 from paceline.engine.prefix_cache import BlockPool
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.presets import FleetSettings
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings
 from paceline.net.nixl import is_installed
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import make_key, make_request

@@ -24,9 +24,9 @@ from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.eligibility import TrustPolicy
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.weights import give_weights
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard

@@ -8,7 +8,7 @@ from typing import ClassVar
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
-from paceline.fleet.revocations import Revocations
+from paceline.fleet.eligibility import Revocations
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.identity import Identity

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.gossip import Gossip
-from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, Reply, Reseal
+from paceline.fleet.messages import LINK_BYTES, Effect, ExchangeRequest, GossipCall, Reply, Reseal, StampChain
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
-from paceline.fleet.stamps import LINK_BYTES, StampChain
 
 EPOCH = 1_750_000_000.0
 """Wall clock when a network begins."""

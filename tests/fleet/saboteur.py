@@ -22,7 +22,7 @@ from tests.fleet.machines import QUICK
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ShardUnavailable
 from paceline.engine.local import WireBits
-from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch

@@ -25,10 +25,10 @@ from paceline.core.errors import ConfigError, ExecutorUnavailable, PipelineError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.ports import find_port
 from paceline.fleet.card import NodeCard
+from paceline.fleet.presets import FleetSettings
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.engine_thread import SWITCH_INTERVAL_S
 from paceline.machine.settings import NodeSettings
-from paceline.net.member.settings import FleetSettings
 from paceline.node.serving import FleetServing
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home

@@ -46,8 +46,8 @@ from paceline.cli.options import (
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.core.ids import NodeId
+from paceline.fleet.presets import DEFAULT_PRESET, FLEET_PORT, PRESETS
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
-from paceline.net.member.settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 
 app = typer.Typer(
     name="paceline",

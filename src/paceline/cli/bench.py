@@ -22,9 +22,9 @@ from paceline.cli.models import lies_elsewhere
 from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now, print_json, print_lines, table_of
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings
 from paceline.machine.settings import NodeSettings
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
 

@@ -23,8 +23,8 @@ from paceline.cli.options import (
     Weights,
     tensor_speeds,
 )
+from paceline.fleet.presets import DEFAULT_PRESET
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings, Sampled
-from paceline.net.member.settings import DEFAULT_PRESET
 
 app = typer.Typer(
     name="bench",

@@ -19,9 +19,9 @@ from paceline.cli.terminal import Terminal
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF
 from paceline.fleet.plan import ALONE, Objective, Way
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings, read_settings, read_trust_policy
 from paceline.machine.settings import NodeSettings, PrefillRole
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.certificates import is_address
 from paceline.node.ways import parse_pin, parse_ways
 from paceline.store.home import Home

@@ -31,8 +31,8 @@ from paceline.cli.running import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
 from paceline.core.errors import ConfigError
 from paceline.core.text import shown
+from paceline.fleet.presets import FleetSettings
 from paceline.machine.settings import NodeSettings
-from paceline.net.member.settings import FleetSettings
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
 

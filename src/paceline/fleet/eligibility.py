@@ -1,21 +1,24 @@
-"""The fleet as one node sees it at one moment (placement computes from that and from nothing else), and which nodes may be asked, believed, fetched from
-and shown what: decided here, and nowhere else.
+"""The fleet as one node sees it at one moment (placement computes from that and from nothing else), who no longer belongs, and which nodes may be asked,
+believed, fetched from and shown what: decided here, and nowhere else.
 
 Law: pure. What picks a node takes `Eligible` cards, and `TrustPolicy.eligible` is what makes them, for one use; what opens a channel, or serves
 a caller, asks `check` with the peer's certificate. So a way of sharing work that forgets to ask has no cards and no channel.
 docs/trust.md says what each use shows of a prompt.
+Revocations only grow, by the CA's word: per node, the one that reaches furthest. It voids certificates issued up to its `not_after`; one issued later
+under the same id is good. Merging is a join.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Literal, Protocol, TypeVar
 
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId, Trust
-from paceline.fleet.card import NodeCard
+from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 
 Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate issued at a time is void: the revocations known."""
@@ -169,3 +172,66 @@ class FleetView:
 
     def get(self, node_id: NodeId) -> LiveCard | None:
         return next((live for live in self.nodes if live.card.node_id == node_id), None)
+
+
+class Revocations:
+    """The set of revocations a node knows."""
+
+    def __init__(self, known: Iterable[SealedRevocation] = ()) -> None:
+        self._by_id: dict[NodeId, SealedRevocation] = {}
+        self._digest = b""
+        self._complete: SealedList | None = None
+        self.merge(known)
+
+    def merge(self, revocations: Iterable[SealedRevocation]) -> tuple[SealedRevocation, ...]:
+        """Take what reaches further than what is held; returns what was new. Signatures were checked by the caller."""
+        new: list[SealedRevocation] = []
+        for sealed in revocations:
+            held = self._by_id.get(sealed.revocation.node_id)
+            if held is None or _reach(held) < _reach(sealed):
+                self._by_id[sealed.revocation.node_id] = sealed
+                new.append(sealed)
+        if new:
+            digest = hashlib.sha256()
+            for sealed in self.all():
+                digest.update(len(sealed.sealed).to_bytes(4, "big") + sealed.sealed)
+            self._digest = digest.digest()[:16]
+        return tuple(new)
+
+    def complete(self, said: SealedList | None) -> bool:
+        """Take the CA's word that this very set is all there is, if that is newer than what is held; returns whether it was."""
+        if said is None or said.said.digest != self._digest or (self._complete and said.said.signed_at <= self._complete.said.signed_at):
+            return False
+        self._complete = said
+        return True
+
+    @property
+    def completed(self) -> SealedList | None:
+        """The newest such word: since then nothing is known to be missing. It holds for what was added later too."""
+        return self._complete
+
+    def voids(self, node_id: NodeId, issued_at: int) -> bool:
+        """Whether a certificate of `node_id`, issued at `issued_at` (Unix seconds), is void."""
+        held = self._by_id.get(node_id)
+        return held is not None and issued_at <= held.revocation.not_after
+
+    def all(self) -> tuple[SealedRevocation, ...]:
+        """Every revocation, by node id."""
+        return tuple(self._by_id[node_id] for node_id in sorted(self._by_id))
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal sets; empty for the empty one."""
+        return self._digest
+
+    @property
+    def ids(self) -> tuple[NodeId, ...]:
+        return tuple(sorted(self._by_id))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+
+def _reach(sealed: SealedRevocation) -> tuple[int, bytes]:
+    """Greater wins. The bytes break ties, so that every node keeps the same one."""
+    return sealed.revocation.not_after, sealed.sealed

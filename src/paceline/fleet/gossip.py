@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
-from paceline.fleet.eligibility import FleetView
-from paceline.fleet.intake import ClashWatch, FleetIntake, Shares
-from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Reply, Reseal
-from paceline.fleet.peers import ExchangePeer, Peers
+from paceline.fleet.eligibility import FleetView, Revocations
+from paceline.fleet.intake import ClashWatch, ExchangePeer, FleetIntake, Peers, Shares
+from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Reply, Reseal, StampChain
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
-from paceline.fleet.revocations import Revocations
-from paceline.fleet.stamps import StampChain
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,9 @@ from enum import Enum, auto
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
-from paceline.fleet.eligibility import LiveCard
-from paceline.fleet.messages import Digest, PassedCard, Stamp
+from paceline.fleet.eligibility import LiveCard, Revocations
+from paceline.fleet.messages import Digest, PassedCard, Stamp, StampChain, holds, node_key, salt
 from paceline.fleet.presets import Bounds
-from paceline.fleet.revocations import Revocations
-from paceline.fleet.stamps import StampChain, holds, node_key, salt
 
 
 class Merged(Enum):

@@ -18,9 +18,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import DownloadError, FetchInProgress, MembershipError, PacelineError, SourceLost
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
-from paceline.fleet.eligibility import FleetView, LiveCard, MayGiveWeights, TrustPolicy, Use, Voids
+from paceline.fleet.eligibility import FleetView, LiveCard, MayGiveWeights, Revocations, TrustPolicy, Use, Voids
 from paceline.fleet.placement import WeightsSource, digests_of, sources_of, weights_sources
-from paceline.fleet.revocations import Revocations
 from paceline.machine.config_file import read_trust_policy
 from paceline.machine.fetch import Dial, Fetch, fetch_model
 from paceline.net.channels import ChannelPool, Purpose

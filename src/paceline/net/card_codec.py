@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
 from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
+from paceline.fleet.presets import MAX_TTL_S
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, refuse_with
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import fleet_pb2 as wire
@@ -33,7 +34,6 @@ MAX_STREAMS = 1 << 16
 MAX_STEPS, MAX_ROWS = 16, 1 << 16
 MAX_DRAFTERS = 64
 MAX_TEXT = 300
-MAX_TTL_S = 86400
 """No card that is to live for longer is believed."""
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 33

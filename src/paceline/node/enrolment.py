@@ -18,11 +18,11 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, MembershipError, NotTrusted
 from paceline.core.files import write_file
 from paceline.core.ids import NodeId, Trust
-from paceline.fleet.revocations import Revocations
+from paceline.fleet.eligibility import Revocations
+from paceline.fleet.presets import FLEET_PORT
 from paceline.net.discovery import own_hosts
 from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
-from paceline.net.member.settings import FLEET_PORT
 from paceline.net.trust.authority import Authority, is_encrypted
 from paceline.net.trust.certificates import is_address, is_node_id, join_host, make_key, make_request, read_join_certificate
 from paceline.net.trust.connections import Refusals

@@ -21,13 +21,13 @@ from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
+from paceline.fleet.presets import FleetSettings
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.machine.weights import give_weights
 from paceline.net.member.meter import fleet_metrics
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder

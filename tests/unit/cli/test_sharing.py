@@ -13,8 +13,8 @@ from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Way
+from paceline.fleet.presets import FleetSettings
 from paceline.machine.settings import NodeSettings
-from paceline.net.member.settings import FleetSettings
 from paceline.node.pipelines import Constraints
 
 PLAIN = SharingOptions(

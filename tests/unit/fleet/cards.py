@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
-from paceline.fleet.messages import PassedCard, Stamp
-from paceline.fleet.stamps import LINK_BYTES, StampChain, node_key
+from paceline.fleet.messages import LINK_BYTES, PassedCard, Stamp, StampChain, node_key
 
 TTL_S = 120
 

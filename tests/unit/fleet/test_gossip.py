@@ -11,6 +11,7 @@ from tests.unit.fleet.cards import card, chain, passed, revocation, sealed, stam
 from paceline.core.ids import NodeId
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import (
+    CHAIN_LENGTH,
     Appeared,
     Changed,
     Digest,
@@ -24,10 +25,10 @@ from paceline.fleet.messages import (
     Reseal,
     Restarted,
     Revoked,
+    node_key,
 )
 from paceline.fleet.presets import Bounds, Preset, desk, lan, simulation
 from paceline.fleet.registry import CLOCKS_APART_S, next_version
-from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 
 OWN, PEER = NodeId("own"), NodeId("peer")
 

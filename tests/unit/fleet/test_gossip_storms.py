@@ -13,9 +13,8 @@ from paceline.core.errors import GossipRefused, MessageTooLarge, PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import Digest, ExchangeRequest, GossipCall, Ignored, Stamp
+from paceline.fleet.messages import CHAIN_LENGTH, Digest, ExchangeRequest, GossipCall, Ignored, Stamp, node_key
 from paceline.fleet.presets import Bounds, Measures, lan
-from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 
 MALLORY = NodeId("mallory")
 BOUNDS = Bounds(max_nodes=64, max_cards=16)

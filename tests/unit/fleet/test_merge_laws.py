@@ -11,10 +11,10 @@ from tests.unit.fleet.cards import TTL_S, card, passed, revocation
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedRevocation
+from paceline.fleet.eligibility import Revocations
 from paceline.fleet.messages import PassedCard
 from paceline.fleet.presets import Bounds
 from paceline.fleet.registry import CardRegistry
-from paceline.fleet.revocations import Revocations
 
 NOW = 10_000.0
 NODES = ("a", "b", "c", "own")

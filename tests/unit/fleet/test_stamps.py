@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.unit.fleet.cards import chain
 
 from paceline.core.ids import NodeId
-from paceline.fleet.stamps import CHAIN_LENGTH, LINK_BYTES, StampChain, holds, salt
+from paceline.fleet.messages import CHAIN_LENGTH, LINK_BYTES, StampChain, holds, salt
 
 NODE = NodeId("a")
 LINKS = chain("a", 1)

@@ -22,10 +22,23 @@ from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import Appeared, Changed, Clashed, Effect, Expired, GossipCall, Ignored, Left, Reseal, Restarted, Revoked
+from paceline.fleet.messages import (
+    LINK_BYTES,
+    Appeared,
+    Changed,
+    Clashed,
+    Effect,
+    Expired,
+    GossipCall,
+    Ignored,
+    Left,
+    Reseal,
+    Restarted,
+    Revoked,
+    StampChain,
+)
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
-from paceline.fleet.stamps import LINK_BYTES, StampChain
 from paceline.net.exchange import Exchanger
 from paceline.net.exchange_codec import MemberOpener, measure_request, read_request, write_passed, write_reply
 from paceline.net.member.meter import FleetMeter

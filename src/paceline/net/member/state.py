@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from paceline.core.errors import FleetError, MembershipError, NodeUnreachable
 from paceline.core.ports import hold_port
+from paceline.fleet.presets import FleetSettings
 from paceline.net.control_service import Sight, control_channel, fleet_id, read_sight
-from paceline.net.member.settings import FleetSettings
 from paceline.net.tensor.listener import TENSOR_OPTIONS
 from paceline.net.trust.folder import FleetFolder
 

@@ -17,7 +17,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import GossipRefused, JoinRefused, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
-from paceline.fleet.revocations import Revocations
+from paceline.fleet.eligibility import Revocations
 from paceline.net.trust.authority import CertificateAuthority
 from paceline.net.trust.certificates import Member, open_request
 from paceline.net.trust.folder import FleetFolder

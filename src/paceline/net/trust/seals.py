@@ -29,7 +29,7 @@ REVOCATION_KEY = "paceline-revocation-bin"
 """Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe the node that refuses it."""
 
 Voids = Callable[[NodeId, int], bool]
-"""Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""
+"""Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.eligibility.Revocations.voids`."""
 
 
 def sign_card(identity: Identity, card: NodeCard) -> SealedCard:

@@ -14,8 +14,8 @@ from tests.fakes.fleets import TestFleet
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Link, ModelOffer, NodeCard
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.net.member.node import FleetNode
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 
 Given = ParamSpec("Given")

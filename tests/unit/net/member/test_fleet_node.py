@@ -19,10 +19,10 @@ from paceline.core.stats import DraftUse
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import ExchangeRequest, GossipCall
+from paceline.fleet.presets import parse_preset
 from paceline.net.channels import Purpose
 from paceline.net.control_service import control_channel, read_sight
 from paceline.net.exchange import CapabilityServicer, Exchanger
-from paceline.net.member.settings import parse_preset
 from paceline.net.member.state import Claim, look, read_running, read_version
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.folder import FleetFolder

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.fleet import presets
-from paceline.net.member.settings import DEFAULT_PRESET, PRESETS, parse_preset
+from paceline.fleet.presets import DEFAULT_PRESET, PRESETS, parse_preset
 
 
 def test_presets_by_name() -> None:

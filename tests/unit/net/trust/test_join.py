@@ -21,7 +21,7 @@ from tests.unit.net.trust.logs import logged
 
 from paceline.core.errors import IdentityError, JoinRefused, MembershipError, Unreachable
 from paceline.core.ids import NodeId
-from paceline.fleet.revocations import Revocations
+from paceline.fleet.eligibility import Revocations
 from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.certificates import PrivateKey, make_key, make_request

@@ -23,8 +23,8 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.eligibility import Use
+from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.net.channels import Purpose
-from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.folder import FleetFolder
