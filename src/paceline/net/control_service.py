@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -22,12 +22,10 @@ from paceline.net.rpc_faults import error_of
 from paceline.net.server import KIB, Service
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.handlers import Limit
+from paceline.net.trust.handlers import Context, Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.wire import control_pb2 as wire
 from paceline.net.wire.control_pb2_grpc import ControlServiceServicer, ControlServiceStub, add_ControlServiceServicer_to_server
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """Calls a peer for gossip: tries its addresses, the likeliest first, and says who answered and what.
 
 A call that fails throws its channel away, unless that is still being dialled, and counts against its address until one succeeds there.
-
-What a request means is `fleet.gossip`'s to say; that its caller belongs was checked before it came here.
 """
 
 from __future__ import annotations
@@ -10,22 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import GossipRefused, MessageTooLarge, NodeUnreachable, PacelineError
+from paceline.core.errors import NodeUnreachable, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.messages import GossipCall, Reply
 from paceline.fleet.presets import Bounds
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.discovery import AddressBook
 from paceline.net.exchange_codec import (
-    MAX_EXCHANGE_BYTES,
-    MAX_EXCHANGE_PARTS,
     MemberOpener,
     Refuse,
     measure_reply,
@@ -33,13 +27,9 @@ from paceline.net.exchange_codec import (
     read_reply,
     write_request,
 )
-from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
-from paceline.net.server import KIB, Service
+from paceline.net.rpc_faults import fleet_error_of, unless_closed
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.handlers import Limit
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -156,67 +146,3 @@ class Exchanger:
         if len(self._doubted) >= 256:
             self._doubted.clear()
         self._doubted.add(address)
-
-
-MAX_MEASURE_BYTES = 1 << 20
-"""What a link is measured with, each way (`fleet.links`). Raising it: what one message makes a node hold."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class GossipPort(Protocol):
-    """A node's gossip, as its server needs it."""
-
-    async def answer(self, request: wire.ExchangeCapabilitiesRequest, peer: NodeId) -> wire.ExchangeCapabilitiesResponse:
-        """One exchange.
-
-        Raises:
-            GossipRefused: the peer asks too often or too much.
-        """
-        ...
-
-    def own_passed(self) -> wire.PassedCard | None:
-        """This node's card; None before it has one."""
-        ...
-
-    def count_measure(self, peer: NodeId) -> None:
-        """Note that a peer measures its link.
-
-        Raises:
-            GossipRefused: it does so too often.
-        """
-        ...
-
-
-class CapabilityServicer(CapabilityServiceServicer):
-    def __init__(self, gossip: GossipPort, guard: PeerGuard) -> None:
-        self._gossip, self._guard = gossip, guard
-
-    async def ExchangeCapabilities(self, request: wire.ExchangeCapabilitiesRequest, context: Context) -> wire.ExchangeCapabilitiesResponse:
-        try:
-            return await self._gossip.answer(request, self._guard.peer(context).node_id)
-        except GossipRefused as error:
-            await abort(context, error)
-
-    async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
-        del request, context
-        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed())
-
-    async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
-        try:
-            self._gossip.count_measure(self._guard.peer(context).node_id)
-            if request.response_bytes > MAX_MEASURE_BYTES:
-                raise MessageTooLarge(f"{request.response_bytes} bytes were asked for to measure a link; the bound is {MAX_MEASURE_BYTES}")
-        except GossipRefused as error:
-            await abort(context, error)
-        return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))
-
-
-def capability_service(gossip: GossipPort, guard: PeerGuard) -> Service:
-    servicer = CapabilityServicer(gossip, guard)
-    limits = {
-        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
-        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
-        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=wire.MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
-    }
-    return Service(partial(add_CapabilityServiceServicer_to_server, servicer), limits)

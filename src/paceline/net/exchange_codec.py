@@ -249,11 +249,6 @@ class MemberOpener:
         """By hash: what comes by several ways, or again and again, costs one check."""
 
     def card(self, signed: wire.SignedCard) -> SealedCard:
-        """A card, once certain.
-
-        Raises:
-            FleetError: it proves nothing.
-        """
         key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
         known = self._opened.get(key)
         if known is not None and not self._voids(known.card.node_id, known.issued_at):
@@ -273,11 +268,6 @@ class MemberOpener:
         return sealed
 
     def revocation(self, signed: wire.SignedRevocation) -> SealedRevocation:
-        """A revocation, once certain.
-
-        Raises:
-            FleetError: it proves nothing.
-        """
         key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
         known = self._revocations.get(key)
         if known is None:
@@ -286,11 +276,7 @@ class MemberOpener:
         return known
 
     def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
-        """The same of a list of them, which comes with every exchange.
-
-        Raises:
-            FleetError: it proves nothing.
-        """
+        # It comes with every exchange.
         key = signed.SerializeToString(deterministic=True)
         if self._list is None or self._list[0] != key:
             self._list = key, open_list(signed, self._root, self._clock.wall())

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -37,7 +37,7 @@ from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import JOIN_NAME, FleetRoot, is_address, make_key, make_request, read_join_certificate
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.handlers import Limit
+from paceline.net.trust.handlers import Context, Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.seals import open_revocation
@@ -208,7 +208,6 @@ def _hint(error: grpc.aio.AioRpcError) -> str:
 
 
 RENEW_S = 30.0
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RenewalServicer(RenewalServiceServicer):

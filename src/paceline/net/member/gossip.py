@@ -1,4 +1,4 @@
-"""Drives `fleet.gossip`: gives it time and messages, and does what it asks.
+"""Drives `fleet.gossip`: gives it time and messages, does what it asks, and answers members.
 
 Law: everything happens on one event loop; every call has a bound and a task that `close` joins; nothing a peer sent reaches gossip before
 `exchange_codec` checked it; the version of a card is on disk before any node is told the card, as long as the disk takes it.
@@ -12,11 +12,12 @@ import random
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError, PacelineError
+from paceline.core.errors import FleetError, GossipRefused, MembershipError, MessageTooLarge, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
@@ -40,14 +41,27 @@ from paceline.fleet.messages import (
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 from paceline.net.exchange import Exchanger
-from paceline.net.exchange_codec import MemberOpener, measure_request, read_request, write_passed, write_reply
+from paceline.net.exchange_codec import (
+    MAX_EXCHANGE_BYTES,
+    MAX_EXCHANGE_PARTS,
+    MemberOpener,
+    measure_request,
+    read_request,
+    write_passed,
+    write_reply,
+)
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
+from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Context, Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import sign_card
 from paceline.net.wire import fleet_pb2 as wire
+from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -302,3 +316,41 @@ class GossipDriver:
             self._said = said
             self._do((*self._gossip.announce(sealed, chain, self._clock.monotonic()), Changed(card)))
             self._wake.set()
+
+
+MAX_MEASURE_BYTES = 1 << 20
+"""What a link is measured with, each way (`fleet.links`). Raising it: what one message makes a node hold."""
+
+
+class CapabilityServicer(CapabilityServiceServicer):
+    def __init__(self, gossip: GossipDriver, guard: PeerGuard) -> None:
+        self._gossip, self._guard = gossip, guard
+
+    async def ExchangeCapabilities(self, request: wire.ExchangeCapabilitiesRequest, context: Context) -> wire.ExchangeCapabilitiesResponse:
+        try:
+            return await self._gossip.answer(request, self._guard.peer(context).node_id)
+        except GossipRefused as error:
+            await abort(context, error)
+
+    async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
+        del request, context
+        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed())
+
+    async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
+        try:
+            self._gossip.count_measure(self._guard.peer(context).node_id)
+            if request.response_bytes > MAX_MEASURE_BYTES:
+                raise MessageTooLarge(f"{request.response_bytes} bytes were asked for to measure a link; the bound is {MAX_MEASURE_BYTES}")
+        except GossipRefused as error:
+            await abort(context, error)
+        return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))
+
+
+def capability_service(gossip: GossipDriver, guard: PeerGuard) -> Service:
+    servicer = CapabilityServicer(gossip, guard)
+    limits = {
+        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
+        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
+        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=wire.MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
+    }
+    return Service(partial(add_CapabilityServiceServicer_to_server, servicer), limits)

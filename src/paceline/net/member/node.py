@@ -26,9 +26,9 @@ from paceline.fleet.presets import FleetSettings
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.control_service import Sight, control_service, fleet_id
 from paceline.net.discovery import AddressBook, Discovery
-from paceline.net.exchange import Exchanger, capability_service
+from paceline.net.exchange import Exchanger
 from paceline.net.join_client import renewal_service
-from paceline.net.member.gossip import GossipDriver
+from paceline.net.member.gossip import GossipDriver, capability_service
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
 from paceline.net.member.state import Claim, RunningNode, forget_running, keep_running

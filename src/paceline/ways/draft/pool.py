@@ -17,15 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-import grpc.aio
-
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, PacelineError
 from paceline.engine.drafts import BlockProposal, DraftSession, Proposer, ProposerStats, open_session
 from paceline.net.mapper import Codec, Mapped, refuse_with
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.handlers import Limit
+from paceline.net.trust.handlers import Context, Limit
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceServicer, add_ProposerServiceServicer_to_server
 
@@ -254,8 +252,6 @@ def _check(ask: BlockAsk) -> None:
 
 MOST_ENDED = 16 * MOST_SESSIONS
 """Sessions that one message may end: more than a caller can have. Raising it: what one message makes the event loop do."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ProposerServicer(ProposerServiceServicer):

@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
-
-import grpc.aio
 
 from paceline.core.background import end_tasks
 from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
@@ -26,7 +24,7 @@ from paceline.engine.grammar import VERSION
 from paceline.net.member.meter import FleetMeter
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
-from paceline.net.trust.handlers import Limit, caller_of
+from paceline.net.trust.handlers import Context, Limit, caller_of
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
 from paceline.store.bounded_tokenizer import BoundedTokenizer
@@ -52,9 +50,6 @@ class LoadedModel:
     """SHA-256 of its packed tokenizer and template."""
     holds_identity: bool = False
     """A row's bytes don't depend on what runs beside it."""
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerateServicer(GenerateServiceServicer):

@@ -14,9 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import grpc.aio
+import grpc
 
 from paceline.core.background import Background, end_tasks
 from paceline.core.clock import Clock
@@ -35,7 +34,7 @@ from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.handlers import Limit
+from paceline.net.trust.handlers import Context, Limit
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from paceline.store.kv_folder import BLOCK_COUNTS
@@ -58,8 +57,6 @@ from paceline.ways.pipeline.host.warm import WarmShards
 from paceline.ways.pipeline.meter import ShardMeter
 
 logger = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 WRITE_S = 20.0
 """How long a caller may take no reports. Raising it keeps the KV of callers that hang."""
