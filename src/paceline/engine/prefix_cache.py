@@ -214,7 +214,8 @@ class BlockPool:
         self._users = [0] * n_blocks
         # From the end: low ids first, and a block just freed, whose memory is warm, is the next to be used.
         self._free = [BlockId(i) for i in reversed(range(n_blocks))]
-        self._used = 0
+        self.used = 0
+        """Blocks with at least one user."""
 
     @property
     def n_blocks(self) -> int:
@@ -225,23 +226,18 @@ class BlockPool:
         """Blocks that `take` can hand out."""
         return len(self._free) + self.cache.n_idle
 
-    @property
-    def used(self) -> int:
-        """Blocks with at least one user."""
-        return self._used
-
     def take(self) -> BlockId:
         """A block for one user, its content undefined. One must be available."""
         block = self._free.pop() if self._free else self.cache.evict()
         self._users[block] = 1
-        self._used += 1
+        self.used += 1
         return block
 
     def share(self, block: BlockId) -> None:
         """One more user of a cached block."""
         if self._users[block] == 0:
             self.cache.revive(block)
-            self._used += 1
+            self.used += 1
         self._users[block] += 1
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
@@ -249,7 +245,7 @@ class BlockPool:
         for block in blocks:
             self._users[block] -= 1
             if self._users[block] == 0:
-                self._used -= 1
+                self.used -= 1
                 if block in self.cache:
                     self.cache.retire(block)
                 else:
@@ -279,4 +275,4 @@ class BlockPool:
         for i, count in enumerate(self._users):
             states = (i in free) + self.cache.is_idle(BlockId(i)) + (count > 0)
             assert states == 1, f"block {i} is in {states} states"
-        assert self._used == sum(count > 0 for count in self._users), "the number of used blocks is wrong"
+        assert self.used == sum(count > 0 for count in self._users), "the number of used blocks is wrong"

@@ -235,8 +235,6 @@ def _forced(seq: SequenceState, logits_row: int, position: int) -> DrawRow:
 
 @dataclass(slots=True)
 class Gain:
-    """What a sequence gained in one batch."""
-
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])

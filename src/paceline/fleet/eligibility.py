@@ -179,8 +179,10 @@ class Revocations:
 
     def __init__(self, known: Iterable[SealedRevocation] = ()) -> None:
         self._by_id: dict[NodeId, SealedRevocation] = {}
-        self._digest = b""
-        self._complete: SealedList | None = None
+        self.digest = b""
+        """Equal for equal sets; empty for the empty one."""
+        self.completed: SealedList | None = None
+        """The newest such word of the CA: since then nothing is known to be missing. It holds for what was added later too."""
         self.merge(known)
 
     def merge(self, revocations: Iterable[SealedRevocation]) -> tuple[SealedRevocation, ...]:
@@ -195,20 +197,15 @@ class Revocations:
             digest = hashlib.sha256()
             for sealed in self.all():
                 digest.update(len(sealed.sealed).to_bytes(4, "big") + sealed.sealed)
-            self._digest = digest.digest()[:16]
+            self.digest = digest.digest()[:16]
         return tuple(new)
 
     def complete(self, said: SealedList | None) -> bool:
         """Take the CA's word that this very set is all there is, if that is newer than what is held; returns whether it was."""
-        if said is None or said.said.digest != self._digest or (self._complete and said.said.signed_at <= self._complete.said.signed_at):
+        if said is None or said.said.digest != self.digest or (self.completed and said.said.signed_at <= self.completed.said.signed_at):
             return False
-        self._complete = said
+        self.completed = said
         return True
-
-    @property
-    def completed(self) -> SealedList | None:
-        """The newest such word: since then nothing is known to be missing. It holds for what was added later too."""
-        return self._complete
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate of `node_id`, issued at `issued_at` (Unix seconds), is void."""
@@ -218,11 +215,6 @@ class Revocations:
     def all(self) -> tuple[SealedRevocation, ...]:
         """Every revocation, by node id."""
         return tuple(self._by_id[node_id] for node_id in sorted(self._by_id))
-
-    @property
-    def digest(self) -> bytes:
-        """Equal for equal sets; empty for the empty one."""
-        return self._digest
 
     @property
     def ids(self) -> tuple[NodeId, ...]:

@@ -27,8 +27,6 @@ MAX_STRAYS = 64
 
 @dataclass(frozen=True, slots=True)
 class ExchangePeer:
-    """A node to call."""
-
     addresses: tuple[str, ...]
     node_id: NodeId | None = None
     """None: only an address is known."""
@@ -236,7 +234,6 @@ class FleetIntake:
         """Greatest version others hold of this node's own id, made by another life or process."""
 
     def sweep(self, now: float) -> tuple[Effect, ...]:
-        """Drop what expired."""
         effects: list[Effect] = []
         for card in self._registry.sweep(now):
             if not card.leaving:

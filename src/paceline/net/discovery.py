@@ -178,8 +178,6 @@ class Failure:
 
 
 class AddressBook:
-    """What calls learned of addresses."""
-
     def __init__(self) -> None:
         self._failures: dict[str, Failure] = {}
         self._works: dict[str, None] = {}

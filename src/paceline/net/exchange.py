@@ -38,8 +38,6 @@ EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 
 @dataclass(frozen=True, slots=True)
 class ExchangeAnswer:
-    """Who answered a call, and what."""
-
     peer: NodeId
     reply: Reply
 

@@ -78,8 +78,6 @@ _SAY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """What a file's bytes hash to."""
-
     size: int
     sha256: str
     pieces: bytes

@@ -283,8 +283,6 @@ def _write(path: Path, entry: dict[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What is gone."""
-
     location: ModelLocation
     freed_bytes: int
     kept: bool

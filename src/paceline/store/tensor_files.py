@@ -178,16 +178,13 @@ class TensorFiles:
             UnsupportedModel: there are tensors Paceline does not know.
         """
         check_tensors(files[0], spec, {name: at.shape for name, at in tensors.items()})
-        self._spec: Final = spec
-        self._tensors: Final = tensors
+        self.spec: Final = spec
+        self.places: Final = tensors
+        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
         self._digests: Final = digests
         self._beside: Final = beside
         self._digest: str | None = None
         self.files: Final = tuple(files)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
 
     @property
     def digest(self) -> str:
@@ -205,17 +202,12 @@ class TensorFiles:
     def tensor_type(self) -> str:
         """The type most of the bytes are in: how people name a file's quantisation."""
         weight: dict[str, int] = {}
-        for at in self._tensors.values():
+        for at in self.places.values():
             weight[at.type.name] = weight.get(at.type.name, 0) + at.nbytes
         return max(weight, key=weight.__getitem__)
 
-    @property
-    def places(self) -> Mapping[str, StoredAt]:
-        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
-        return self._tensors
-
     def names(self) -> Iterable[str]:
-        return self._tensors.keys()
+        return self.places.keys()
 
     def nbytes(self, name: str) -> int:
         return self._at(name).nbytes
@@ -234,7 +226,7 @@ class TensorFiles:
         return at.rows(start, stop).read()
 
     def _at(self, name: str) -> StoredAt:
-        at = self._tensors.get(name)
+        at = self.places.get(name)
         if at is None:
             raise damaged(self.files[0], f"tensor {name} is missing")
         return at

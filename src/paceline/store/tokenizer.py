@@ -70,14 +70,14 @@ class ModelTokenizer:
         self._lock = threading.Lock()
         self._added: Final = encoder.get_added_tokens_decoder()
         self._known: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
-        self._size: Final = self._known if rows is None else min(self._known, rows)
+        self.size: Final = self._known if rows is None else min(self._known, rows)
         self._control: Final = ControlTokens(encoder, [token for token in self._added.values() if token.special])
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
-        self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
+        self.eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self.size)
         self._kind: Final = _kind_of(path, encoder)
-        marks = [i for i in infill_tokens if isinstance(i, int) and 0 <= i < self._size]
+        marks = [i for i in infill_tokens if isinstance(i, int) and 0 <= i < self.size]
         self.infill_tokens: Final = (marks[0], marks[1], marks[2]) if len(infill_tokens) == len(set(marks)) == 3 else None
-        self._special: Final = {token.content: i for i, token in self._added.items() if token.special and i < self._size}
+        self.special_tokens: Final = {token.content: i for i, token in self._added.items() if token.special and i < self.size}
         self._bytes: dict[int, bytes] = {}
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
         self._chats_lock = threading.Lock()
@@ -86,14 +86,6 @@ class ModelTokenizer:
         except InvalidRequest as error:
             raise damaged(path, error.message) from error
         self._first: Final = whole[0] if whole[:1] != bare[:1] else None
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`. Special tokens spelled in it are those tokens.
@@ -112,10 +104,6 @@ class ModelTokenizer:
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        return self._special
 
     @property
     def chat_template(self) -> str | None:

@@ -17,8 +17,6 @@ EXCHANGE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 
 @dataclass(slots=True)
 class FleetMeter:
-    """Counters of one node."""
-
     rounds: int = 0
     """Rounds of exchanges that this node began."""
     exchange: Histogram = field(default_factory=lambda: Histogram(EXCHANGE_BOUNDS_S))

@@ -38,8 +38,6 @@ Array = npt.NDArray[np.generic]
 
 
 class TensorMessage(NamedTuple):
-    """A tensor and what was said of it."""
-
     header: bytes
     array: Array
     """Good until the next message begins."""

@@ -75,11 +75,7 @@ class Authority:
     def __init__(self, key: PrivateKey, root: FleetRoot) -> None:
         if key.public_key() != root.public_key:
             raise IdentityError("The CA's key is not the one in its certificate")
-        self._key, self._root = key, root
-
-    @property
-    def root(self) -> FleetRoot:
-        return self._root
+        self._key, self.root = key, root
 
     @classmethod
     def create(cls, now: float) -> Authority:

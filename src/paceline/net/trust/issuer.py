@@ -60,8 +60,6 @@ class OpenToken:
 
 @dataclass(frozen=True, slots=True)
 class JoinAttempt:
-    """What a joiner sent."""
-
     request: bytes
     token_id: str
     """Hexadecimal."""

@@ -33,8 +33,6 @@ _FIXED_BYTES = 4 + PIN_BYTES + ID_BYTES + SECRET_BYTES
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """An invitation to a fleet."""
-
     addresses: tuple[str, ...]
     """host:port of the issuer's join port, one for each way to reach it."""
     pin: bytes

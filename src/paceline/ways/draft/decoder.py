@@ -26,7 +26,6 @@ from paceline.ways.draft.finding import Drafter, FleetConnections, Key, placed
 from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
 SOURCE = "placed"
-"""What its one source is called."""
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -88,7 +88,8 @@ class ProposerPool:
         self._ended: list[ThreadPoolExecutor] = []
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._most_sessions, self._most_tokens = most_sessions, most_tokens
-        self._tokens = 0
+        self.tokens = 0
+        """Kept now, over all sessions."""
         self._closed = False
         self._making: set[asyncio.Future[BlockProposal]] = set()
         self.stats: dict[str, ProposerStats] = {}
@@ -115,11 +116,6 @@ class ProposerPool:
     def sessions(self) -> int:
         """Kept now."""
         return len(self._kept)
-
-    @property
-    def tokens(self) -> int:
-        """Kept now, over all sessions."""
-        return self._tokens
 
     async def propose(self, caller: str, ask: BlockAsk) -> BlockProposal | None:
         """A block; None where the caller's session is not held as far as the ask begins, or no longer, or the pool was closed meanwhile.
@@ -192,7 +188,7 @@ class ProposerPool:
         for kept in self._kept.values():
             kept.gone = True
         self._kept.clear()
-        self._tokens = 0
+        self.tokens = 0
         for making in self._making:
             making.cancel()
 
@@ -220,10 +216,10 @@ class ProposerPool:
     def _count(self, key: Key, kept: _Kept, held: int) -> None:
         if self._kept.get(key) is not kept:
             return
-        self._tokens += held - kept.held
+        self.tokens += held - kept.held
         kept.held = held
         self._kept.move_to_end(key)
-        while len(self._kept) > self._most_sessions or self._tokens > self._most_tokens:
+        while len(self._kept) > self._most_sessions or self.tokens > self._most_tokens:
             # Those with asks under way, of which there are no more than may wait, are in use this moment.
             oldest = next((each for each, one in self._kept.items() if not one.busy), None)
             if oldest is None:
@@ -233,7 +229,7 @@ class ProposerPool:
     def _drop(self, model: _Model, key: Key, kept: _Kept) -> None:
         if self._kept.get(key) is kept:
             del self._kept[key]
-            self._tokens -= kept.held
+            self.tokens -= kept.held
         kept.gone = True
         if key[1] in self._models:  # not closed meanwhile
             model.thread.submit(kept.session.close)  # after what it may be making

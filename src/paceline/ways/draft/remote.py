@@ -105,7 +105,7 @@ class RemoteDrafts:
         self.name = name
         self._meter, self._clock = meter, clock
         self._queue, self._backoff = AskQueue(), Backoff(clock)
-        self._expected_s: float | None = None
+        self.expected_s: float | None = None
         self._find: Find | None = None
         self._open: OpenConnection | None = None
         self._vocabulary_size = 0
@@ -118,10 +118,6 @@ class RemoteDrafts:
         """Of a proposer, the last one there was."""
 
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
-
-    @property
-    def expected_s(self) -> float | None:
-        return self._expected_s
 
     @property
     def block(self) -> int:
@@ -206,8 +202,8 @@ class RemoteDrafts:
         self._meter.hop.observe(took_s)
         if self._client is not None:
             self._backoff.drafted(self._client.drafter.key)
-        if self._expected_s is not None and not whole:
-            self._expected_s += GAIN * (took_s - self._expected_s)
+        if self.expected_s is not None and not whole:
+            self.expected_s += GAIN * (took_s - self.expected_s)
 
     def _fail(self, client: ProposerClient, error: RemoteProposerError) -> None:
         """Leave a proposer out for a while, and go on with another."""
@@ -229,7 +225,7 @@ class RemoteDrafts:
 
     def _change(self, drafter: Drafter | None) -> None:
         """Let another node draft, or none."""
-        client, self._client, self._expected_s = self._client, None, None
+        client, self._client, self.expected_s = self._client, None, None
         if client is not None and (connection := client.end()) is not None:
             self._ending.start(connection.close())
         if drafter is None or self._open is None:
@@ -243,4 +239,4 @@ class RemoteDrafts:
         self._meter.changes += 1
         self.trouble = None
         logger.info("%s drafts with %s", drafter.node_id, drafter.model_id)
-        self._expected_s = drafter.takes_s(1, 8)
+        self.expected_s = drafter.takes_s(1, 8)

@@ -190,7 +190,6 @@ class DraftService:
         drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), connections.open)
 
     def keep(self, living: Collection[NodeDrafts]) -> None:
-        """End those of engines that are gone."""
         for drafts in [one for one in self._drafts if one not in living]:
             self._drafts.remove(drafts)
             self._detaching.start(drafts.detach())

@@ -163,7 +163,6 @@ class NodeDrafts:
         self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))
 
     def look(self) -> None:
-        """The view has changed."""
         if self._reach is not None:
             self._models = self._reach.models()
             for source in self.sources.values():

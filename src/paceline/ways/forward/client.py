@@ -206,7 +206,6 @@ class Described:
     tokenizer: BoundedTokenizer
 
     def served(self, numerics_id: str, size_bytes: int) -> ServedModel:
-        """As the API shows it, run by a node with these kernels."""
         loaded, model = self.loaded, self.loaded.model
         facts = ModelFacts(model.digest, size_bytes)
         return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint_of(model, numerics_id), facts)

@@ -43,8 +43,6 @@ class Latencies:
 
 
 class ShardMeter:
-    """Counters of one host."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.latency = LabelledHistograms(LATENCY_BOUNDS_MS, "others")
@@ -53,7 +51,8 @@ class ShardMeter:
         self.sessions_refused = 0
         self.evictions = 0
         self.loads = 0
-        self._corruption = 0
+        self.corruption = 0
+        """Times that something came which is no activations."""
         self._blocks: Counter[str] = Counter()
 
     @property
@@ -66,14 +65,9 @@ class ShardMeter:
         with self._lock:
             self._blocks += counts
 
-    @property
-    def corruption(self) -> int:
-        """Times that something came which is no activations."""
-        return self._corruption
-
     def corrupt(self) -> None:
         with self._lock:
-            self._corruption += 1
+            self.corruption += 1
 
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
@@ -86,7 +80,8 @@ class PipelineMeter(PipelineWatch):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._corruption = 0
+        self.corruption = 0
+        """Stages that sent garbage, or wrong numbers."""
         self.construct_ms = {"first": Histogram(CONSTRUCT_BOUNDS_MS), "failover": Histogram(CONSTRUCT_BOUNDS_MS)}
         self.step_ms = Histogram(LATENCY_BOUNDS_MS)
         self.hop_ms = LabelledHistograms[tuple[str, str]](LATENCY_BOUNDS_MS, ("others", "others"))
@@ -95,14 +90,9 @@ class PipelineMeter(PipelineWatch):
         self.losses = self.failovers = self.fallbacks = 0
         self._listeners: list[Callable[[Opening], None]] = []
 
-    @property
-    def corruption(self) -> int:
-        """Stages that sent garbage, or wrong numbers."""
-        return self._corruption
-
     def corrupt(self) -> None:
         with self._lock:
-            self._corruption += 1
+            self.corruption += 1
 
     def listen(self, listener: Callable[[Opening], None]) -> None:
         """Have routes on their way told to a further listener, in the engine's thread."""
@@ -174,8 +164,6 @@ def pipeline_metrics(pipelines: PipelineMeter, shards: ShardMeter | None) -> Met
 
 
 class _Timed:
-    """A request under way."""
-
     __slots__ = ("added_s", "first_s", "last_s", "left", "tokens")
 
     def __init__(self, added_s: float, left: int) -> None:

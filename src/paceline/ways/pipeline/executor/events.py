@@ -129,7 +129,6 @@ class RouteEvents:
                 self._reports[place] = now
 
     def aborted(self, error: ExecutorUnavailable) -> None:
-        """There is none."""
         self._note("pipeline_aborted", code=error.code, reason=error.message)
 
     def fell_back(self, reason: str) -> None:
@@ -138,7 +137,6 @@ class RouteEvents:
         self._fault = None
 
     def restored(self) -> None:
-        """Others take over from it again."""
         logger.warning("layers %s run on other machines again", self._layers)
         self._note("shard_status", status="restored", layers=self._layers)
 

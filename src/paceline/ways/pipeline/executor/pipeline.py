@@ -114,7 +114,8 @@ class PipelineExecutor:
         self.depth = 1
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
-        self._route: Route | None = None
+        self.route: Route | None = None
+        """The one in use; None while one is looked for."""
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
@@ -134,12 +135,7 @@ class PipelineExecutor:
     @property
     def stages(self) -> Sequence[RouteStage]:
         """Of the route in use; none while one is looked for."""
-        return () if self._route is None else self._route.stages
-
-    @property
-    def route(self) -> Route | None:
-        """The one in use; None while one is looked for."""
-        return self._route
+        return () if self.route is None else self.route.stages
 
     def forget_inputs(self, blocks: Iterable[BlockId]) -> None:
         """These blocks are filled otherwise than by batches."""
@@ -149,7 +145,7 @@ class PipelineExecutor:
     # ------------------------------------------------------------------------------------------------------------- as an Executor
 
     def ready(self) -> bool:
-        if self._route is not None:
+        if self.route is not None:
             return True
         try:
             route = self._search.look_for_route()
@@ -179,7 +175,7 @@ class PipelineExecutor:
         self._pending.clear()
         self._search.forget_kv()
         self._lacks, self._restoring, self._own = Lacks(), None, None
-        route, self._route = self._route, None
+        route, self.route = self.route, None
         if route is not None:
             route.close()
 
@@ -253,8 +249,8 @@ class PipelineExecutor:
         self._timeouts.took(oldest.batch.n_rows, now - oldest.sent_at)
         logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
         times.away_s += now - oldest.sent_at
-        if self._route is not None and not self._search.is_alone:
-            self._events.stepped(self._route, now - oldest.sent_at)
+        if self.route is not None and not self._search.is_alone:
+            self._events.stepped(self.route, now - oldest.sent_at)
         times.own_s += self._clock.monotonic() - now
         return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
 
@@ -275,9 +271,9 @@ class PipelineExecutor:
         return oldest, bits_TD
 
     def close(self) -> None:
-        if self._route is not None:
-            self._route.close()
-            self._route = None
+        if self.route is not None:
+            self.route.close()
+            self.route = None
         self._pending.clear()
         if self._inspector is not None:
             self._inspector.close()
@@ -297,16 +293,15 @@ class PipelineExecutor:
 
     def _given_back(self, others: Route) -> ExecutorLost:
         """Let go of the layers that this machine took over, as others have them again."""
-        assert self._route is not None, "it runs them"
+        assert self.route is not None, "it runs them"
         self._events.restored()
-        self._route.close()
-        void = _spans(self._route, None)
+        self.route.close()
+        void = _spans(self.route, None)
         self._take(others)
         return ExecutorLost("other machines run these layers again", void)
 
     def _take(self, route: Route) -> None:
-        """Run over a route from now on."""
-        self._route = route
+        self.route = route
         head, own, limits = self._head, self._head.layers, self._limits
         n_blocks = min(*(stage.kv_tokens for stage in route.stages), head.n_blocks * head.block_size) // route.block_size
         holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
@@ -349,7 +344,7 @@ class PipelineExecutor:
         Raises:
             ExecutorLost: it broke.
         """
-        route = self._route
+        route = self.route
         if route is None:
             raise ExecutorLost("the pipeline has no route", ())
         fault = route.fault()
@@ -373,7 +368,7 @@ class PipelineExecutor:
 
     def _lost(self, error: PipelineError | TensorStreamError | None) -> ExecutorLost:
         """Close the route, leave out who broke it, and say which layers are gone."""
-        route = self._route
+        route = self.route
         assert route is not None, "only a route in use is lost"
         # A stream that closed says little; whose fault it was is heard from the stages themselves a moment later.
         fault = route.fault(WORD_S if isinstance(error, StreamClosed) else 0.0)
@@ -384,7 +379,7 @@ class PipelineExecutor:
             if not isinstance(error, StreamStalled) and error is not None:
                 fault = PipelineFault(fault.node_id, ShardUnavailable.code, str(error))
         self._events.lost(fault)
-        self._route = self._restoring = None
+        self.route = self._restoring = None
         self._pending.clear()
         route.close()
         self._search.lost(fault)

@@ -101,7 +101,6 @@ class Journal:
         return 2 * self._size * self._width * len(self._rows)
 
     def note(self, batch: StepBatch, x_TD: WireBits) -> None:
-        """A batch is sent."""
         size, row = self._size, 0
         self._tables.update(batch, size)
         for step in batch.steps:
@@ -228,7 +227,6 @@ class Restoring:
         return step
 
     def came(self, batch: StageBatch) -> None:
-        """A batch is back."""
         for sequence, first, n_rows in zip(batch.sequences, batch.first_positions, batch.row_counts, strict=True):
             for span in self._computing:
                 self._lacks.note(span, sequence, first + n_rows)

@@ -141,7 +141,6 @@ class Fallback:
         self._loading: Future[Route] | None = None
 
     def lost(self) -> None:
-        """A route over other machines broke."""
         self._losses.append(self._clock.monotonic())
 
     @property

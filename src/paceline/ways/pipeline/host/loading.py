@@ -86,20 +86,17 @@ class LoadMeter:
 RETRY_S = 120.0
 """For so long. A caller that is there has them tried at once."""
 
-Held = tuple[ModelRef, LayerRange]
-"""Layers of a model, by its digest, in one format."""
-
 
 class FailedLoads:
     """Why, and when."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._known: dict[Held, tuple[PipelineError, float]] = {}
+        self._known: dict[tuple[ModelRef, LayerRange], tuple[PipelineError, float]] = {}
 
     def check(self, request: StageRequest) -> None:
         """Raise ShardUnavailable where its layers could not be loaded, and that is not long ago."""
-        error, at_s = self._known.get(_held(request), (None, 0.0))
+        error, at_s = self._known.get((request.model, request.layers), (None, 0.0))
         if error is not None and self._clock.monotonic() - at_s < RETRY_S:
             raise ShardUnavailable(error.message, error.hint)
 
@@ -107,15 +104,11 @@ class FailedLoads:
         """They could not be loaded. Returns `error`, to be raised."""
         now = self._clock.monotonic()
         self._known = {held: known for held, known in self._known.items() if now - known[1] < RETRY_S}
-        self._known[_held(request)] = error, now
+        self._known[request.model, request.layers] = error, now
         return error
 
     def forget(self, request: StageRequest) -> None:
-        self._known.pop(_held(request), None)
-
-
-def _held(request: StageRequest) -> Held:
-    return request.model, request.layers
+        self._known.pop((request.model, request.layers), None)
 
 
 logger = logging.getLogger(__name__)

@@ -202,7 +202,6 @@ class WarmShards:
         return shard
 
     async def _bring(self, shard: Shard, request: StageRequest) -> None:
-        """Find, make room, load."""
         meter = shard.meter
         try:
             found = await self._weights.find(request, meter)

@@ -51,11 +51,7 @@ class StagesFetch:
         self._own: DiskFetch | None = None
         self._restored: Future[list[int]] | None = None
         self._is_cancelled = self._is_over = False
-        self._n = self._filled = 0
-
-    @property
-    def filled(self) -> int:
-        return self._filled
+        self._n = self.filled = 0
 
     @property
     def is_over(self) -> bool:
@@ -86,8 +82,8 @@ class StagesFetch:
             # What a route that broke leaves in the blocks is of no use: the next batch finds that it did, before it names them.
             return self._kv.is_broken
         filled = min(self._restored.result())
-        self._filled = filled if self._own is None else min(filled, self._own.filled)
-        self._kv.everywhere.update(read=self._filled, missed=self._n - self._filled)
+        self.filled = filled if self._own is None else min(filled, self._own.filled)
+        self._kv.everywhere.update(read=self.filled, missed=self._n - self.filled)
         return True
 
 
