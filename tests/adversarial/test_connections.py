@@ -79,7 +79,7 @@ def test_row_37_a_member_comes_in_while_strangers_renew_all_connections() -> Non
     async def main() -> None:
         fleet, refusals = TestFleet(), Refusals()
         watch = ConnectionWatch(refusals, fleet.clock, max_silent=MOST // 8)
-        guard = PeerGuard(fleet.authority.root, fleet.eligibility.voids, fleet.clock, refusals, watch)
+        guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
         options = [*(one for one in SERVER_OPTIONS if one[0] != "grpc.max_allowed_incoming_connections")]
         options.append(("grpc.max_allowed_incoming_connections", MOST))
         identity = fleet.member("server-1")

@@ -29,9 +29,9 @@ from paceline.core.ids import RequestId
 from paceline.core.manifest import PIECE, ModelManifest
 from paceline.engine.config import SHARES, EngineConfig, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
-from paceline.net.control_service import control_service
 from paceline.net.join_client import renewal_service
 from paceline.net.member.gossip import capability_service
+from paceline.net.member.state import control_service
 from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS
 from paceline.net.trust.handlers import _reader
 from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer, weights_service

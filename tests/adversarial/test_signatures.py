@@ -42,7 +42,7 @@ def test_row_3_tls_1_2_is_spoken_at_no_port(fleet: TestFleet, tmp_path: Path) ->
     async def main() -> None:
         issuer = IssuerNode.make(tmp_path / "fleet")
         issuer.mint()
-        listener = TensorListener(fleet.member("a-1"), fleet.eligibility.voids, fleet.clock, Refusals())
+        listener = TensorListener(fleet.member("a-1"), fleet.revocations.voids, fleet.clock, Refusals())
         tensors = await asyncio.to_thread(listener.start, "127.0.0.1")
         try:
             async with issuer.hosted(), served(fleet) as node:
@@ -94,7 +94,7 @@ def test_row_4_what_tls_signs_is_no_revocation_and_no_card(fleet: TestFleet) -> 
     for cut in range(len(borrowed.text)):
         card = wire.SignedCard(card=borrowed.text[cut:], signature=borrowed.signature, certificate=alice.member.certificate)
         with pytest.raises(NotTrusted):
-            open_card(card, root=fleet.authority.root, voids=fleet.eligibility.voids, now=fleet.clock.wall())
+            open_card(card, root=fleet.authority.root, voids=fleet.revocations.voids, now=fleet.clock.wall())
 
 
 def test_row_4_no_text_of_tls_or_x509_begins_as_ours() -> None:
@@ -192,7 +192,7 @@ def test_row_18_a_card_has_one_form_and_may_say_more(fleet: TestFleet) -> None:
 
     def opened(card: bytes) -> object:
         message = wire.SignedCard(card=card, signature=alice.sign(SignedKind.CARD, card), certificate=alice.member.certificate)
-        return open_card(message, root=fleet.authority.root, voids=fleet.eligibility.voids, now=fleet.clock.wall()).card
+        return open_card(message, root=fleet.authority.root, voids=fleet.revocations.voids, now=fleet.clock.wall()).card
 
     assert opened(data) == card_of(alice)
     # A later version's field 1000.

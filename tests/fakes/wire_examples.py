@@ -49,9 +49,9 @@ from paceline.fleet.card import (
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.net.card_codec import read_card, write_card
-from paceline.net.control_service import Sight, sight_of, write_sight
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
+from paceline.net.member.state import Sight, sight_of, write_sight
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_servicer import WeightsDescription, parts

@@ -23,8 +23,7 @@ import pytest
 from paceline.core.ids import NodeId
 from paceline.core.ports import find_port
 from paceline.fleet.card import NodeCard
-from paceline.net.control_service import Sight
-from paceline.net.member.state import look
+from paceline.net.member.state import Sight, look
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 

@@ -12,8 +12,7 @@ from typing import Any
 import grpc.aio
 
 from paceline.core.errors import PacelineError
-from paceline.net.control_service import control_channel, read_sight
-from paceline.net.member.state import RunningNode, read_running
+from paceline.net.member.state import RunningNode, control_channel, read_running, read_sight
 from paceline.net.trust.folder import FleetFolder
 
 EVERY_S = 0.1

@@ -21,8 +21,7 @@ from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import headline
 from paceline.fleet.plan import PlanRequest
 from paceline.machine.config_file import read_trust_policy
-from paceline.net.control_service import Sight
-from paceline.net.member.state import Looked, look
+from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan

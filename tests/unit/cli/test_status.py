@@ -15,9 +15,8 @@ from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
-from paceline.net.control_service import Sight
 from paceline.net.discovery import AddressBook
-from paceline.net.member.state import Looked
+from paceline.net.member.state import Looked, Sight
 
 
 def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() -> None:

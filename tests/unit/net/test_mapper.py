@@ -20,9 +20,9 @@ from paceline.core.stats import DraftUse
 from paceline.engine.drafts import BlockProposal
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
-from paceline.net.control_service import Sight, sight_of, write_sight
 from paceline.net.discovery import Failure
 from paceline.net.mapper import Codec, Length, Mapped, or_none, refuse_with
+from paceline.net.member.state import Sight, sight_of, write_sight
 from paceline.net.weights_servicer import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, propose_pb2, shard_pb2
 from paceline.ways.draft.connection import read_block

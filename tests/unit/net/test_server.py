@@ -62,7 +62,7 @@ async def test_a_machine_that_vanished_keeps_no_connection() -> None:
     fleet, refusals = TestFleet(), Refusals()
     identity, caller = fleet.member("server-1"), fleet.member("alice-1")
     watch = ConnectionWatch(refusals, fleet.clock)
-    guard = PeerGuard(fleet.authority.root, fleet.eligibility.voids, fleet.clock, refusals, watch)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
     server = NodeServer(identity, guard, watch, RpcMeter(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS])
     port = await server.start("127.0.0.1", 0)
     try:

@@ -24,14 +24,13 @@ from paceline.fleet.eligibility import Eligible, FleetView, TrustPolicy, U_co, U
 from paceline.fleet.messages import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.presets import FleetSettings
 from paceline.net.channels import ChannelPool, Purpose
-from paceline.net.control_service import Sight, control_service, fleet_id
 from paceline.net.discovery import AddressBook, Discovery
 from paceline.net.exchange import Exchanger
 from paceline.net.join_client import renewal_service
 from paceline.net.member.gossip import GossipDriver, capability_service
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
-from paceline.net.member.state import Claim, RunningNode, forget_running, keep_running
+from paceline.net.member.state import Claim, RunningNode, Sight, control_service, fleet_id, forget_running, keep_running
 from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
 from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.listener import TensorListener

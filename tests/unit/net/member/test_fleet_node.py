@@ -21,10 +21,9 @@ from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import ExchangeRequest, GossipCall
 from paceline.fleet.presets import parse_preset
 from paceline.net.channels import Purpose
-from paceline.net.control_service import control_channel, read_sight
 from paceline.net.exchange import Exchanger
 from paceline.net.member.gossip import CapabilityServicer
-from paceline.net.member.state import Claim, look, read_running, read_version
+from paceline.net.member.state import Claim, control_channel, look, read_running, read_sight, read_version
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.wire import control_pb2

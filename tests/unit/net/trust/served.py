@@ -129,7 +129,7 @@ async def served(fleet: TestFleet, name: str = "server-1", clock: Clock | None =
     identity = fleet.member(name)
     refusals = Refusals()
     watch = ConnectionWatch(refusals, clock or fleet.clock, look_s=0.02)
-    guard = PeerGuard(fleet.authority.root, fleet.eligibility.voids, fleet.clock, refusals, watch)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
     well_formed = WellFormed(refusals, {CARD: Limit(1000, 64)})
     server = grpc.aio.server(interceptors=[guard, well_formed])
     services = Services(guard, identity)

@@ -57,7 +57,7 @@ def test_only_the_node_meant_can_answer(fleet: TestFleet) -> None:
         async with served(fleet) as server:
             alice, other = fleet.member("alice-1"), fleet.member("other-1")
             async with server.channel(alice) as channel:
-                card = await ask_card(channel, alice.root, fleet.eligibility.voids, fleet.clock.wall(), SOON_S)
+                card = await ask_card(channel, alice.root, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
             met = alice.root.member(card.certificate, fleet.clock.wall())
             assert met.node_id == "server-1"
             assert met.certificate == server.identity.member.certificate
@@ -222,13 +222,13 @@ def test_a_revoked_node_is_not_called(fleet: TestFleet) -> None:
     async def main() -> None:
         async with served(fleet) as server:
             alice = fleet.member("alice-1")
-            check_callable(server.identity.member, fleet.eligibility.voids)
+            check_callable(server.identity.member, fleet.revocations.voids)
             fleet.revoke("server-1")
             with pytest.raises(RevokedNode, match="server-1 was revoked"):
-                check_callable(server.identity.member, fleet.eligibility.voids)
+                check_callable(server.identity.member, fleet.revocations.voids)
             async with server.channel(alice) as channel:
                 with pytest.raises(RevokedNode, match="server-1 was revoked"):
-                    await ask_card(channel, alice.root, fleet.eligibility.voids, fleet.clock.wall(), SOON_S)
+                    await ask_card(channel, alice.root, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
 
     asyncio.run(main())
 

@@ -30,7 +30,7 @@ def signed(sealed: SealedCard, **changes: Any) -> wire.SignedCard:
 
 
 def opened(fleet: TestFleet, message: wire.SignedCard, held: bytes = b"") -> SealedCard:
-    return open_card(message, root=fleet.authority.root, voids=fleet.eligibility.voids, now=fleet.clock.wall(), held=held)
+    return open_card(message, root=fleet.authority.root, voids=fleet.revocations.voids, now=fleet.clock.wall(), held=held)
 
 
 def lying(identity: Identity, card: NodeCard) -> wire.SignedCard:
@@ -114,7 +114,7 @@ def test_a_revoked_nodes_card_is_refused_and_its_next_lifes_is_not(fleet: TestFl
 def test_an_expired_certificates_card_is_refused(fleet: TestFleet) -> None:
     alice = fleet.member("alice-1")
     with pytest.raises(NotTrusted, match="has expired"):
-        open_card(signed(sealed_card(alice)), root=fleet.authority.root, voids=fleet.eligibility.voids, now=alice.member.expires_at + 1.0)
+        open_card(signed(sealed_card(alice)), root=fleet.authority.root, voids=fleet.revocations.voids, now=alice.member.expires_at + 1.0)
 
 
 def test_the_cas_own_certificate_signs_no_card(fleet: TestFleet) -> None:

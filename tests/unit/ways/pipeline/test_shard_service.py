@@ -103,7 +103,7 @@ async def served() -> AsyncIterator[tuple[ScriptedHost, grpc.aio.Channel]]:
     """A host behind a guard, and a member's channel to it."""
     fleet, host = TestFleet(), ScriptedHost()
     refusals = Refusals()
-    guard = PeerGuard(fleet.authority.root, fleet.eligibility.voids, fleet.clock, refusals)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals)
     server = grpc.aio.server(interceptors=[guard, WellFormed(refusals)])
     add_ShardServiceServicer_to_server(ShardServicer(host, guard.peer), server)
     port = server.add_secure_port("127.0.0.1:0", server_credentials(fleet.member("a")))
