@@ -179,8 +179,7 @@ class TensorFiles:
         """
         check_tensors(files[0], spec, {name: at.shape for name, at in tensors.items()})
         self.spec: Final = spec
-        self.places: Final = tensors
-        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
+        self._tensors: Final = tensors
         self._digests: Final = digests
         self._beside: Final = beside
         self._digest: str | None = None
@@ -202,12 +201,17 @@ class TensorFiles:
     def tensor_type(self) -> str:
         """The type most of the bytes are in: how people name a file's quantisation."""
         weight: dict[str, int] = {}
-        for at in self.places.values():
+        for at in self._tensors.values():
             weight[at.type.name] = weight.get(at.type.name, 0) + at.nbytes
         return max(weight, key=weight.__getitem__)
 
+    @property
+    def places(self) -> Mapping[str, StoredAt]:
+        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
+        return self._tensors
+
     def names(self) -> Iterable[str]:
-        return self.places.keys()
+        return self._tensors.keys()
 
     def nbytes(self, name: str) -> int:
         return self._at(name).nbytes
@@ -226,7 +230,7 @@ class TensorFiles:
         return at.rows(start, stop).read()
 
     def _at(self, name: str) -> StoredAt:
-        at = self.places.get(name)
+        at = self._tensors.get(name)
         if at is None:
             raise damaged(self.files[0], f"tensor {name} is missing")
         return at

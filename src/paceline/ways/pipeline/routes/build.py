@@ -40,7 +40,7 @@ from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, Pipelin
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess, Wanted, typical_request
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, typical_request
 from paceline.ways.pipeline.routes.opening import RouteOpener
 from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
@@ -142,7 +142,7 @@ def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
             )
 
 
-def fitting(fleet: NodeFleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
+def fitting(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
     """What the plan says, the layers that this machine runs of it, and room for their KV: fewer where the plan, which rounds, gives it too many.
 
     Raises:
@@ -172,7 +172,7 @@ def longest_context(setup: Setup) -> int:
     return setup.settings.context or setup.opened.spec.max_context
 
 
-def _planned(fleet: NodeFleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
+def _planned(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
     """What the plan says of a pipeline that begins here; waits for machines that could take part.
 
     Raises:
@@ -193,7 +193,7 @@ def _planned(fleet: NodeFleetAccess, order: PipelineOrder, setup: Setup, clock: 
 
 
 def plan_in_time(
-    plan_now: Callable[[], Planned], fleet: NodeFleetAccess, name: str, search_s: float, clock: Clock, say: Callable[[str], None]
+    plan_now: Callable[[], Planned], fleet: FleetAccess, name: str, search_s: float, clock: Clock, say: Callable[[str], None]
 ) -> Planned:
     """What `plan_now` plans for a model, as soon as there are machines that could take part. Says what it waits for. Not on the event loop.
 
@@ -272,7 +272,7 @@ class BuiltPipeline:
 def build_engine_over(
     settings: NodeSettings,
     order: PipelineOrder,
-    fleet: NodeFleetAccess,
+    fleet: FleetAccess,
     ends: TensorEnds,
     loop: asyncio.AbstractEventLoop,
     clock: Clock,

@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc.aio
 
@@ -31,8 +31,24 @@ ANSWER_S = 5.0
 Answer = TypeVar("Answer")
 
 
+class FleetAccess(Protocol):
+    """What pipelines need of their node."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
+    @property
+    def background(self) -> Background: ...
+    def cards(self) -> Sequence[NodeCard]: ...
+    def trust(self) -> dict[NodeId, Trust]: ...
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel: ...
+    def order(self, addresses: Sequence[str]) -> tuple[str, ...]: ...
+    def wait_for_change(self, seconds: float) -> None: ...
+
+
 class NodeFleetAccess:
-    """Made on the event loop.
+    """A `FleetAccess`. Made on the event loop.
 
     Args:
         shard_age_s: what a card says of loaded shards is not believed when it is older.

@@ -40,7 +40,7 @@ from paceline.ways.pipeline.executor.route import (
     StageRequest,
 )
 from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
-from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 
 
 class FleetRoute:
@@ -210,7 +210,7 @@ class RouteOpener:
 
     def __init__(
         self,
-        fleet: NodeFleetAccess,
+        fleet: FleetAccess,
         ends: TensorEnds,
         request: StageRequest,
         width: int,

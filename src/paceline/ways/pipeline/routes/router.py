@@ -30,14 +30,14 @@ from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.route import KV_NAME_BYTES, Opening, PipelineFault, StageLoading, StageRequest
 from paceline.ways.pipeline.executor.search import TOLD
 from paceline.ways.pipeline.meter import PipelineMeter
-from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess, Wanted, choose
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, choose
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads
 
 logger = logging.getLogger(__name__)
 
 
 def begin_loads(
-    fleet: NodeFleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[LayerSpan, ...] = ()
+    fleet: FleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[LayerSpan, ...] = ()
 ) -> tuple[LayerSpan, ...]:
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
@@ -67,7 +67,7 @@ def begin_loads(
     return parts
 
 
-async def ask_to_load(fleet: NodeFleetAccess, request: StageRequest, node_id: NodeId, layers: LayerRange) -> StageLoading | None:
+async def ask_to_load(fleet: FleetAccess, request: StageRequest, node_id: NodeId, layers: LayerRange) -> StageLoading | None:
     """Ask a machine to load layers that it may be asked to run. On the event loop.
 
     Args:
@@ -107,7 +107,7 @@ class SpareKeeper:
         request: what every stage is asked for, but for its layers.
     """
 
-    def __init__(self, fleet: NodeFleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, fleet: FleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
         self._fleet, self._request, self._wanted, self._loop = fleet, request, wanted, loop
         self._keeping: asyncio.Task[None] | None = None
         """The event loop's alone."""
@@ -201,7 +201,7 @@ class FleetRouter:
 
     def __init__(
         self,
-        fleet: NodeFleetAccess,
+        fleet: FleetAccess,
         opener: RouteOpener,
         wanted: Wanted,
         loop: asyncio.AbstractEventLoop,
