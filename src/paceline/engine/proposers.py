@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import InvalidRequest
-from paceline.engine.drafts import BlockProposal, DraftSession, SessionProposer, common_length, retell
+from paceline.core.text import common_length
+from paceline.engine.drafts import BlockProposal, DraftSession, SessionProposer, retell
 from paceline.engine.executor import Path
 from paceline.engine.local import Activations, LayerRunner, row_plan
 from paceline.engine.prompt_lookup import NGramIndex

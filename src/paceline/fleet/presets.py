@@ -116,7 +116,7 @@ def simulation() -> Preset:
 
 FLEET_PORT = 8154
 MAX_TTL_S = 86400
-"""Of a card, as others take it."""
+"""No card that is to live for longer is believed."""
 PRESETS = {"desk": desk, "lan": lan, "simulation": simulation}
 DEFAULT_PRESET = "lan"
 """All nodes of a fleet want the same."""

@@ -34,7 +34,6 @@ MAX_STREAMS = 1 << 16
 MAX_STEPS, MAX_ROWS = 16, 1 << 16
 MAX_DRAFTERS = 64
 MAX_TEXT = 300
-"""No card that is to live for longer is believed."""
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 33
 """Seconds since 1970 that no clock shows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import IO
 
 import grpc
@@ -42,61 +42,6 @@ MAX_AT_ONCE = 4
 Context = grpc.aio.ServicerContext[wire.JoinRequest, Awaitable[wire.JoinResponse]]
 
 
-class JoinServicer(JoinServiceServicer):
-    """Lets machines in. Arguments as of `JoinHost`."""
-
-    def __init__(
-        self,
-        issuer: Issuer,
-        folder: FleetFolder,
-        peers: Callable[[], Iterable[str]],
-        refusals: Refusals,
-        on_joined: Callable[[str], None] | None = None,
-        here: Callable[[], Collection[NodeId]] = tuple,
-    ) -> None:
-        self._issuer, self._folder, self._peers, self._refusals = issuer, folder, peers, refusals
-        self._on_joined, self._here = on_joined, here
-        self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
-        self.watch: ConnectionWatch | None = None
-        """Told of calls; as long as the port is open."""
-
-    async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
-        watch, peer = self.watch, context.peer()
-        if watch is None:
-            return await self._join(request, context)
-        watch.began(peer)
-        try:
-            return await self._join(request, context)
-        finally:
-            watch.ended(peer)
-
-    async def _join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
-        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
-        try:
-            # Signing and waiting for the disk are not for the event loop.
-            async with self._deciding:
-                node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt, self._here())
-            revocations = await asyncio.to_thread(self._folder.sealed_revocations)
-        except (JoinRefused, NotTrusted) as error:
-            host, port = remote_of(context.peer())
-            self._refusals.note(host, f"{error.message} (a join as {_claimed(attempt)})", at=f"port {port}")
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message, ((HINT_KEY, error.hint),))
-        except (UserError, FleetError) as error:
-            logger.error("could not let %s in: %s", _claimed(attempt), error)  # noqa: TRY400 - it says all there is
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "The machine that issues certificates has trouble of its own: see its log"
-            )
-        logger.info("%s joined from %s", node_id, context.peer())
-        if self._on_joined is not None:
-            self._on_joined(node_id)
-        return wire.JoinResponse(
-            certificate=certificate,
-            ca_certificate=self._issuer.authority.root.der,
-            peer_addresses=list(dict.fromkeys(self._peers()))[:MAX_PEERS],
-            revocations=[wire.SignedRevocation.FromString(one) for one in revocations],
-        )
-
-
 def _claimed(attempt: JoinAttempt) -> str:
     try:
         return open_request(attempt.request)[0]
@@ -120,8 +65,8 @@ GRACE_S = 2.0
 """What a join under way is given when the port closes."""
 
 
-class JoinHost:
-    """The join port of one process.
+class JoinHost(JoinServiceServicer):
+    """The join port of one process: keeps it, and lets machines in.
 
     Args:
         folder: the fleet's folder, which holds the CA.
@@ -154,9 +99,11 @@ class JoinHost:
         identity = folder.identity()
         self.issuer = Issuer(folder.served_authority(identity.root), folder, clock)
         self._folder, self._clock, self._refusals, self._host, self._look_s = folder, clock, refusals, host, look_s
-        own = identity.node_id
-        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {own, *here()})
-        self._on_revocations = on_revocations
+        self._own, self._peers, self._here = identity.node_id, peers or folder.peers, here
+        self._on_joined, self._on_revocations = on_joined, on_revocations
+        self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
+        self._watch: ConnectionWatch | None = None
+        """Told of calls, as long as the port is open."""
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._opened_at = 0.0
@@ -225,6 +172,46 @@ class JoinHost:
                 self._lock.close()
                 self._lock = None
 
+    # ------------------------------------------------------------------------------------------------------------ for newcomers
+
+    async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
+        watch, peer = self._watch, context.peer()
+        if watch is None:
+            return await self._join(request, context)
+        watch.began(peer)
+        try:
+            return await self._join(request, context)
+        finally:
+            watch.ended(peer)
+
+    async def _join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
+        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
+        try:
+            # Signing and waiting for the disk are not for the event loop.
+            async with self._deciding:
+                node_id, certificate = await asyncio.to_thread(self.issuer.admit, attempt, {self._own, *self._here()})
+            revocations = await asyncio.to_thread(self._folder.sealed_revocations)
+        except (JoinRefused, NotTrusted) as error:
+            host, port = remote_of(context.peer())
+            self._refusals.note(host, f"{error.message} (a join as {_claimed(attempt)})", at=f"port {port}")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message, ((HINT_KEY, error.hint),))
+        except (UserError, FleetError) as error:
+            logger.error("could not let %s in: %s", _claimed(attempt), error)  # noqa: TRY400 - it says all there is
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "The machine that issues certificates has trouble of its own: see its log"
+            )
+        logger.info("%s joined from %s", node_id, context.peer())
+        if self._on_joined is not None:
+            self._on_joined(node_id)
+        return wire.JoinResponse(
+            certificate=certificate,
+            ca_certificate=self.issuer.authority.root.der,
+            peer_addresses=list(dict.fromkeys(self._peers()))[:MAX_PEERS],
+            revocations=[wire.SignedRevocation.FromString(one) for one in revocations],
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------ inside
+
     async def _open(self, port: int) -> None:
         server = grpc.aio.server(
             interceptors=[WellFormed(self._refusals)],
@@ -240,12 +227,12 @@ class JoinHost:
             ),
             # No bound on calls at once: a machine that begins some and never sends them would keep all others out.
         )
-        add_JoinServiceServicer_to_server(self._service, server)
+        add_JoinServiceServicer_to_server(self, server)
         key = make_key()
         request = make_request(key, NodeId("join"))
         shown = await asyncio.to_thread(self.issuer.authority.issue_to_join_port, request, self._clock.wall())
         pem = x509.load_der_x509_certificate(shown).public_bytes(Encoding.PEM)
-        watch = self._service.watch = ConnectionWatch(self._refusals, self._clock, names_those_who_leave=False)
+        watch = self._watch = ConnectionWatch(self._refusals, self._clock, names_those_who_leave=False)
         credentials = join_port_credentials(key_pem(key), pem, watch.connection)
         if not secure_port(server, self._host, port, credentials):
             await server.stop(None)
@@ -262,8 +249,8 @@ class JoinHost:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(GRACE_S)
-            if self._service.watch is not None:
-                self._service.watch.close()
+            if self._watch is not None:
+                self._watch.close()
 
     def _pass_on_revocations(self) -> None:
         seen = self._folder.stamp()

@@ -30,7 +30,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.text import NOTHING_GIVEN, Given
+from paceline.core.text import NOTHING_GIVEN, Given, common_length
 from paceline.store.faults import damaged
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class ChatPrefixes:
         """The most letters that a known text has in common with this one, up to a cut, and their ids."""
         best, ids, found = 0, list[int](), ""
         for (salted, other), known in self._known.items():
-            same = _same_letters(text, other) if salted == salt else 0
+            same = common_length(text, other) if salted == salt else 0
             # A token that is not in both to its end is no cut: `<|im` may go on otherwise.
             cut = next(((start, place) for start, place in reversed(known.cuts) if self._spelled_end(other, start) <= same), (0, 0))
             if cut[0] > best:
@@ -208,18 +208,6 @@ class ChatPrefixes:
     def _spelled_end(self, text: str, start: int) -> int:
         match = self._spelled.match(text, start)
         return len(text) + 1 if match is None else match.end()
-
-
-def _same_letters(one: str, other: str) -> int:
-    """Of two texts' beginnings."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class ControlTokens:

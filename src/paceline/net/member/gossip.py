@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.core.background import Background, TaskSet, end_tasks, in_background
+from paceline.core.background import Background, TaskSet, came_within, end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, GossipRefused, MembershipError, MessageTooLarge, PacelineError
 from paceline.core.ids import NodeId
@@ -233,12 +233,9 @@ class GossipDriver:
             wait_s = None if due is None else max(0.0, due - now)
             self._wake.clear()
             if wait_s != 0:
-                try:
-                    async with asyncio.timeout(wait_s):
-                        await self._wake.wait()
+                if await came_within(self._wake, wait_s):
                     continue
-                except TimeoutError:
-                    now = self._clock.monotonic()
+                now = self._clock.monotonic()
             effects = self._gossip.tick(now)
             self._meter.rounds += any(isinstance(effect, GossipCall) for effect in effects)
             self._do(effects)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from paceline.core.background import Background, end_tasks
+from paceline.core.background import Background, came_within, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
@@ -68,12 +68,7 @@ class LinkDriver:
                 if await self._measure(asked):
                     self._changed(self._watch.links)
             due = self._watch.next_due_s()
-            wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+            await came_within(self._wake, None if due is None else max(0.0, due - self._clock.monotonic()))
 
     async def _measure(self, asked: Measure) -> bool:
         """Do what was asked, and hand back what came of it. True where a link shows something new."""

@@ -9,7 +9,6 @@ refused by it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from paceline.core.background import Background, end_tasks
+from paceline.core.background import Background, came_within, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, NotTrusted, UserError
 from paceline.core.ids import NodeId
@@ -126,9 +125,7 @@ class Upkeep:
     async def _watch(self) -> None:
         told: set[str] = set()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._news.wait()
+            await came_within(self._news, LOOK_S)
             self._news.clear()
             troubles: set[str] = set()
             for step in (self.keep, self._keep_join_port, self._look_at_trust, self._look_around, self._gossip.refresh):

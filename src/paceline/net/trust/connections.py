@@ -22,6 +22,7 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from paceline.core.background import tell_loop
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
@@ -203,11 +204,7 @@ class ConnectionWatch:
         if self._port is None or (self._looks >= LOOKS_A_SECOND and self._arrivals < ARRIVALS):
             return
         self._looks, self._arrivals = self._looks + 1, 0
-        remotes = connections(self._port)
-        try:
-            self._loop.call_soon_threadsafe(self._arrived, remotes)
-        except RuntimeError:
-            return  # the loop has ended: no caller is served any more
+        tell_loop(self._loop, self._arrived, connections(self._port))
 
     def began(self, peer: str, member: Member | None = None) -> None:
         """A call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5), by a member where certificates are asked for."""

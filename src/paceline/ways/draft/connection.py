@@ -19,7 +19,8 @@ import grpc.aio
 
 from paceline.core.background import end_tasks
 from paceline.core.errors import FleetError, NodeUnreachable, RemoteProposerError
-from paceline.engine.drafts import BlockProposal, ProposerStats, common_length
+from paceline.core.text import common_length
+from paceline.engine.drafts import BlockProposal, ProposerStats
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub

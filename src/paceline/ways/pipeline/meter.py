@@ -121,16 +121,6 @@ class PipelineMeter(PipelineWatch):
     def fell_back(self) -> None:
         self.fallbacks += 1
 
-    # --------------------------------------------------------------------------------------------------- in the engine's thread
-
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token, so long after it came."""
-        self.first_token_ms.observe(seconds * 1000)
-
-    def answered(self, tokens_per_s: float) -> None:
-        """A request is over; so fast came what followed its first token."""
-        self.tokens_per_second.observe(tokens_per_s)
-
 
 # fmt: off
 ROWS: tuple[Row[PipelineMeter], ...] = (
@@ -224,11 +214,11 @@ class MeteredEngine:
     def _count(self, timed: _Timed, tokens: int, now_s: float) -> None:
         if timed.first_s is None:
             timed.first_s = now_s
-            self._meter.first_token(now_s - timed.added_s)
+            self._meter.first_token_ms.observe((now_s - timed.added_s) * 1000)
         else:
             timed.tokens += tokens
         timed.last_s = now_s
 
     def _end(self, timed: _Timed) -> None:
         if timed.first_s is not None and timed.last_s > timed.first_s:
-            self._meter.answered(timed.tokens / (timed.last_s - timed.first_s))
+            self._meter.tokens_per_second.observe(timed.tokens / (timed.last_s - timed.first_s))

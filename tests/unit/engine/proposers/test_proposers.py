@@ -13,7 +13,8 @@ from tests.fakes.null_backend import NullRunner
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.engine.drafts import BlockProposal, common_length, open_session
+from paceline.core.text import common_length
+from paceline.engine.drafts import BlockProposal, open_session
 from paceline.engine.proposers import DraftModelProposer, JacobiProposer, ModelProposer
 
 Make = Callable[..., ModelProposer[object]]

@@ -17,7 +17,7 @@ from functools import partial
 
 import grpc
 
-from paceline.core.background import Background, end_tasks
+from paceline.core.background import Background, came_within, end_tasks, tell_loop
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     BadPipelineRequest,
@@ -50,7 +50,7 @@ from paceline.ways.pipeline.executor.route import (
     StageRequest,
 )
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
-from paceline.ways.pipeline.host.session import HostLimits, Place, Session, Surroundings
+from paceline.ways.pipeline.host.session import HostLimits, Place, Session
 from paceline.ways.pipeline.host.session_kv import SessionKv, StageDisk
 from paceline.ways.pipeline.host.shard import Shard, ShardClaim
 from paceline.ways.pipeline.host.warm import WarmShards
@@ -190,9 +190,7 @@ class NodeShardHost:
                 shard, session, resumed=resumed is not None, keeps_kv=self._disk is not None and caller.trust is not Trust.GUEST
             )
             while session.fault is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(request.report_s):
-                        await mine.faulted.wait()
+                await came_within(mine.faulted, request.report_s)
                 if session.stopping and session.fault is None:
                     raise ShardUnavailable("This machine is stopping")
                 yield session.report
@@ -294,11 +292,14 @@ class NodeShardHost:
             self.warm.release(shard, claim)
             self._ended.set()
 
-        around = Surroundings(self._limits, self.meter, self._clock, partial(_tell, loop, mine.faulted.set), partial(_tell, loop, ended))
         kv = None
         if self._disk is not None and caller.trust is not Trust.GUEST:
             kv = SessionKv(place.stage, request.digest, caller.node_id, self._disk, self._clock, self.meter.note_blocks)
-        session = Session(request, place, ticket, expected, around, kv)
+        session = Session(
+            *(request, place, ticket, expected, kv, self._limits, self.meter, self._clock),
+            on_fault=partial(tell_loop, loop, mine.faulted.set),
+            on_end=partial(tell_loop, loop, ended),
+        )
         claim.session = mine.session = session
         self._live.add(session)
         return session
@@ -323,12 +324,6 @@ class NodeShardHost:
         while True:
             await asyncio.sleep(min(LOOK_S, self._limits.idle_s))
             await self.warm.evict_idle()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-    """From any thread. A loop that is closed is told nothing."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(what)
 
 
 class ShardServicer(ShardServiceServicer):

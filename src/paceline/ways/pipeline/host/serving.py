@@ -10,7 +10,7 @@ from typing import Protocol
 from paceline.backends.memory import total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
-from paceline.core.background import end_tasks
+from paceline.core.background import came_within, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId, Trust
 from paceline.core.stats import Metrics, Row, counter, gauge, histogram
@@ -190,11 +190,7 @@ class ShardServing:
             left = [max(0, warm.left_bytes(device)) for device in self._devices]
             if self._portrait.show_shards(self._offers.of(warm.shards), left):
                 self._fleet.look_again()
-            try:
-                async with asyncio.timeout(SHOW_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass  # nothing came or went, but queues may be longer
+            await came_within(self._changed, SHOW_S)  # where nothing came or went, queues may be longer
 
     def _on_effect(self, effect: Effect) -> None:
         if isinstance(effect, Revoked):

@@ -145,19 +145,6 @@ class Place:
     max_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a session needs of its host."""
-
-    limits: HostLimits
-    meter: ShardMeter
-    clock: Clock
-    on_fault: Callable[[], None]
-    """Told of a fault, in any thread."""
-    on_end: Callable[[], None]
-    """Told once, in any thread, that nothing runs any more."""
-
-
 class Session:
     """One caller's use of one shard. Made on the event loop; `begin` starts its thread."""
 
@@ -167,8 +154,12 @@ class Session:
         place: Place,
         ticket: bytes,
         expected: ExpectedInput,
-        around: Surroundings,
-        kv: SessionKv | None = None,
+        kv: SessionKv | None,
+        limits: HostLimits,
+        meter: ShardMeter,
+        clock: Clock,
+        on_fault: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         """A session that waits to be connected.
 
@@ -176,11 +167,13 @@ class Session:
             ticket: what its sender brings.
             expected: its input, once a stream brings the ticket.
             kv: its blocks on the disk; None: none are kept.
+            on_fault: told of a fault, in any thread.
+            on_end: told once, in any thread, that nothing runs any more.
         """
         self._kv = kv
         self.request, self.place, self.ticket = request, place, ticket
-        self._expected, self._limits, self._meter, self._clock = expected, around.limits, around.meter, around.clock
-        self._on_fault, self._on_end = around.on_fault, around.on_end
+        self._expected, self._limits, self._meter, self._clock = expected, limits, meter, clock
+        self._on_fault, self._on_end = on_fault, on_end
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._source: StreamSource | None = None

@@ -11,10 +11,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from paceline.core.background import came_within, tell_loop
 from paceline.core.clock import Clock
 from paceline.core.ids import BlockId, NodeId
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits
@@ -97,7 +98,7 @@ class SessionKv:
     async def _opened(self, until: float) -> DiskTier | None:
         """The tier, which is made at the first call, in a thread: it looks at all files."""
         if self._making is None:
-            blocks, wake = self._stage.blocks, self._wake
+            blocks, wake = self._stage.blocks, partial(tell_loop, self._loop, self._came.set)
             make = lambda: DiskTier(blocks, self._name, self._disk.folder, self._disk.limits, self._clock, wake)  # noqa: E731
             self._making = asyncio.create_task(asyncio.to_thread(make))
         await asyncio.wait({self._making}, timeout=until - self._loop.time())
@@ -148,11 +149,5 @@ class SessionKv:
             if self._is_fenced or (left := until - self._loop.time()) <= 0:
                 return False
             self._came.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, LOOK_S)):
-                    await self._came.wait()
+            await came_within(self._came, min(left, LOOK_S))
         return True
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._came.set)

@@ -17,7 +17,7 @@ from paceline.backends.holding import kv_group, part_bytes, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
-from paceline.core.background import TaskSet, end_tasks
+from paceline.core.background import TaskSet, came_within, end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, ModelSpec
@@ -330,12 +330,7 @@ class WarmShards:
 async def _changed(shard: Shard) -> bool:
     """Wait for a stream that is about to become free. False where none did."""
     shard.change.clear()
-    try:
-        async with asyncio.timeout(ENDING_S):
-            await shard.change.wait()
-    except TimeoutError:
-        return False
-    return True
+    return await came_within(shard.change, ENDING_S)
 
 
 def _noted(task: asyncio.Task[None]) -> None:

@@ -16,10 +16,9 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from paceline.core.background import in_background_of
+from paceline.core.background import in_background_of, tell_loop
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineError, PipelineStalled, PlacementError, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
@@ -119,11 +118,11 @@ class SpareKeeper:
         Args:
             excluded: machines that may be no spares now; called on the event loop.
         """
-        self._on_loop(lambda: self._begin(tuple(parts), excluded))
+        tell_loop(self._loop, self._begin, tuple(parts), excluded)
 
     def stop(self) -> None:
         """There is none. For any thread; idempotent."""
-        self._on_loop(self._end)
+        tell_loop(self._loop, self._end)
 
     async def load_spares(self, parts: Sequence[LayerSpan], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
@@ -153,10 +152,6 @@ class SpareKeeper:
         if self._said.get(node_id) != words:
             self._said[node_id] = words
             logger.info("%s %s", node_id, words)
-
-    def _on_loop(self, work: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # a loop that is closed keeps no spares
-            self._loop.call_soon_threadsafe(work)
 
     def _begin(self, parts: Sequence[LayerSpan], excluded: Callable[[], frozenset[NodeId]]) -> None:
         self._end()
