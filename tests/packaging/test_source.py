@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-MOST_LINES, MOST_FILES = 69_578, 342
+<<<<<<< HEAD
+MOST_LINES, MOST_FILES = 68_555, 317
+=======
+MOST_LINES, MOST_FILES = 68_555, 317
+>>>>>>> 61ff954 (The budget of source is what there is)
 """Raised only by an ADR that says what for."""
 LONGEST = 500
 """Lines of a file."""

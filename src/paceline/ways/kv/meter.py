@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from paceline.core.ids import NodeId
-from paceline.core.metrics import Row, counter, gauge
+from paceline.core.stats import Row, counter, gauge
 
 
 class KvMeter:

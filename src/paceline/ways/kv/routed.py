@@ -22,7 +22,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import KV_TRANSFER, FinishReason, GenerationChunk, GenerationRequest, KvLeg, Notice
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
-from paceline.core.metrics import Metrics, Row, counter, gauge
+from paceline.core.stats import Metrics, Row, counter, gauge
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
 from paceline.fleet.eligibility import MayShareKv, Use
