@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-<<<<<<< HEAD
 MOST_LINES, MOST_FILES = 68_555, 317
-=======
-MOST_LINES, MOST_FILES = 68_555, 317
->>>>>>> 61ff954 (The budget of source is what there is)
 """Raised only by an ADR that says what for."""
 LONGEST = 500
 """Lines of a file."""
