@@ -27,7 +27,7 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan
 from paceline.store.home import Home
 from paceline.ways.draft.sources import FLEET
-from paceline.ways.pipeline.routes.choosing import typical_request
+from paceline.ways.pipeline.routes.fleet_access import typical_request
 
 WATCH_S = 1.0
 
