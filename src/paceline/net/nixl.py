@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import hmac
 import mmap
 import os
 import secrets
@@ -19,8 +20,10 @@ import struct
 import sys
 import threading
 import time
+from asyncio.trsock import TransportSocket
 from collections import Counter
 from contextlib import suppress
+from hashlib import blake2b
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +32,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.core.errors import NixlFailed
+from paceline.core.ids import NodeId
 
 PACKAGE: Final = "nixl_cu12"
 """The one of NIXL's builds that is asked for. On the memory of processors it needs nothing of CUDA's."""
@@ -57,45 +61,60 @@ def is_installed() -> bool:
 
 
 class HostDoor:
-    """Tells what proves that one was here to processes of this user on this host whose memory this one may read, and to no others. On the event loop."""
+    """Tells what proves that one was here to processes of this user on this host whose memory this one may read, and to no others. On the event loop.
+
+    A proof is of one node and one ticket: what is handed on opens nothing for another, nor another stream.
+    """
 
     def __init__(self) -> None:
-        self.name, self.proof = secrets.token_hex(16), secrets.token_bytes(PROOF_BYTES)
-        self._listening: socket.socket | None = None
+        self.name, self._secret = secrets.token_hex(16), secrets.token_bytes(PROOF_BYTES)
+        self._listening: asyncio.Server | None = None
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Raises OSError where the system has no such sockets."""
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(_path(self.name))
-        self._listening.listen()
-        self._listening.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._listening, self._answer, self._listening)
+        self._listening = await asyncio.start_unix_server(self._answer, _path(self.name))
 
     def close(self) -> None:
         """Idempotent."""
         if self._listening is not None:
-            asyncio.get_running_loop().remove_reader(self._listening)
             self._listening.close()
             self._listening = None
 
-    def _answer(self, listening: socket.socket) -> None:
-        with suppress(OSError):  # who knocked is gone
-            caller, _ = listening.accept()
-            with caller:
-                if (process := _own_process(caller)) and _may_be_read(process):
-                    caller.send(self.proof)
+    def proof(self, node_id: NodeId, ticket: bytes) -> bytes:
+        """What is said to a node that was given a ticket. Any thread."""
+        return self._seal(_visit(node_id, ticket))
+
+    def _seal(self, visit: bytes) -> bytes:
+        return hmac.digest(self._secret, visit, "sha256")
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, EOFError):  # who knocked is gone, or says nothing
+                if (process := _own_process(writer.get_extra_info("socket"))) and _may_be_read(process):
+                    async with asyncio.timeout(KNOCK_S):
+                        writer.write(self._seal(await reader.readexactly(PROOF_BYTES)))
+        finally:
+            writer.close()
 
 
-def knock(name: str) -> bytes | None:
-    """What a door says; None: there is none of this user on this host. Blocks, for `KNOCK_S` at most."""
+def knock(name: str, node_id: NodeId, ticket: bytes) -> bytes | None:
+    """What a door says to this node, which was given a ticket; None: there is none of this user on this host. Blocks, for `KNOCK_S` a step at most."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(KNOCK_S)
         try:
             sock.connect(_path(name))
-            proof = sock.recv(PROOF_BYTES, socket.MSG_WAITALL) if _own_process(sock) else b""
+            if not _own_process(sock):
+                return None
+            sock.sendall(_visit(node_id, ticket))
+            proof = sock.recv(PROOF_BYTES, socket.MSG_WAITALL)
         except OSError:
             return None
         return proof if len(proof) == PROOF_BYTES else None
+
+
+def _visit(node_id: NodeId, ticket: bytes) -> bytes:
+    """Names who knocks, and for which of the tickets, which are all of one length."""
+    return blake2b(ticket + node_id.encode(), digest_size=PROOF_BYTES).digest()
 
 
 def _path(name: str) -> str:
@@ -103,7 +122,7 @@ def _path(name: str) -> str:
     return f"\0paceline-{name}"
 
 
-def _own_process(sock: socket.socket) -> int:
+def _own_process(sock: socket.socket | TransportSocket) -> int:
     """The process at the other end, where it is this user's; else, and where it is out of sight in a container, 0."""
     process, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process if user == os.geteuid() else 0

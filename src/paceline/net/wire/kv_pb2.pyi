@@ -95,7 +95,7 @@ class NixlOffer(_message.Message):
     version: _builtins.str
     """Of the library: both must have the same."""
     door: _builtins.str
-    """Name of an abstract Unix socket of the caller, 32 hex digits. What it says proves to the caller that the callee is there."""
+    """Name of an abstract Unix socket of the caller, 32 hex digits. What it says proves to the caller that the callee is there, for one ticket."""
     def __init__(
         self,
         *,

@@ -193,7 +193,8 @@ class KvSharing:
         addresses = tensor_addresses(self._fleet.book.order(live.card.addresses), port)
         identity, voids = self._fleet.identity, self._fleet.gossip.voids
         agent = self.nixl.agent
-        return lambda: block_sender(dial(addresses, to, ticket, identity, voids, _soon(DIAL_S)), offer, agent, block_bytes)
+        own = self._fleet.node_id
+        return lambda: block_sender(dial(addresses, to, ticket, identity, voids, _soon(DIAL_S)), own, ticket, offer, agent, block_bytes)
 
     def prefilled(self, why: LeaseEnd) -> None:
         """See `KvOwner`."""

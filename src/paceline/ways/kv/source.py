@@ -380,7 +380,7 @@ class Receiving:
         if self.offered is None:
             receive_blocks(self._receiver, fetch, block_bytes)
             return
-        staged = StagedReceiver(self._receiver, self.offered, block_bytes)
+        staged = StagedReceiver(self._receiver, self.ticket, self.offered, block_bytes)
         try:
             receive_blocks(staged, fetch, block_bytes)
         except (NixlFailed, StreamStalled) as error:

@@ -96,12 +96,12 @@ class StagedBlocks:
         self._sender, self._agent = sender, agent
         self._n_slots, self._sent = max(2, min(MOST_SLOTS, STAGED_BYTES // block_bytes)), 0
         self._staging, self._token = agent.stage(self._n_slots, block_bytes), secrets.token_bytes(TOKEN_BYTES)
-        opens = _OPENS.pack(_MARK, proof, self._token, self._staging.address, self._n_slots) + self._staging.describe()
-        agent.listen(self._token)
         try:
+            opens = _OPENS.pack(_MARK, proof, self._token, self._staging.address, self._n_slots) + self._staging.describe()
+            agent.listen(self._token)
             sender.send(opens, _EMPTY, time.perf_counter() + SEND_S)
-        except TensorStreamError:
-            self.close()
+        except BaseException:
+            self._let_go()
             raise
 
     def space(self) -> memoryview:
@@ -119,6 +119,9 @@ class StagedBlocks:
 
     def close(self) -> None:
         self._sender.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._staging.close()
         self._agent.forget(self._token)
 
@@ -143,11 +146,19 @@ def offer_of(request: wire.FetchBlocksRequest | wire.PrefillRequest) -> wire.Nix
     return request.nixl if request.HasField("nixl") else None
 
 
-def block_sender(sender: TensorSender, offer: wire.NixlOffer | None, agent: NixlAgent | None, block_bytes: int) -> BlockSender:
-    """How blocks go to a node that offers this. Blocks. Raises TensorStreamError where the stream breaks."""
-    if offer is not None and agent is not None and offer.version == agent.version and (proof := knock(offer.door)) is not None:
+def block_sender(
+    sender: TensorSender, own: NodeId, ticket: bytes, offer: wire.NixlOffer | None, agent: NixlAgent | None, block_bytes: int
+) -> BlockSender:
+    """How blocks go to a node that offers this. Blocks. Raises TensorStreamError where the stream breaks.
+
+    Args:
+        own: this node.
+        ticket: of the stream.
+    """
+    if offer is not None and agent is not None and offer.version == agent.version:
         try:
-            return StagedBlocks(sender, agent, proof, block_bytes)
+            if (proof := knock(offer.door, own, ticket)) is not None:
+                return StagedBlocks(sender, agent, proof, block_bytes)
         except NixlFailed as error:
             logger.warning("KV goes over TLS: %s", error)
     return StreamedBlocks(sender, block_bytes)
@@ -159,20 +170,18 @@ class NixlOffered:
 
     agent: NixlAgent
     """That reads."""
-    door: str
-    proof: bytes
-    """What who saw the door says."""
+    door: HostDoor
 
     @property
     def message(self) -> wire.NixlOffer:
-        return wire.NixlOffer(version=self.agent.version, door=self.door)
+        return wire.NixlOffer(version=self.agent.version, door=self.door.name)
 
 
 class StagedReceiver:
     """Receives blocks as `TensorReceiver` does, from whichever memory they come."""
 
-    def __init__(self, receiver: TensorReceiver, offered: NixlOffered, block_bytes: int) -> None:
-        self._receiver, self._offered, self._block_bytes = receiver, offered, block_bytes
+    def __init__(self, receiver: TensorReceiver, ticket: bytes, offered: NixlOffered, block_bytes: int) -> None:
+        self._receiver, self._ticket, self._offered, self._block_bytes = receiver, ticket, offered, block_bytes
         self._reading: NixlReading | None = None
         self._n_slots = self._taken = 0
 
@@ -211,7 +220,8 @@ class StagedReceiver:
     def _open(self, header: bytes) -> None:
         opens, described = header[: _OPENS.size], header[_OPENS.size :]
         _, proof, token, address, self._n_slots = _OPENS.unpack(opens.ljust(_OPENS.size, b"\0"))
-        if not compare_digest(proof, self._offered.proof) or not 0 < self._n_slots <= MOST_SLOTS or len(described) > MOST_DESCRIBED:
+        seen = compare_digest(proof, self._offered.door.proof(self.peer, self._ticket))
+        if not seen or not 0 < self._n_slots <= MOST_SLOTS or len(described) > MOST_DESCRIBED:
             raise self.refuse(StreamCorrupt(f"{self.peer} opens memory and did not see this node's door"))
         self._reading = NixlReading(self._offered.agent, described, address, self._n_slots, self._block_bytes, SLOTS_HERE, token)
 
@@ -241,7 +251,7 @@ class NixlUse:
         """What is offered to a node; None: nothing."""
         if self.agent is None or now < self._resting.get(node_id, 0.0):
             return None
-        return NixlOffered(self.agent, self._door.name, self._door.proof)
+        return NixlOffered(self.agent, self._door)
 
     def failed(self, node_id: NodeId, now: float) -> None:
         """Leave it be with that node for a while."""
@@ -250,7 +260,7 @@ class NixlUse:
     async def _start(self) -> None:
         try:
             agent = await asyncio.to_thread(NixlAgent)
-            self._door.open()
+            await self._door.open()
         except (NixlFailed, OSError) as error:
             logger.warning("NIXL is installed and not used: %s", error)
             return

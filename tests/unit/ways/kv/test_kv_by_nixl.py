@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -20,6 +21,7 @@ from tests.unit.ways.kv.test_faulty_peers import FIRST, Send, Turn, another, dam
 from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
 from paceline.core.errors import NixlFailed
+from paceline.core.ids import NodeId
 from paceline.net import nixl
 from paceline.net.nixl import HostDoor, NixlAgent, NixlReading, is_installed, knock
 from paceline.ways.kv import giving, prefilling, source, staged
@@ -158,38 +160,45 @@ async def test_a_reader_that_is_not_heard_is_left(tmp_path: Path, monkeypatch: p
         await until(lambda: b.sharing.meter.nixl_failures == 1 and b.sharing.meter.fetches == {"lost": 1})
 
 
-@pytest.mark.parametrize("wrong", ["proof", "garbage", "another agent"])
+FORGED = {
+    "proof": lambda *of: bytes(32),
+    "proof of another node": lambda name, node_id, ticket: knock(name, NodeId("another"), ticket),
+    "proof of another transfer": lambda name, node_id, ticket: knock(name, node_id, ticket[::-1]),
+}
+
+
+@pytest.mark.parametrize("wrong", [*FORGED, "garbage", "another agent"])
 @in_loop
 async def test_what_describes_another_s_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Who did not see the door is not believed; what the library can't read comes through the stream."""
     async with pair(tmp_path) as (a, b):
         described = secrets.token_bytes(200) if wrong == "garbage" else NixlAgent().stage(2, 64).describe()
-        if wrong == "proof":
-            monkeypatch.setattr(staged, "knock", lambda name: bytes(32))
+        if wrong in FORGED:
+            monkeypatch.setattr(staged, "knock", FORGED[wrong])
         else:
             monkeypatch.setattr(nixl.StagedMemory, "describe", lambda memory: described)
         await a.answer("1", PROMPT)
         await b.knows(a)
         assert (await b.answer("1", PROMPT)).token_ids == alone(PROMPT)
         await until(lambda: b.sharing.meter.fetches.total() == 1)
-        assert b.sharing.meter.fetches == ({"wrong": 1} if wrong == "proof" else {"whole": 1})
-        assert through(b) == ({} if wrong == "proof" else {("taken", "stream"): WHOLE})
+        assert b.sharing.meter.fetches == ({"wrong": 1} if wrong in FORGED else {"whole": 1})
+        assert through(b) == ({} if wrong in FORGED else {("taken", "stream"): WHOLE})
 
 
 @in_loop
 async def test_a_door_that_is_not_this_user_s_or_is_not_there_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     door = HostDoor()
-    door.open()
-    assert await asyncio.to_thread(knock, door.name) == door.proof
+    await door.open()
+    knocks = partial(asyncio.to_thread, knock, door.name, NodeId("giver"), bytes(32))
+    assert await knocks() == door.proof(NodeId("giver"), bytes(32))
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert await asyncio.to_thread(knock, door.name) is None
+    assert await knocks() is None
     monkeypatch.undo()
     monkeypatch.setattr(nixl, "_may_be_read", lambda process: False)
-    assert await asyncio.to_thread(knock, door.name) is None
+    assert await knocks() is None
     monkeypatch.undo()
     door.close()
-    assert await asyncio.to_thread(knock, door.name) is None
-    assert await asyncio.to_thread(knock, "no such door") is None
+    assert await knocks() is None
 
 
 @in_loop
