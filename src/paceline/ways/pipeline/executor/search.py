@@ -366,12 +366,10 @@ class Search:
             self._heed(found)
         if self._clock.monotonic() < (self._prepares_until or self._until) and (any_left or not self._found_none):
             if begins and not any_left:
-                logger.warning(
-                    "looking for machines for layers %s for %g s: %s. %s", self._layers, self._limits.search_s, self.reason, self._hint
-                )
+                logger.warning("looking for machines for layers %s for %g s: %s", self._layers, self._limits.search_s, self._said)
             return None
         if fallback is None and not self._found_none:
-            logger.warning("no machines are left for layers %s: %s. %s", self._layers, self.reason, self._hint)
+            logger.warning("no machines are left for layers %s: %s", self._layers, self._said)
         self._until, self._found_none = None, True
         if fallback is not None:
             return self._alone(fallback)
@@ -399,6 +397,11 @@ class Search:
             self._prepares_until = None
         elif self._prepares_until is None:
             self._prepares_until = now + self._limits.prepare_s
+
+    @property
+    def _said(self) -> str:
+        """Why none were found, for the log."""
+        return f"{self.reason}. {self._hint}" if self._hint else self.reason
 
     def _forget_opening(self) -> None:
         self.opening, self._advanced, self._prepares_until = None, 0, None
