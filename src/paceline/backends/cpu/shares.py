@@ -73,7 +73,8 @@ def deal(spec: ModelSpec, speeds: Sequence[float]) -> tuple[Share, ...]:
         raise ValueError(f"ranks of speeds {list(speeds)}")
     heads, groups = segment_bounds(spec.n_kv_heads), segment_bounds(spec.ffn // GROUP)
     blocks = -(-spec.vocab // LANES)
-    ends = [round(blocks * part / sum(speeds)) for part in accumulate(speeds, initial=0.0)]
+    # The first has some: with the first outputs goes the embedding.
+    ends = [max(bool(rank), round(blocks * part / sum(speeds))) for rank, part in enumerate(accumulate(speeds, initial=0.0))]
     return tuple(
         Share(range(heads[out.start], heads[out.stop]), out, down, range(*vocab))
         for out, down, vocab in zip(_deal(heads, tuple(speeds)), _deal(groups, tuple(speeds)), pairwise(ends), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -51,31 +52,31 @@ class TensorGroup:
         spec, speeds = setup.opened.spec, setup.settings.tensor
         if not setup.kernels.compiled:
             raise ConfigError(f"--tensor needs compiled kernels, and {setup.kernels} would run this model", "Leave --tensor out.")
-        threads = max(1, setup.threads // len(speeds))
+        threads = [max(1, round(setup.threads * speed / sum(speeds))) for speed in speeds]
         max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)
         self._sizes = GroupSizes(spec, deal(spec, speeds), config.max_rows, max_blocks, config.max_logits_rows)
         self._memory_fd = make_memory(self._sizes)
         self._memory = GroupMemory(self._memory_fd, self._sizes)
         # The weights' format and the kernels are decided here, for all.
         settings = replace(setup.settings, model=str(setup.opened.location.path), weights=setup.weights, device=setup.kernels)
-        orders = [RankOrder(rank, settings, self._sizes, spec.all_layers, n_blocks, threads) for rank in range(1, len(speeds))]
+        orders = [RankOrder(rank, settings, self._sizes, spec.all_layers, n_blocks, threads[rank]) for rank in range(1, len(speeds))]
         exchange = Exchange(spec, self._sizes.shares, 0, self._memory.exchange, config.max_rows)
         options = LoadOptions(
             spec.all_layers,
             setup.weights,
             n_blocks,
-            threads=threads,
+            threads=threads[0],
             max_rows=config.max_rows,
             kernel_cache=Home.from_environment().kernels,
         )
-        self._ranks = RankProcesses(self._memory, self._memory_fd, orders)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, self._memory_fd)
+            self._ranks = RankProcesses(self._memory, self._memory_fd, orders)
+            undo.callback(self._ranks.close)
             self._runner = cpu.load(setup.opened.weights, options, progress, lowering=setup.kernels.lowering, exchange=exchange)
+            undo.callback(self._runner.close)
             self._ranks.await_loads()
-        except BaseException:
-            self._ranks.close()
-            os.close(self._memory_fd)
-            raise
+            undo.pop_all()
         self._closed = False
 
     @property

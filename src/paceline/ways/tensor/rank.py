@@ -6,10 +6,12 @@ a block), I (take one in). It ends when the leader says so, or is gone.
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 WAKE, EXPORT, IMPORT = b"W", b"E", b"I"
 READY, PROGRESS, FAILED, BLOCK = b"R", b"P", b"F", b"B"
+LOOKS_S: Final = 1.0
+"""Between two looks of a rank that sleeps, should a wake be lost."""
 HEADER: Final = 1 + 3 * 8
 """Bytes of what asks for a block: the letter, the block, and the first and the last layer but one."""
 
@@ -107,7 +111,7 @@ class _Rank:
             if not await_word(memory.number_address, seen):
                 memory.say_sleeps(rank, True)
                 if memory.number == seen:
-                    self._woken.acquire()
+                    self._woken.acquire(timeout=LOOKS_S)
                 memory.say_sleeps(rank, False)
                 continue
             seen, command = memory.number, memory.command
@@ -122,36 +126,40 @@ class _Rank:
 
     def _listen(self) -> None:
         try:
-            while True:
-                message = self._connection.recv_bytes()
-                if message[:1] == EXPORT:
-                    block, layers = read_block_request(message)
-                    data = bytearray(self._runner.block_bytes * len(layers) // max(1, len(self._runner.layers)))
-                    self._runner.export_block(block, memoryview(data), layers)
-                    self._connection.send_bytes(BLOCK + data)
-                elif message[:1] == IMPORT:
-                    block, layers = read_block_request(message)
-                    self._runner.import_block(block, memoryview(message)[HEADER:], layers)
-                    self._connection.send_bytes(BLOCK)
-                else:
-                    self._woken.release()
-        except (EOFError, OSError):
+            with suppress(EOFError, OSError):  # the leader is gone
+                while True:
+                    self._heed(self._connection.recv_bytes())
+        finally:
             self._orphaned = True
             self._memory.give_up()
             self._woken.release()
+
+    def _heed(self, message: bytes) -> None:
+        if message[:1] == WAKE:
+            self._woken.release()
+            return
+        block, layers = read_block_request(message)
+        if message[:1] == EXPORT:
+            data = bytearray(self._runner.block_bytes * len(layers) // max(1, len(self._runner.layers)))
+            self._runner.export_block(block, memoryview(data), layers)
+            self._connection.send_bytes(BLOCK + data)
+        else:
+            self._runner.import_block(block, memoryview(message)[HEADER:], layers)
+            self._connection.send_bytes(BLOCK)
 
 
 def main() -> None:
     from paceline.ways.tensor.memory import GroupMemory
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all of its processes: the leader ends this one
+    for stop in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a terminal or a service: the leader ends this one
+        signal.signal(stop, signal.SIG_IGN)
     connection, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
     order: RankOrder = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, over a pipe it made
     memory = GroupMemory(memory_fd, order.sizes)
     try:
         runner = _load(order, memory, connection)
     except PacelineError as error:
-        connection.send_bytes(FAILED + str(error).encode())
+        connection.send_bytes(FAILED + json.dumps([error.message, error.hint]).encode())
         return
     connection.send_bytes(READY)
     try:

@@ -6,6 +6,7 @@ again once a process has its share; nobody waits for one that is not there.
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import subprocess
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Final
@@ -35,6 +36,10 @@ MOST_STARTS: Final = 3
 STARTS_S: Final = 600.0
 ENDING_S: Final = 4.0
 """For a rank to end when it is told to; then it is killed."""
+ASKED_S: Final = 10.0
+"""For a rank to give out or take in a block; then it is killed. It does so beside what it computes."""
+SILENT_S: Final = 600.0
+"""For a rank to say how far its load is; then it is killed. It may wait for others that compile kernels."""
 
 
 @dataclass(slots=True)
@@ -44,14 +49,22 @@ class _Process:
     order: RankOrder
     popen: subprocess.Popen[bytes]
     connection: Connection
-    asking: threading.Lock
+    heard_s: float
+    """When it said something while it loaded."""
     is_ready: bool = False
+    asking: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a question and its answer."""
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    """Held for one message: several threads send."""
 
-    def ask(self, message: bytes) -> bytes:
-        """Raises EOFError or OSError where it is gone."""
-        with self.asking:
+    def send(self, message: bytes) -> None:
+        """Raises OSError where it is gone."""
+        with self.sending:
             self.connection.send_bytes(message)
-            return self.connection.recv_bytes()[1:]
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
 
 
 class RankProcesses:
@@ -64,13 +77,22 @@ class RankProcesses:
 
     def __init__(self, memory: GroupMemory, memory_fd: int, orders: Sequence[RankOrder]) -> None:
         self._memory, self._memory_fd = memory, memory_fd
-        self._processes = [self._start(order) for order in orders]
         self._starts: list[float] = []
         """When ranks were started again."""
         self.lost: str | None = None
         """Why they can't run, until they are whole again."""
+        self._lost_s = 0.0
         self._closed = False
         self._watcher = threading.Thread(target=self._watch, name="paceline-tensor-watcher", daemon=True)
+        self._processes = list[_Process]()
+        try:
+            for order in orders:
+                self._processes.append(self._start(order))
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"A tensor rank can't be started: {error.strerror or error}", "Ask for fewer, or leave --tensor out."
+            ) from error
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -88,6 +110,7 @@ class RankProcesses:
                 if process.popen.poll() is not None:
                     name, status = process.order.rank, process.popen.returncode
                     raise ConfigError(f"Rank {name} of the tensor group ended while it loaded, with {status}", "What it printed says why.")
+                self._give_up_silent(process)
         self._watcher.start()
 
     def wake(self) -> None:
@@ -95,18 +118,28 @@ class RankProcesses:
         for process in self._processes:
             if self._memory.sleeps(process.order.rank):
                 with suppress(OSError):  # it is gone, which the watcher sees
-                    process.connection.send_bytes(protocol.WAKE)
+                    process.send(protocol.WAKE)
 
     def ask(self, rank: int, message: bytes) -> bytes:
         """Have a rank give out or take in a block.
 
         Raises:
-            ExecutorLost: it is gone.
+            ExecutorLost: it is gone, or its KV is void.
         """
-        try:
-            return self._processes[rank - 1].ask(message)
-        except (EOFError, OSError) as error:
-            raise ExecutorLost(f"rank {rank} of the tensor group is gone", ()) from error
+        process = self._processes[rank - 1]
+        with process.asking:
+            try:
+                self.check()
+                process.send(message)
+                if not process.connection.poll(ASKED_S):
+                    process.kill()
+                answer = process.connection.recv_bytes()[1:]
+            except (EOFError, OSError) as error:
+                raise ExecutorLost(f"rank {rank} of the tensor group is gone", ()) from error
+        if process is not self._processes[rank - 1]:
+            raise ExecutorLost(f"rank {rank} of the tensor group was started again", ())
+        self.check()
+        return answer
 
     @property
     def are_done(self) -> bool:
@@ -114,9 +147,12 @@ class RankProcesses:
         return all(self._memory.done(process.order.rank) == self._memory.number for process in self._processes)
 
     def call_off(self) -> None:
-        """End what they are at, and wait until it is over."""
+        """End what they are at, and wait until it is over: one that does not end is lost."""
         self._memory.give_up()
+        until = time.monotonic() + STALL_S
         while self.lost is None and not self.are_done:
+            if time.monotonic() > until:
+                self._lose(f"a batch that was given up did not end for {STALL_S:g} s")
             time.sleep(0.001)
 
     def check(self) -> None:
@@ -130,13 +166,19 @@ class RankProcesses:
         Raises:
             ExecutorUnavailable: ranks were started too often of late.
         """
-        gone = [i for i, process in enumerate(self._processes) if process.popen.poll() is not None]
         now = time.monotonic()
+        for process in self._processes:
+            if process.is_ready and now - self._lost_s > STALL_S and self._memory.done(process.order.rank) != self._memory.number:
+                process.kill()  # stopped, too
+            self._give_up_silent(process)
+        gone = [i for i, process in enumerate(self._processes) if process.popen.poll() is not None]
         self._starts = [at for at in self._starts if now - at < STARTS_S]
         if gone and len(self._starts) >= MOST_STARTS:
-            raise ExecutorUnavailable(f"The tensor group is not whole: {self.lost}", code="tensor_unavailable")
+            hint = "What its ranks printed may say why they end; or start without --tensor."
+            raise ExecutorUnavailable(f"The tensor group is not whole: {self.lost}", hint, code="tensor_unavailable")
         for i in gone:
-            self._processes[i].connection.close()
+            with self._processes[i].asking:
+                self._processes[i].connection.close()
             self._processes[i] = self._start(self._processes[i].order)
         self._starts += [now] * bool(gone)
         try:
@@ -160,19 +202,24 @@ class RankProcesses:
             try:
                 process.popen.wait(ENDING_S if process.is_ready else 0)
             except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-            process.connection.close()
+                process.kill()
+            with process.asking:
+                process.connection.close()
 
     def _start(self, order: RankOrder) -> _Process:
         ours, theirs = Pipe()
-        fds = (theirs.fileno(), self._memory_fd)
-        self._memory.say_done(order.rank, self._memory.number)
-        command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
-        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
-        theirs.close()
+        with theirs:
+            fds = (theirs.fileno(), self._memory_fd)
+            self._memory.say_done(order.rank, self._memory.number)
+            command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
+            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
         ours.send_bytes(pickle.dumps(order))
-        return _Process(order, popen, ours, threading.Lock())
+        return _Process(order, popen, ours, time.monotonic())
+
+    def _give_up_silent(self, process: _Process) -> None:
+        """End one whose load says nothing any more."""
+        if not process.is_ready and time.monotonic() - process.heard_s > SILENT_S:
+            process.kill()
 
     def _is_ready(self, process: _Process, wait_s: float) -> bool:
         """Whether a rank is loaded; waits a moment.
@@ -183,14 +230,16 @@ class RankProcesses:
         with suppress(EOFError, OSError):  # it is gone, which who asks sees
             while not process.is_ready and process.connection.poll(wait_s):
                 message = process.connection.recv_bytes()
+                process.heard_s = time.monotonic()
                 if message[:1] == protocol.FAILED:
-                    raise ConfigError(f"Rank {process.order.rank} of the tensor group can't be loaded: {message[1:].decode()}")
+                    why, hint = json.loads(message[1:])
+                    raise ConfigError(f"Rank {process.order.rank} of the tensor group can't be loaded: {why}", hint)
                 process.is_ready = message[:1] == protocol.READY
         return process.is_ready
 
     def _lose(self, why: str) -> None:
         if self.lost is None:
-            self.lost = why
+            self.lost, self._lost_s = why, time.monotonic()
             logger.warning("the tensor group: %s; it is started again, and answers go on", why)
             self._memory.give_up()
 
@@ -207,6 +256,5 @@ class RankProcesses:
             if not waits or arrived != before or now - since > STALL_S + 1:  # in the last case this process slept
                 since, before = now, arrived
             elif now - since > STALL_S and (slowest := min(range(len(arrived)), key=arrived.__getitem__)):
-                self._processes[slowest - 1].popen.kill()
-                self._processes[slowest - 1].popen.wait()
+                self._processes[slowest - 1].kill()
                 self._lose(f"rank {slowest} computed nothing for {STALL_S:g} s")

@@ -84,6 +84,12 @@ def test_the_share_of_one_machine_is_the_model() -> None:
     assert segment_bounds(3) == (0, 1, 2, 3)
 
 
+def test_the_first_rank_has_outputs_at_any_speed() -> None:
+    """With the first of them goes the embedding."""
+    shares = deal(SMOL, (0.01, 100.0, 100.0))
+    assert [share.vocab.start == 0 for share in shares] == [True, False, False]
+
+
 def test_superblocks_are_held_whole() -> None:
     assert covered(range(896, 1792), 3584) == range(768, 1792)
     assert covered(range(192, 384), 576) == range(192, 384)

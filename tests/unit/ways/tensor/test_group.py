@@ -17,6 +17,7 @@ import pytest
 from tests.fakes.seeded_models import TINY, write_gguf
 
 from paceline.backends import cpu
+from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.machine.build import BuiltEngine, build_engine
@@ -114,6 +115,33 @@ def test_a_rank_that_is_lost_costs_no_answer(model: Path, alone: list[list[int]]
         assert answers(built, "after") == alone
 
 
+def test_two_that_are_stopped_at_once_are_both_replaced(model: Path, alone: list[list[int]]) -> None:
+    with engine(model, 1.0, 1.0, 1.0) as built:
+        _, *lost = group_of(built).processes
+        assert answers(built, "struck", strike=lambda: [os.kill(rank, signal.SIGSTOP) for rank in lost]) == alone
+        assert not set(lost) & set(group_of(built).processes)
+
+
+def test_a_rank_that_is_stopped_while_idle_holds_nobody_up_for_ever(
+    model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.ways.tensor.ranks.ASKED_S", 0.5)
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        os.kill(group.processes[1], signal.SIGSTOP)
+        _await_state(group.processes[1], "T")
+        with pytest.raises(ExecutorLost, match="rank 1 of the tensor group is gone"):
+            group.export_block(BlockId(0), memoryview(bytearray(group.block_bytes)))
+        assert answers(built, "after") == alone
+
+
+def test_ranks_outlast_a_stop_that_reaches_all_processes(model: Path, alone: list[list[int]]) -> None:
+    with engine(model, 1.0, 1.0) as built:
+        rank = group_of(built).processes[1]
+        assert answers(built, "stops", strike=lambda: os.kill(rank, signal.SIGTERM)) == alone
+        assert group_of(built).processes[1] == rank
+
+
 def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone: list[list[int]]) -> None:
     with engine(model, 1.0, 1.0) as built:
         for turn in range(20):
@@ -127,6 +155,20 @@ def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone
             recalled.join()
             built.engine.abort(request)
         assert answers(built, "after") == alone
+
+
+def _await_state(process: int, states: str) -> None:
+    """Until a process is stopped (T), or gone (Z, X)."""
+    end = time.monotonic() + BOUND_S
+    while True:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().split()[2]
+        except OSError:
+            state = "X"
+        if state in states:
+            return
+        assert time.monotonic() < end, f"process {process} is {state}"
+        time.sleep(0.01)
 
 
 def _recall(built: BuiltEngine, request: RequestId, layers: int) -> None:
@@ -149,8 +191,4 @@ def test_ranks_end_with_the_leader(model: Path) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=BOUND_S, check=False)
-    rank = int(done.stdout)
-    end = time.monotonic() + BOUND_S
-    while Path(f"/proc/{rank}/status").exists() and "Z" not in Path(f"/proc/{rank}/stat").read_text().split()[2]:
-        assert time.monotonic() < end, "the rank goes on without its leader"
-        time.sleep(0.05)
+    _await_state(int(done.stdout), "ZX")
