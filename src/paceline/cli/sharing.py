@@ -89,6 +89,8 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         _run(settings, sharing, api, greet=greet)
     if settings is None:
         raise ConfigError("--local-nodes runs a model, and --no-model was asked for", "Leave one of them out.")
+    if len(settings.tensor) > 1:
+        raise ConfigError("--local-nodes spreads layers over nodes, and --tensor shares each layer among ranks", "Leave one of them out.")
     if sharing.pipeline is False or sharing.serve_shards is False or sharing.peers:
         raise ConfigError(
             "--local-nodes is a pipeline over nodes of this machine alone", "Leave out --no-pipeline, --no-serve-shards and --peer."

@@ -39,7 +39,9 @@ ENDING_S: Final = 4.0
 ASKED_S: Final = 10.0
 """For a rank to give out or take in a block; then it is killed. It does so beside what it computes."""
 SILENT_S: Final = 600.0
-"""For a rank to say how far its load is; then it is killed. It may wait for others that compile kernels."""
+"""For a rank to say how far its first load is; then it is killed. It may wait for others that compile kernels."""
+SILENT_AGAIN_S: Final = 60.0
+"""Likewise, of one that is started again: kernels are there, and answers wait."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class _Process:
     connection: Connection
     heard_s: float
     """When it said something while it loaded."""
+    patience_s: float
+    """With its silence, then."""
     is_ready: bool = False
     asking: threading.Lock = field(default_factory=threading.Lock)
     """Held for a question and its answer."""
@@ -87,7 +91,7 @@ class RankProcesses:
         self._processes = list[_Process]()
         try:
             for order in orders:
-                self._processes.append(self._start(order))
+                self._processes.append(self._start(order, SILENT_S))
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -179,7 +183,7 @@ class RankProcesses:
         for i in gone:
             with self._processes[i].asking:
                 self._processes[i].connection.close()
-            self._processes[i] = self._start(self._processes[i].order)
+            self._processes[i] = self._start(self._processes[i].order, SILENT_AGAIN_S)
         self._starts += [now] * bool(gone)
         try:
             whole = all(self._is_ready(process, LOOK_S) for process in self._processes)
@@ -206,7 +210,7 @@ class RankProcesses:
             with process.asking:
                 process.connection.close()
 
-    def _start(self, order: RankOrder) -> _Process:
+    def _start(self, order: RankOrder, patience_s: float) -> _Process:
         ours, theirs = Pipe()
         with theirs:
             fds = (theirs.fileno(), self._memory_fd)
@@ -214,11 +218,11 @@ class RankProcesses:
             command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
             popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
         ours.send_bytes(pickle.dumps(order))
-        return _Process(order, popen, ours, time.monotonic())
+        return _Process(order, popen, ours, time.monotonic(), patience_s)
 
     def _give_up_silent(self, process: _Process) -> None:
         """End one whose load says nothing any more."""
-        if not process.is_ready and time.monotonic() - process.heard_s > SILENT_S:
+        if not process.is_ready and time.monotonic() - process.heard_s > process.patience_s:
             process.kill()
 
     def _is_ready(self, process: _Process, wait_s: float) -> bool:

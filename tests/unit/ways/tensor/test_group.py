@@ -23,6 +23,8 @@ from paceline.core.ids import BlockId, RequestId
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.ways.tensor.group import TensorGroup, load_group
+from paceline.ways.tensor.rank import RankOrder
+from paceline.ways.tensor.ranks import RankProcesses
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
@@ -133,6 +135,26 @@ def test_a_rank_that_is_stopped_while_idle_holds_nobody_up_for_ever(
         with pytest.raises(ExecutorLost, match="rank 1 of the tensor group is gone"):
             group.export_block(BlockId(0), memoryview(bytearray(group.block_bytes)))
         assert answers(built, "after") == alone
+
+
+def test_a_rank_that_is_stopped_while_it_loads_again_is_replaced(
+    model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.ways.tensor.ranks.SILENT_AGAIN_S", 0.5)
+    started = list[int]()
+    start = RankProcesses._start
+
+    def stopped(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        process = start(self, order, 60.0 if started else patience_s)
+        if not started:
+            os.kill(process.popen.pid, signal.SIGSTOP)
+        started.append(process.popen.pid)
+        return process
+
+    with engine(model, 1.0, 1.0) as built:
+        monkeypatch.setattr(RankProcesses, "_start", stopped)
+        assert answers(built, "struck", strike=lambda: os.kill(group_of(built).processes[1], signal.SIGKILL)) == alone
+        assert len(started) == 2
 
 
 def test_ranks_outlast_a_stop_that_reaches_all_processes(model: Path, alone: list[list[int]]) -> None:
