@@ -184,7 +184,8 @@ class PeerKv:
         self.compute: Callable[[GenerationRequest], ChunkStream] | None = None
         """Runs a request of another node on this engine; None: none may."""
         self._found: tuple[int, int, KvPeer | None, PromptPush | None] = (0, 0, None, None)
-        """By `run_of`, for the `fetch` that follows."""
+        self._asked: RequestId | None = None
+        """For the `fetch` that follows `run_of`: what was found, and of which request, where there is one."""
         self._fetches: set[PeerFetch] = set()
         self._let_go: deque[BlockId] = deque()
         self._reading = threading.Lock()
@@ -219,6 +220,7 @@ class PeerKv:
 
     def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
         self._found = here, run, peer, push = self._look(keys, request)
+        self._asked = None if request is None else request.request_id
         if push is not None:
             return run
         # Of a prefix that has a mark at so many blocks, and none at twice as many, there may be more: to ask costs nothing.
@@ -230,7 +232,10 @@ class PeerKv:
             return self._on_disk(keys, blocks)
         fetch = PeerFetch(peer, keys[here:], blocks[here:], run - here, self._runner.import_block, self._wake, push)
         self._fetches = {one for one in self._fetches if not one.is_over} | {fetch}
-        self._begin(fetch)
+        if push is not None and push.leg is not None and self._asked is not None and self.routed.pop(self._asked, None) is None:
+            fetch.cancel()  # the event loop took it meanwhile, and told that it was not asked for
+        else:
+            self._begin(fetch)
         return _Joined(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
 
     def keep(self, key: bytes, block: BlockId) -> bool:
@@ -293,8 +298,10 @@ class PeerKv:
         best: tuple[float, int, KvPeer, PromptPush | None] | None = None
         under_way = [fetch.push is not None and fetch.push.leg is not None for fetch in self._fetches if not fetch.is_over]
         lacks = here < len(keys) <= here + MOST_KEYS
-        if lacks and request is not None and request.request_id in self.routed and sum(under_way) < MOST_ROUTED_PUSHES:
-            return here, len(keys), *self.routed.pop(request.request_id)
+        if lacks and request is not None and sum(under_way) < MOST_ROUTED_PUSHES:
+            routed = self.routed.get(request.request_id)
+            if routed is not None:
+                return here, len(keys), *routed
         if request is not None and (request.caller or request.cache_salt or request.scores_prompt):
             request = None  # who computes a prompt sees it
         if self._peers and under_way.count(False) < MOST_FETCHES:

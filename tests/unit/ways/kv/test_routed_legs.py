@@ -19,9 +19,11 @@ from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationChunk, GenerationRequest, KvLeg, SamplingParams
-from paceline.core.ids import RequestId, Trust
+from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.machine.settings import PrefillRole
 from paceline.ways.kv import legs, prefilling, routed
+from paceline.ways.kv.price import KvPrice
+from paceline.ways.kv.source import KvPeer, PeerFetch, PromptPush
 
 ALIKE = 100.0
 """Tokens of prompts a second, of either: no plan would have one compute for the other."""
@@ -306,6 +308,25 @@ async def test_who_can_t_be_asked_is_not(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call_of(guest, d, [routed_registration(guest, d)])
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+@in_loop
+async def test_a_prompt_is_asked_for_once_its_blocks_have_room_and_not_where_it_was_told_otherwise_meanwhile(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("d", speed=ALIKE)) as (d,):
+        begun: list[PeerFetch] = []
+        d.kv.show((), begun.append)
+        request = GenerationRequest(RequestId("d1"), tuple(PROMPT), 6)
+        routed_to = KvPeer(NodeId("p"), (), frozenset(), KvPrice(0.0, 0.0, 0.0)), PromptPush(D_ID, leg=decode(d))
+        keys, blocks = [bytes([place]) * 16 for place in range(3)], [BlockId(place) for place in range(3)]
+        d.kv.routed[request.request_id] = routed_to
+        assert (d.kv.run_of(keys, request), d.kv.routed) == (3, {request.request_id: routed_to})
+        assert not d.kv.fetch(keys, blocks).is_over
+        assert (len(begun), d.kv.routed) == (1, {})
+        d.kv.routed[request.request_id] = routed_to
+        assert d.kv.run_of(keys, request) == 3
+        d.kv.routed.clear()  # as the event loop does, where the answer's first tokens are there
+        fetch = d.kv.fetch(keys, blocks)
+        assert (fetch.is_over, fetch.filled, len(begun)) == (True, 0, 1)
 
 
 @in_loop
