@@ -86,7 +86,9 @@ class LegTables:
     def begin(self, request_id: str, keys: Sequence[bytes]) -> tuple[RoutedPrompt, Sequence[AwaitedPrompt]]:
         """A prefill leg came. Returns it, and who waits no more."""
         while len(self.prompts) >= MOST_PROMPTS:
-            self.end(next(iter(self.prompts.values())), LegEnd.EVICTED)
+            self.end(
+                min(self.prompts.values(), key=lambda each: each.takers > 0), LegEnd.EVICTED
+            )  # the oldest that no one takes, if there is one
         if (same := self.prompts.get(request_id)) is not None:
             self.end(same, LegEnd.EVICTED)
         prompt = self.prompts[request_id] = RoutedPrompt(request_id, tuple(keys))
@@ -125,6 +127,13 @@ class LegTables:
         if prompt.ended is None:
             prompt.ended = why
             del self.prompts[prompt.request_id]
+
+    def clear(self) -> None:
+        """Nothing comes of any of them."""
+        for prompt in tuple(self.prompts.values()):
+            self.end(prompt, LegEnd.LEFT)
+        for one in tuple(self.awaited):
+            self.leave(one, has_all=False)
 
     def expire(self, now: float) -> tuple[Sequence[RoutedPrompt], Sequence[AwaitedPrompt]]:
         """What waited for too long, on either side."""

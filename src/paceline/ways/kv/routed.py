@@ -51,6 +51,7 @@ class EngineLegs:
     def __init__(self, kv: PeerKv, counted: Callable[[LegEnd], None]) -> None:
         self._kv, self._counted = kv, counted
         self.tables = LegTables()
+        self._closed = False
         self._pinned: dict[RoutedPrompt, tuple[int, Future[KvLoan] | None]] = {}
         """Of each prompt that did not end, how many blocks are held, and the loan that holds them."""
         self._changed = asyncio.Event()
@@ -59,7 +60,8 @@ class EngineLegs:
     def begin(self, request_id: str, keys: Sequence[bytes]) -> RoutedPrompt:
         """A prompt's request came; its blocks are held once they stand."""
         prompt, _ = self.tables.begin(request_id, keys)
-        room = max(0, self._kv.most_held - sum(held for held, _ in self._pinned.values()))
+        pinned = sum(held for one, (held, _) in self._pinned.items() if one.ended is None)
+        room = 0 if self._closed else max(0, self._kv.most_held - pinned)
         # The last of them comes last: the loan is of all that are here by then.
         held = prompt.keys[:room][::-1]
         self._pinned[prompt] = len(held), self._kv.loans.ask(held, when_computed=True) if held else None
@@ -94,17 +96,16 @@ class EngineLegs:
             await self._changed.wait()
 
     def close(self) -> None:
-        """The engine is gone."""
-        for prompt in tuple(self.tables.prompts.values()):
-            self.tables.end(prompt, LegEnd.LEFT)
-        for one in tuple(self.tables.awaited):
-            self.tables.leave(one, has_all=False)
+        """The engine is gone: what is here ends, and what comes later ends at once."""
+        self._closed = True
         self._change()
 
     def _change(self) -> None:
         """Let go of what ended, wake who waits, and look again when the next wait is over."""
         loop = asyncio.get_running_loop()
         self.tables.expire(loop.time())
+        if self._closed:
+            self.tables.clear()
         for prompt in [prompt for prompt in self._pinned if prompt.ended is not None]:
             _, loan = self._pinned.pop(prompt)
             if loan is not None:
@@ -173,10 +174,15 @@ class KvLegs:
         return self._fleet.node_id
 
     def of(self, kv: PeerKv) -> EngineLegs:
-        """Of one engine."""
-        if kv not in self._engines:
-            self._engines[kv] = EngineLegs(kv, lambda why: self.ended.update((why,)))
-        return self._engines[kv]
+        """Of one engine. Of one that is gone: closed."""
+        if kv in self._engines:
+            return self._engines[kv]
+        made = EngineLegs(kv, lambda why: self.ended.update((why,)))
+        if kv in self._models():
+            self._engines[kv] = made
+        else:
+            made.close()
+        return made
 
     def forget(self, kv: PeerKv) -> None:
         """Its engine is gone."""

@@ -150,6 +150,20 @@ def test_prompts_are_bounded_and_the_oldest_makes_way() -> None:
     assert (made[9].ended, tables.prompts["cmpl-9-0-aaaaaaaa"]) == (LegEnd.EVICTED, again)
 
 
+def test_a_prompt_that_a_node_takes_makes_way_last() -> None:
+    tables = LegTables()
+    made = [tables.begin(f"cmpl-{number}-0-aaaaaaaa", KEYS)[0] for number in range(MOST_PROMPTS)]
+    for number in (0, 1):
+        tables.register(D, f"cmpl-{number}-0-bbbbbbbb", KEYS, 0.0)
+    tables.begin("cmpl-x-0-aaaaaaaa", KEYS)
+    assert [one.ended for one in made[:4]] == [None, None, LegEnd.EVICTED, None]
+    for number in range(3, MOST_PROMPTS):
+        tables.register(D, f"cmpl-{number}-0-bbbbbbbb", KEYS, 0.0)
+    tables.register(D, "cmpl-x-0-bbbbbbbb", KEYS, 0.0)
+    tables.begin("cmpl-y-0-aaaaaaaa", KEYS)
+    assert [one.ended for one in made[:4]] == [LegEnd.EVICTED, None, LegEnd.EVICTED, None]
+
+
 def test_in_whatever_order_things_happen_nothing_stays() -> None:
     """All orders of a prompt's begin, end and lease, and of two registrations' begin and end."""
     for order in permutations(range(5)):

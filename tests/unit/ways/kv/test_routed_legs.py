@@ -330,6 +330,30 @@ async def test_a_prompt_is_asked_for_once_its_blocks_have_room_and_not_where_it_
 
 
 @in_loop
+async def test_a_prompt_that_comes_again_is_pinned_in_place_of_the_first(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("p", speed=ALIKE)) as (p,):
+        of, keys = p.sharing.legs.of(p.kv), [bytes([place]) * 16 for place in range(p.kv.most_held)]
+        for _ in range(2):
+            last = of.begin(P_ID, keys)
+            pinned = of._pinned  # pyright: ignore[reportPrivateUsage]
+            assert [(one, held) for one, (held, _) in pinned.items()] == [(last, len(keys))]
+        of.left(last)
+        assert p.sharing.legs.ended == {"evicted": 1, "left": 1}
+
+
+@in_loop
+async def test_what_comes_when_the_engine_is_gone_ends_at_once(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("p", speed=ALIKE)) as (p,):
+        of, keys = p.sharing.legs.of(p.kv), [bytes(16)]
+        p.sharing.keep(())
+        assert p.sharing.legs.of(p.kv) is not of
+        for closed in (of, p.sharing.legs.of(p.kv)):
+            assert closed.begin(P_ID, keys).ended == "left"
+            assert not closed._pinned  # pyright: ignore[reportPrivateUsage]
+        assert not p.sharing.legs._engines  # pyright: ignore[reportPrivateUsage]
+
+
+@in_loop
 async def test_legs_that_can_t_be_run_here_are_refused(tmp_path: Path) -> None:
     async with sharers(tmp_path, sharer("p", speed=ALIKE)) as (p,):
         asked = GenerationRequest(RequestId("x"), tuple(PROMPT), 1, leg=PREFILL)
