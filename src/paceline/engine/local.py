@@ -231,6 +231,9 @@ class LayerRunner(Protocol[Activations]):
 
         Args:
             part: some of the layers, each of which is as many bytes; None: all.
+
+        Raises:
+            ExecutorLost: all KV is void. So does `import_block`. To who copies it is a block that is not there; the engine hears of it by itself.
         """
         ...
 

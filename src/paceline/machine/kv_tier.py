@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange
@@ -226,23 +227,32 @@ class DiskTier:
 
     def _read(self, fetch: DiskFetch, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
         data = self._buffer()
-        while (place := fetch.take()) is not None:
-            if self._folder.read(keys[place], data):
-                fetch.fill(place, partial(self._blocks.import_block, blocks[place], data))
-            else:
-                fetch.cancel()
-        if fetch.leave():
-            self._wake()
+        try:
+            while (place := fetch.take()) is not None:
+                if self._folder.read(keys[place], data):
+                    fetch.fill(place, partial(self._blocks.import_block, blocks[place], data))
+                else:
+                    fetch.cancel()
+        except ExecutorLost:
+            fetch.cancel()  # there is nothing to read it into
+        finally:
+            if fetch.leave():
+                self._wake()
 
     def _write(self, epoch: int, key: bytes, block: BlockId) -> None:
         data = self._buffer()
         with self._copying:
             if epoch != self._epoch:
                 return
-            self._blocks.export_block(block, data)
+            try:
+                self._blocks.export_block(block, data)
+                was_read = True
+            except ExecutorLost:
+                was_read = False
             self._kept.append(block)
         self._wake()
-        self._folder.write(key, data)
+        if was_read:
+            self._folder.write(key, data)
 
     def _buffer(self) -> memoryview:
         """Of this thread."""

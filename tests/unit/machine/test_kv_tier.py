@@ -15,6 +15,7 @@ from tests.fakes.engines import VOCAB, EngineBench
 from tests.fakes.null_backend import NullRunner
 
 from paceline.core.clock import SystemClock
+from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.machine import kv_tier
@@ -134,6 +135,25 @@ def test_a_disk_that_hangs_is_not_waited_for_and_fills_nothing_later(tmp_path: P
                 os.close(pipe)
         closing.join(0.01)
     assert not filled
+
+
+def test_a_pool_that_is_lost_is_neither_kept_nor_filled(tmp_path: Path, prompts: list[list[int]]) -> None:
+    def lost(*of: object) -> None:
+        raise ExecutorLost("as where a rank of a tensor group is gone", ())
+
+    started = Started(tmp_path)
+    with started as bench:
+        bench.runner.export_block = lost  # type: ignore[method-assign]
+        before = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+    assert started.tier.counts["written"] == 0
+    with Started(tmp_path) as bench:
+        bench.run(request("a", prompts[0]))
+    started = Started(tmp_path)
+    with started as bench:
+        bench.runner.import_block = lost  # type: ignore[method-assign]
+        after = bench.run(request("a", prompts[0]))[RequestId("a"), 0]
+        assert (after.token_ids, after.cached_tokens) == (before.token_ids, 0)
+    assert started.tier.counts["read"] > 0
 
 
 def test_a_write_that_hangs_holds_up_no_end_and_reads_no_block_later(

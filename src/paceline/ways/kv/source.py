@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.core.errors import NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
+from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
 from paceline.core.generation import GenerationRequest, KvLeg
 from paceline.core.ids import BlockId, NodeId, RequestId
 from paceline.core.inference import ChunkStream
@@ -123,13 +123,17 @@ class PeerFetch:
             self._wake()
 
     def fill(self, data: memoryview) -> bool:
-        """The next block came. Returns whether more is wanted."""
+        """The next block came. Returns whether more is wanted: not where the pool is lost."""
         with self._lock:
             if self.is_over:
                 return False
-            self._write(self._blocks[self.filled], data)
-            self.filled += 1
-        if self.filled == len(self.keys):
+            try:
+                self._write(self._blocks[self.filled], data)
+                self.filled += 1
+                ends = self.filled == len(self.keys)
+            except ExecutorLost:
+                ends = True
+        if ends:
             self.cancel()
         return not self.is_over
 
@@ -281,7 +285,10 @@ class PeerKv:
             with self._reading:
                 if self._closed:
                     return False
-                self._runner.export_block(block, into)
+                try:
+                    self._runner.export_block(block, into)
+                except ExecutorLost:
+                    return False
             if not loan.is_void:
                 return True
         return self._disk is not None and self._disk.read(key, into)

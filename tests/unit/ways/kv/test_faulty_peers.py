@@ -16,6 +16,7 @@ from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.kv.sharers import DIGEST, Sharer, sharer, sharers
 from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
+from paceline.core.errors import ExecutorLost
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.net.channels import Purpose
@@ -192,6 +193,30 @@ async def test_kv_that_a_giver_loses_while_it_is_lent_is_not_sent(tmp_path: Path
     async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await fetches(b, a, monkeypatch, Turn(lose))
         assert b.sharing.meter.blocks["fetched"] == FIRST + 1
+
+
+@pytest.mark.parametrize("end", ["export_block", "import_block"])
+@in_loop
+async def test_a_pool_that_is_lost_at_either_end_is_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
+        await a.answer("1", PROMPT)
+        await b.knows(a)
+        runner, n = (a if end == "export_block" else b).bench.runner, 0
+        copy = getattr(runner, end)
+
+        def lost(*of: object) -> None:
+            nonlocal n
+            n += 1
+            if n > FIRST:
+                raise ExecutorLost("as where a rank of a tensor group is gone", ())
+            copy(*of)
+
+        monkeypatch.setattr(runner, end, lost)
+        answer = await b.answer("1", PROMPT)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), 4 * FIRST)
+        await until(lambda: not b.sharing._asking and not a.sharing._servicer._served.total())  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: not a.loans.out)
+        assert b.sharing.meter.fetches == ({"lost": 1} if end == "export_block" else {"left": 1})
 
 
 @in_loop
