@@ -192,8 +192,8 @@ class NixlAgent:
         """Slots of each transfer that its peer has read."""
         self._met = Counter[str]()
         """Readings of each peer's memory."""
-        self._lost: list[StagedMemory] = []
-        """What a peer's bytes may still come into: never used again."""
+        self._lost: list[object] = []
+        """What a peer's bytes may still come into, and what says so to the library: never used again."""
         strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
         try:
@@ -249,9 +249,9 @@ class NixlAgent:
                 del self._met[name]
                 self.call("remove_remote_agent", name)
 
-    def keep_for_good(self, staging: StagedMemory) -> None:
-        """A read into it did not end."""
-        self._lost.append(staging)
+    def keep_for_good(self, *parts: object) -> None:
+        """Of a read that did not end."""
+        self._lost += parts
 
 
 class NixlReading:
@@ -267,7 +267,7 @@ class NixlReading:
         self._agent, self._token = agent, token
         self._each = -(-slot_bytes // PIECE_BYTES)
         self._handles: list[Any] = []
-        self._ended = True
+        self._under_way: Any = None
         self._name = agent.meet(described)
         try:
             self._into = agent.stage(n_here, slot_bytes)
@@ -295,23 +295,26 @@ class NixlReading:
             token = self._token if place == n - 1 else b""
             transfer = agent.call("make_prepped_xfer", "READ", local, [mine * n + place], remote, [theirs * n + place], token)
             state = agent.call("transfer", transfer)
-            while state == "PROC" and time.perf_counter() < deadline:
+            self._under_way = transfer if state == "PROC" else None
+            while self._under_way is not None and time.perf_counter() < deadline:
                 time.sleep(PAUSE_S)
                 state = agent.call("check_xfer_state", transfer)
+                self._under_way = transfer if state == "PROC" else None
+            if self._under_way is None:
+                agent.call("release_xfer_handle", transfer)
             if state != "DONE":
-                self._ended = state != "PROC"
                 raise NixlFailed("NIXL reads nothing more of a peer's memory")
-            agent.call("release_xfer_handle", transfer)
         return self._into.slot(mine)
 
     def close(self) -> None:
-        """Raises NixlFailed where the library can't end it."""
-        try:
-            for handle in self._handles:
+        """Nothing is let go of that a read may still use. Raises NixlFailed where the library can't end it."""
+        if self._under_way is not None:
+            self._agent.keep_for_good(self._under_way, *self._handles, self._into)
+            return
+        for handle in self._handles:
+            with suppress(NixlFailed):
                 self._agent.call("release_dlist_handle", handle)
-        finally:
+        try:
             self._agent.part(self._name)
-            if self._ended:
-                self._into.close()
-            else:
-                self._agent.keep_for_good(self._into)
+        finally:
+            self._into.close()

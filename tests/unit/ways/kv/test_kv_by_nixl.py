@@ -7,11 +7,13 @@ import os
 import secrets
 import subprocess
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import pytest
 from tests.unit.net.member.nodes import in_loop, until
@@ -285,6 +287,31 @@ def test_an_agent_has_no_port() -> None:
         ports = {line.split()[9] for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]}
         assert not (sockets() - before) & ports, kind
     del agent
+
+
+@pytest.mark.parametrize("state", ["ERR", "PROC"])
+def test_a_read_that_fails_is_released_and_one_that_did_not_end_is_kept(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    giver, reader = NixlAgent(), NixlAgent()
+    there = giver.stage(2, 64)
+    reading = NixlReading(reader, there.describe(), there.address, 2, 64, 2, secrets.token_bytes(nixl.TOKEN_BYTES))
+    call, released = NixlAgent.call, Counter[str]()
+
+    def said(agent: NixlAgent, name: str, *of: Any) -> Any:
+        found = call(agent, name, *of)
+        released[name] += 1
+        if name == "release_dlist_handle":
+            raise NixlFailed("as where the library has lost it")
+        return state if name in ("transfer", "check_xfer_state") else found
+
+    monkeypatch.setattr(NixlAgent, "call", said)
+    with pytest.raises(NixlFailed):
+        reading.read(0, 0, 0.0)
+    reading.close()
+    ended = state == "ERR"
+    names = ("release_xfer_handle", "release_dlist_handle", "remove_remote_agent", "deregister_memory")
+    assert [released[name] for name in names] == ([1, 2, 1, 1] if ended else [0, 0, 0, 0])
+    assert len(reader._lost) == (0 if ended else 4)  # pyright: ignore[reportPrivateUsage]
+    there.close()
 
 
 @pytest.mark.parametrize("slot_bytes", [8, 4096, 3 * nixl.PIECE_BYTES // 2], ids=["bytes", "page", "pieces"])
