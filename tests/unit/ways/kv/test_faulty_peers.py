@@ -197,7 +197,9 @@ async def test_kv_that_a_giver_loses_while_it_is_lent_is_not_sent(tmp_path: Path
 
 @pytest.mark.parametrize("end", ["export_block", "import_block"])
 @in_loop
-async def test_a_pool_that_is_lost_at_either_end_is_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+async def test_a_pool_that_is_lost_at_either_end_is_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
     async with sharers(tmp_path, sharer("a"), sharer("b")) as (a, b):
         await a.answer("1", PROMPT)
         await b.knows(a)
@@ -217,6 +219,20 @@ async def test_a_pool_that_is_lost_at_either_end_is_no_block(tmp_path: Path, mon
         await until(lambda: not b.sharing._asking and not a.sharing._servicer._served.total())  # pyright: ignore[reportPrivateUsage]
         await until(lambda: not a.loans.out)
         assert b.sharing.meter.fetches == ({"lost": 1} if end == "export_block" else {"left": 1})
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@in_loop
+async def test_a_prompt_computed_for_another_node_whose_pool_is_lost_ends_as_one_that_is_not_computed(tmp_path: Path) -> None:
+    def lost(*of: object) -> None:
+        raise ExecutorLost("as where a rank of a tensor group is gone", ())
+
+    async with sharers(tmp_path, sharer("p", speed=10_000.0), sharer("d")) as (p, d):
+        await p.computes_for(d)
+        p.bench.runner.export_block = lost  # type: ignore[method-assign]
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: p.sharing.meter.prefills == {"not_computed": 1} and d.sharing.meter.pushes == {"write_failed": 1})
+        await until(lambda: not p.loans.out)
 
 
 @in_loop
