@@ -82,7 +82,7 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
     from paceline.machine.build import build_engine
-    from paceline.ways.tensor.group import load_group
+    from paceline.ways.tensor import load_group
 
     tell(f"loading {settings.model}")
     clock = SystemClock()

@@ -17,7 +17,7 @@ from paceline.store.home import Home
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.kv.source import PeerKv
-from paceline.ways.tensor.group import load_group
+from paceline.ways.tensor import load_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,14 @@ def refuses(spec: ModelSpec) -> str | None:
     return f"{odd[0]} is not a multiple of 32" if odd else None
 
 
+def prepare(lowering: Lowering, kernels: Path | None) -> None:
+    """Decide what this process's kernels are made of and where they are kept, before they are imported. Raises as `use_lowering` does."""
+    use_lowering(lowering)
+    from paceline.backends import kernel_cache
+
+    kernel_cache.use(kernels)
+
+
 def load(
     source: WeightSource,
     options: LoadOptions,

@@ -1,1 +1,34 @@
-"""Tensor ranks: every layer's heads, inner activations and outputs shared among processes, with the bytes of one."""
+"""Tensor ranks: every layer's heads, inner activations and outputs shared among processes, with the bytes of one.
+
+Importing this imports no kernel: those must not be imported before it is known where they are kept, and of which instructions they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.backends import cpu
+from paceline.backends.options import LoadProgress
+from paceline.core.errors import ConfigError
+from paceline.engine.config import EngineConfig
+from paceline.machine.setup import Setup
+from paceline.machine.sizing import KvPlan
+from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.ways.tensor.group import GroupExecutor, TensorGroup
+
+
+def load_group(setup: Setup, kv: KvPlan, config: EngineConfig, progress: LoadProgress | None = None) -> tuple[TensorGroup, GroupExecutor]:
+    """A model shared among the ranks that its settings name, and what drives them.
+
+    Raises:
+        UserError: a rank can't be loaded.
+    """
+    if setup.kernels.lowering is None:
+        raise ConfigError(f"--tensor needs compiled kernels, and {setup.kernels} would run this model", "Leave --tensor out.")
+    cpu.prepare(setup.kernels.lowering, Home.from_environment().kernels)
+    from paceline.ways.tensor.group import GroupExecutor, TensorGroup
+
+    group = TensorGroup(setup, kv.n_blocks, config, progress)
+    return group, GroupExecutor(group)

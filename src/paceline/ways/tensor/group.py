@@ -19,13 +19,11 @@ from paceline.backends.cpu.exchange import Exchange
 from paceline.backends.cpu.runner import Bf16, CpuRunner
 from paceline.backends.cpu.shares import deal
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.core.errors import ConfigError
 from paceline.core.ids import BlockId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.local import Int32, LocalExecutor, RowPlan
 from paceline.machine.setup import Setup
-from paceline.machine.sizing import KvPlan
 from paceline.store.home import Home
 from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
@@ -50,8 +48,6 @@ class TensorGroup:
 
     def __init__(self, setup: Setup, n_blocks: int, config: EngineConfig, progress: LoadProgress | None = None) -> None:
         spec, speeds = setup.opened.spec, setup.settings.tensor
-        if not setup.kernels.compiled:
-            raise ConfigError(f"--tensor needs compiled kernels, and {setup.kernels} would run this model", "Leave --tensor out.")
         threads = [max(1, round(setup.threads * speed / sum(speeds))) for speed in speeds]
         max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)
         self._sizes = GroupSizes(spec, deal(spec, speeds), config.max_rows, max_blocks, config.max_logits_rows)
@@ -206,13 +202,3 @@ class GroupExecutor(LocalExecutor[Bf16]):
             return True
         self.reset()  # of what was lost
         return False
-
-
-def load_group(setup: Setup, kv: KvPlan, config: EngineConfig, progress: LoadProgress | None = None) -> tuple[TensorGroup, GroupExecutor]:
-    """A model shared among the ranks that its settings name, and what drives them.
-
-    Raises:
-        UserError: a rank can't be loaded.
-    """
-    group = TensorGroup(setup, kv.n_blocks, config, progress)
-    return group, GroupExecutor(group)

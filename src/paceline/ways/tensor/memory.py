@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -19,10 +18,10 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import team
 from paceline.backends.cpu.exchange import exchange_bytes
-from paceline.backends.cpu.shares import Share
 from paceline.backends.cpu.sizes import CACHE_LINE
-from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.model import LayerRange
 from paceline.engine.local import Int32, RowPlan, row_plan
+from paceline.ways.tensor.rank import GroupSizes
 
 _PAGE: Final = 4096
 _WORD: Final = CACHE_LINE // 8
@@ -53,20 +52,6 @@ class _At(IntEnum):
 
 _DONE, _SLEEPS = 0, 1
 """Places of a rank's words: the last command it is done with, and whether it must be woken."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSizes:
-    """What decides how the memory lies: alike in all ranks."""
-
-    spec: ModelSpec
-    shares: tuple[Share, ...]
-    max_rows: int
-    """Of a batch."""
-    max_blocks: int
-    """Of a sequence's table."""
-    logits_rows: int
-    """Of a batch whose logits are wanted, at most."""
 
 
 class GroupMemory:

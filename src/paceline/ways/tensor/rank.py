@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Final
 
+from paceline.backends.cpu.shares import Share
 from paceline.core.errors import PacelineError
 from paceline.core.ids import BlockId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, ModelSpec
 from paceline.machine.settings import NodeSettings
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.runner import CpuRunner
-    from paceline.ways.tensor.memory import GroupMemory, GroupSizes
+    from paceline.ways.tensor.memory import GroupMemory
 
 WAKE, EXPORT, IMPORT = b"W", b"E", b"I"
 READY, PROGRESS, FAILED, BLOCK = b"R", b"P", b"F", b"B"
@@ -31,6 +32,20 @@ LOOKS_S: Final = 1.0
 """Between two looks of a rank that sleeps, should a wake be lost."""
 HEADER: Final = 1 + 3 * 8
 """Bytes of what asks for a block: the letter, the block, and the first and the last layer but one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """What decides how the memory lies: alike in all ranks."""
+
+    spec: ModelSpec
+    shares: tuple[Share, ...]
+    max_rows: int
+    """Of a batch."""
+    max_blocks: int
+    """Of a sequence's table."""
+    logits_rows: int
+    """Of a batch whose logits are wanted, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +70,23 @@ def read_block_request(message: bytes) -> tuple[BlockId, LayerRange]:
     return BlockId(block), LayerRange(start, stop)
 
 
-def _load(order: RankOrder, memory: GroupMemory, connection: Connection) -> CpuRunner:
+def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[GroupMemory, CpuRunner]:
     import numpy as np
 
     from paceline.backends import cpu, kernel_cache
-    from paceline.backends.cpu.exchange import Exchange
     from paceline.backends.options import LoadOptions
     from paceline.engine.local import row_plan
     from paceline.machine.setup import set_up
     from paceline.store.home import Home
 
-    setup = set_up(order.settings)
-    kernel_cache.use(Home.from_environment().kernels)
+    setup, sizes = set_up(order.settings), order.sizes
+    assert setup.kernels.lowering is not None, "the leader looked"
+    cpu.prepare(setup.kernels.lowering, Home.from_environment().kernels)
+    from paceline.backends.cpu.exchange import Exchange
     from paceline.backends.cpu.team import await_word
+    from paceline.ways.tensor.memory import GroupMemory
 
-    sizes = order.sizes
+    memory = GroupMemory(memory_fd, sizes)
     options = LoadOptions(
         order.layers,
         setup.weights,
@@ -89,7 +106,7 @@ def _load(order: RankOrder, memory: GroupMemory, connection: Connection) -> CpuR
         runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)
         await_word(memory.number_address, memory.number - 1)
         kernel_cache.complete()
-    return runner
+    return memory, runner
 
 
 class _Rank:
@@ -149,15 +166,12 @@ class _Rank:
 
 
 def main() -> None:
-    from paceline.ways.tensor.memory import GroupMemory
-
     for stop in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a terminal or a service: the leader ends this one
         signal.signal(stop, signal.SIG_IGN)
     connection, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
     order: RankOrder = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, over a pipe it made
-    memory = GroupMemory(memory_fd, order.sizes)
     try:
-        runner = _load(order, memory, connection)
+        memory, runner = _load(order, memory_fd, connection)
     except PacelineError as error:
         connection.send_bytes(FAILED + json.dumps([error.message, error.hint]).encode())
         return

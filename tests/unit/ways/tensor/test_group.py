@@ -22,7 +22,8 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.ways.tensor.group import TensorGroup, load_group
+from paceline.ways.tensor import load_group
+from paceline.ways.tensor.group import TensorGroup
 from paceline.ways.tensor.rank import RankOrder
 from paceline.ways.tensor.ranks import RankProcesses
 
@@ -207,10 +208,17 @@ def test_ranks_end_with_the_leader(model: Path) -> None:
         "import os, sys\n"
         "from paceline.machine.build import build_engine\n"
         "from paceline.machine.settings import NodeSettings\n"
-        "from paceline.ways.tensor.group import load_group\n"
+        "from paceline.ways.tensor import load_group\n"
         "built = build_engine(NodeSettings(sys.argv[1], context=256, kv_tokens=512, threads=2, tensor=(1.0, 1.0)), spread=load_group)\n"
         "print(built.runner.processes[1], flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=BOUND_S, check=False)
     _await_state(int(done.stdout), "ZX")
+
+
+def test_building_a_node_imports_no_kernel() -> None:
+    """What a load takes of memory is planned by whether kernels are here, and they are kept only where that is decided before they are imported."""
+    program = "import sys, paceline.node.build; print([name for name in sys.modules if name in ('numba', 'paceline.backends.cpu.team')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S, check=True)
+    assert done.stdout == "[]\n"
