@@ -58,7 +58,8 @@ def pair(joined: Pair) -> Pair:
 
 def test_status_says_who_would_run_it_and_of_what_runs_here_how(pair: Pair) -> None:
     said = pair.asked.status()
-    assert (said["running"], said["plans"]) == ([], [{"model": MODEL, "plan": f"{pair.runs.name} alone"}])
+    # Which of two alike is faster was measured, on a processor that others used too.
+    assert (said["running"], said["plans"]) in [([], [{"model": MODEL, "plan": f"{one.name} alone"}]) for one in (pair.runs, pair.asked)]
     said = pair.runs.status()
     assert ([one["model"] for one in said["running"]], said["plans"]) == ([MODEL], [])
 
