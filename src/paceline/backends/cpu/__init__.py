@@ -96,9 +96,14 @@ def refuses(spec: ModelSpec) -> str | None:
     return f"{odd[0]} is not a multiple of 32" if odd else None
 
 
-def prepare(lowering: Lowering, kernels: Path | None) -> None:
-    """Decide what this process's kernels are made of and where they are kept, before they are imported. Raises as `use_lowering` does."""
-    use_lowering(lowering)
+def prepare(lowering: Lowering | None, kernels: Path | None) -> None:
+    """Decide what this process's kernels are made of and where they are kept, before they are imported; arguments as `load` has them.
+
+    Raises:
+        ConfigError: it uses kernels of another lowering.
+    """
+    if lowering is not None:
+        use_lowering(lowering)
     from paceline.backends import kernel_cache
 
     kernel_cache.use(kernels)
@@ -125,9 +130,7 @@ def load(
     """
     from paceline.backends import kernel_cache
 
-    if lowering is not None:
-        use_lowering(lowering)
-    kernel_cache.use(options.kernel_cache)
+    prepare(lowering, options.kernel_cache)
     from paceline.backends.cpu.pack import packer
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner

@@ -25,6 +25,8 @@ from paceline.ways.tensor.rank import GroupSizes
 
 _PAGE: Final = 4096
 _WORD: Final = CACHE_LINE // 8
+_COLUMNS: Final = 3
+"""Of a batch's sequences: their rows, first positions and paths."""
 
 
 class Command(IntEnum):
@@ -68,7 +70,7 @@ class GroupMemory:
         words, x, columns, tables, exchange = np.split(whole, np.cumsum(_parts(sizes))[:-1])
         self._words = words.view(np.int64)
         self._x_TD: npt.NDArray[np.uint16] = x.view(np.uint16)[: sizes.max_rows * sizes.spec.hidden].reshape(-1, sizes.spec.hidden)
-        self._columns: Int32 = columns.view(np.int32)[: 5 * sizes.max_rows].reshape(5, -1)
+        self._columns: Int32 = columns.view(np.int32)[: _COLUMNS * sizes.max_rows].reshape(_COLUMNS, -1)
         self._tables_SB: Int32 = tables.view(np.int32)[: sizes.max_rows * sizes.max_blocks].reshape(sizes.max_rows, -1)
         self.exchange = exchange
 
@@ -106,14 +108,13 @@ class GroupMemory:
     @property
     def plan(self) -> RowPlan:
         n, width = int(self._words[_At.SEQUENCES]), int(self._words[_At.WIDTH])
-        counts, firsts, paths = (self._columns[i, :n].tolist() for i in (1, 2, 3))
+        counts, firsts, paths = self._columns[:, :n].tolist()
         return row_plan(counts, firsts, paths, self._tables_SB[:n, :width])
 
     def give_layers(self, x_TD: npt.NDArray[np.uint16], plan: RowPlan, layers: LayerRange, exchange: int) -> None:
         """Put a batch where all ranks find it, and let them begin."""
         n, width = plan.tables_SB.shape
-        for i, column in enumerate((plan.row_start_S, plan.n_rows_S, plan.first_position_S, plan.path_S)):
-            self._columns[i, :n] = column
+        self._columns[:, :n] = plan.n_rows_S, plan.first_position_S, plan.path_S
         self._tables_SB[:n, :width] = plan.tables_SB
         self._words[[_At.SEQUENCES, _At.WIDTH, _At.FIRST_LAYER, _At.STOP_LAYER]] = n, width, layers.start, layers.stop
         self._give(Command.LAYERS, x_TD, exchange)
@@ -179,7 +180,7 @@ def _parts(sizes: GroupSizes) -> list[int]:
     parts = [
         8 * (_At.RANKS + _WORD * len(sizes.shares)),
         2 * rows * sizes.spec.hidden,
-        4 * 5 * rows,
+        4 * _COLUMNS * rows,
         4 * rows * sizes.max_blocks,
         exchange_bytes(sizes.spec, sizes.shares, rows, sizes.logits_rows),
     ]

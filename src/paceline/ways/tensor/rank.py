@@ -80,7 +80,6 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     from paceline.store.home import Home
 
     setup, sizes = set_up(order.settings), order.sizes
-    assert setup.kernels.lowering is not None, "the leader looked"
     cpu.prepare(setup.kernels.lowering, Home.from_environment().kernels)
     from paceline.backends.cpu.exchange import Exchange
     from paceline.backends.cpu.team import await_word
