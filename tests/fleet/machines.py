@@ -198,6 +198,16 @@ def token_in(text: str) -> str:
     return found[0]
 
 
+def meet(*met: Machine) -> None:
+    """Wait until each sees the others' nodes that run now, and not those that ran before."""
+
+    def seen(one: Machine, other: Machine) -> bool:
+        card = one.card_of(other.name)
+        return card is not None and other.node.address in card.addresses
+
+    until(lambda: all(seen(one, other) for one in met for other in met if one is not other))
+
+
 def until(condition: Callable[[], bool], *, every_s: float = 0.05) -> None:
     """Wait for something that other processes bring about."""
     end = time.monotonic() + BOUND_S

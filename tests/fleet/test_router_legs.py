@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fleet.machines import BOUND_S, Machine, free_port, machines, token_in, until
+from tests.fleet.machines import BOUND_S, Machine, free_port, machines, meet, token_in, until
 from tests.fleet.test_forwarding import MODEL, metric
 from tests.fleet.test_kv_moves import SMALL, STORY, counted
 
@@ -92,7 +92,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
         p.up(*SMALL, "--role", "prefill", "--prefill-chunk", "32")
         d.run("join", token_in(p.run("token", "--address", "127.0.0.1")), "--name", "d")
         d.up(*SMALL, "--role", "decode")
-        until(lambda: "d" in p.sees() and "p" in d.sees())
+        meet(p, d)
         yield Router(p, d)
 
 
@@ -185,7 +185,7 @@ def test_p_that_never_comes_or_is_killed_costs_time(router: Router) -> None:
     assert (texts(answer), outcome(answer)) == (router.alone(**asked), "handshake_failed")
     at_rest(d)
     p.up(*SMALL, "--role", "prefill", "--prefill-chunk", "32")
-    until(lambda: "d" in p.sees() and "p" in d.sees())
+    meet(p, d)
 
 
 def test_d_that_is_killed_leaves_nothing_behind(router: Router) -> None:
@@ -201,7 +201,7 @@ def test_d_that_is_killed_leaves_nothing_behind(router: Router) -> None:
     until(lambda: counted(p, WAITING % "nodes") == 0)
     assert texts(router.prefill(name, **asked).result())
     d.up(*SMALL, "--role", "decode")
-    until(lambda: "d" in p.sees() and "p" in d.sees())
+    meet(p, d)
     until(lambda: counted(p, ROUTED % "expired") == expired + 1)
     at_rest(p, d)
     # All goes on as before.

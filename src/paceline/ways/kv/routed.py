@@ -25,6 +25,7 @@ from paceline.core.inference import ChunkStream
 from paceline.core.stats import Metrics, Row, counter, gauge
 from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
+from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import live_cards
 from paceline.machine.settings import PrefillRole
@@ -157,11 +158,11 @@ class KvLegs:
     Args:
         models: what runs here.
         pushes: counts how prompts ended that others were to compute.
-        is_resting: whether a node is to be asked for nothing now.
+        is_resting: whether the node of a card is to be asked for nothing now.
     """
 
     def __init__(
-        self, fleet: FleetNode, models: Callable[[], Sequence[PeerKv]], pushes: Counter[str], is_resting: Callable[[NodeId], bool]
+        self, fleet: FleetNode, models: Callable[[], Sequence[PeerKv]], pushes: Counter[str], is_resting: Callable[[NodeCard], bool]
     ) -> None:
         self._fleet, self._models, self._pushes, self._is_resting = fleet, models, pushes, is_resting
         self._engines: dict[PeerKv, EngineLegs] = {}
@@ -274,10 +275,10 @@ class KvLegs:
         )
         if kv.role is PrefillRole.PREFILL or (card is not None and card.node_id == sharers.own):
             return PushEnd.UNASKED
-        if card is None or self._is_resting(card.node_id):
+        if card is None or self._is_resting(card):
             logger.info("a router's prompt is computed here: %s can't be asked for it", leg.engine_id or leg.address)
             return PushEnd.HANDSHAKE_FAILED
-        return KvPeer(card.node_id, card.addresses, frozenset(), KvPrice(0.0, 0.0, 0.0))
+        return KvPeer(card.node_id, card.instance, card.addresses, frozenset(), KvPrice(0.0, 0.0, 0.0))
 
     def _told_of(self, leg: KvLeg) -> Mapping[str, object]:
         """What a router hands to the node that writes the answer, as vLLM calls it."""

@@ -42,6 +42,7 @@ from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.meter import KV_ROWS, KvMeter
 from paceline.ways.kv.price import MARK_BYTES, KvPrice, PrefillPrice, marked, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
+from paceline.ways.kv.rests import Rests
 from paceline.ways.kv.routed import KvLegs
 from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, KvPeer, PeerFetch, PeerKv, Receiving
 from paceline.ways.kv.staged import BlockSender, NixlOffered, NixlUse, block_sender
@@ -92,7 +93,7 @@ class KvSharing:
         self._watches: dict[_Told, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(2 * MOST_FETCHES + MOST_ROUTED_PUSHES, "paceline-kv-fetch")
-        self._resting: dict[NodeId, float] = {}
+        self._rests = Rests()
         self.nixl = NixlUse()
         self._through: dict[NodeId, str] = {}
         """What blocks of each node came through last."""
@@ -103,7 +104,9 @@ class KvSharing:
         self._prices: dict[_Told, KvPrice] = {}
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
-        self.legs = KvLegs(fleet, self.models, self.meter.pushes, lambda node_id: clock.monotonic() < self._resting.get(node_id, 0.0))
+        self.legs = KvLegs(
+            fleet, self.models, self.meter.pushes, lambda card: self._rests.has(card.node_id, card.instance, clock.monotonic())
+        )
         self._servicer = KvServicer(self, self.legs)
         self.meter.leases = lambda: self._servicer.n_leases
         self._guard: PeerGuard | None = None
@@ -210,15 +213,15 @@ class KvSharing:
             self.meter.bytes[what] += n_bytes
             self.meter.moved["given" if what == "given" else "taken", transport] += n_bytes
 
-    def _came(self, what: str, node_id: NodeId, receiving: Receiving, n_blocks: int, n_bytes: int) -> None:
+    def _came(self, what: str, peer: KvPeer, receiving: Receiving, n_blocks: int, n_bytes: int) -> None:
         """Count what came, and say what through, where that has changed."""
         self._count(what, n_blocks, n_bytes, receiving.transport)
         if receiving.nixl_failed:
             self.meter.nixl_failures += 1
-            self.nixl.failed(node_id, self._clock.monotonic())
-        if n_blocks and self._through.get(node_id) != receiving.transport:
-            self._through[node_id] = receiving.transport
-            logger.info("KV of %s comes %s", node_id, "by NIXL, out of its memory" if receiving.transport == "nixl" else "through TLS")
+            self.nixl.failed(peer.node_id, peer.instance, self._clock.monotonic())
+        if n_blocks and self._through.get(peer.node_id) != receiving.transport:
+            self._through[peer.node_id] = receiving.transport
+            logger.info("KV of %s comes %s", peer.node_id, "by NIXL, out of its memory" if receiving.transport == "nixl" else "through TLS")
 
     # -------------------------------------------------------------------------------------------------------- what peers tell
 
@@ -319,8 +322,9 @@ class KvSharing:
                     self._say(node_id, kv, prefill)
                     if prefill.least_blocks is not None:
                         pushed[node_id] = prefill.least_blocks * kv.block_tokens
-                if now >= self._resting.get(node_id, 0.0) and (cost.least_blocks is not None or prefill is not None):
-                    peers.append(KvPeer(node_id, cards[node_id].addresses, told.marks, cost, prefill))
+                card = cards[node_id]
+                if (cost.least_blocks is not None or prefill is not None) and not self._rests.has(node_id, card.instance, now):
+                    peers.append(KvPeer(node_id, card.instance, card.addresses, told.marks, cost, prefill))
             kv.show(peers, partial(self._begin_soon, kv))
         self.meter.least_pushed = pushed
         self.meter.marks = sum(len(told.marks) for told in self._told.values())
@@ -356,7 +360,7 @@ class KvSharing:
         timer, outcome = self._loop.call_later(fetch.most_s, fetch.expire), "lost"
         try:
             try:
-                outcome = await self._blocks_of(kv, fetch, self.nixl.offer(peer.node_id, began_s))
+                outcome = await self._blocks_of(kv, fetch, self.nixl.offer(peer.node_id, peer.instance, began_s))
             except NixlFailed as error:
                 logger.warning("the rest of a prefix comes from %s through TLS: %s", peer.node_id, error)
                 outcome = await self._blocks_of(kv, fetch, None)
@@ -412,7 +416,7 @@ class KvSharing:
         finally:
             receiving.close()
             n_blocks = fetch.filled - before
-            self._came("fetched", fetch.peer.node_id, receiving, n_blocks, n_blocks * kv.block_bytes)
+            self._came("fetched", fetch.peer, receiving, n_blocks, n_blocks * kv.block_bytes)
 
     def _ended(self, kv: PeerKv, fetch: PeerFetch, outcome: str, seconds: float) -> None:
         node_id, n_bytes = fetch.peer.node_id, fetch.filled * kv.block_bytes
@@ -421,30 +425,32 @@ class KvSharing:
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
             self._seen[node_id] = n_bytes / seconds, now
-        self._rest(node_id, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome))
+        self._rest(fetch.peer, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome))
 
-    def _rest(self, node_id: NodeId, rest_s: float | None) -> None:
+    def _rest(self, peer: KvPeer, rest_s: float | None) -> None:
         """Ask a peer for nothing for so long; None: it may be asked."""
         if rest_s is not None:
-            self._resting[node_id] = self._clock.monotonic() + rest_s
+            until = self._clock.monotonic() + rest_s
+            # What was wrong may be wrong with its memory, or meant: another start mends neither.
+            self._rests.begin(peer.node_id, None if rest_s == WRONG_REST_S else peer.instance, until)
             for kv in self._used:
-                kv.leave_out(node_id)
+                kv.leave_out(peer.node_id)
             self._loop.call_later(rest_s + 0.1, self._look_soon)
         self._look_soon()
 
     async def _push(self, kv: PeerKv, fetch: PeerFetch) -> None:
         """Have a prompt computed, and count how it ended."""
         self._epoch = max(self._epoch + 1, int(self._clock.wall() * 1e6))
-        end, node_id = PushEnd.LEFT, fetch.peer.node_id
-        receiving = Receiving(self._fleet.tensors.expect(), self.nixl.offer(node_id, self._clock.monotonic()))
+        end, peer = PushEnd.LEFT, fetch.peer
+        receiving = Receiving(self._fleet.tensors.expect(), self.nixl.offer(peer.node_id, peer.instance, self._clock.monotonic()))
         try:
-            opened = partial(self._fleet.channel, node_id, fetch.peer.addresses, Use.SHARE_KV)
+            opened = partial(self._fleet.channel, peer.node_id, peer.addresses, Use.SHARE_KV)
             end = await Push(kv, fetch, self._epoch, receiving, self._fleet.tensors.port, opened, self._threads).run()
         finally:
             fetch.cancel()
             self.meter.pushes[end] += 1
-            self._came("pushed", node_id, receiving, fetch.filled, fetch.filled * kv.block_bytes)
-            self._rest(node_id, push_rest_s(end))
+            self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
+            self._rest(peer, push_rest_s(end))
             if fetch.push is not None:
                 fetch.push.ended(end, fetch.filled)
 

@@ -57,6 +57,8 @@ class KvPeer:
     """A node that has KV of this engine's model, as it told, and as it was priced."""
 
     node_id: NodeId
+    instance: bytes
+    """Of its process, as its card names it."""
     addresses: tuple[str, ...]
     marks: frozenset[bytes]
     price: KvPrice

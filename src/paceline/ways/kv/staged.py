@@ -25,6 +25,7 @@ from paceline.net.nixl import PAUSE_S, PROOF_BYTES, TOKEN_BYTES, HostDoor, NixlA
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, TensorMessage
 from paceline.net.wire import kv_pb2 as wire
+from paceline.ways.kv.rests import Rests
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class NixlUse:
     def __init__(self) -> None:
         self.agent: NixlAgent | None = None
         self._door = HostDoor()
-        self._resting: dict[NodeId, float] = {}
+        self._rests = Rests()
         self._starting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -247,15 +248,15 @@ class NixlUse:
         self.agent = None
         self._door.close()
 
-    def offer(self, node_id: NodeId, now: float) -> NixlOffered | None:
-        """What is offered to a node; None: nothing."""
-        if self.agent is None or now < self._resting.get(node_id, 0.0):
+    def offer(self, node_id: NodeId, instance: bytes, now: float) -> NixlOffered | None:
+        """What is offered to a process of a node; None: nothing."""
+        if self.agent is None or self._rests.has(node_id, instance, now):
             return None
         return NixlOffered(self.agent, self._door)
 
-    def failed(self, node_id: NodeId, now: float) -> None:
-        """Leave it be with that node for a while."""
-        self._resting[node_id] = now + REST_S
+    def failed(self, node_id: NodeId, instance: bytes, now: float) -> None:
+        """Leave it be with that process for a while."""
+        self._rests.begin(node_id, instance, now + REST_S)
 
     async def _start(self) -> None:
         try:

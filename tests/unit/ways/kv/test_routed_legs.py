@@ -316,7 +316,7 @@ async def test_a_prompt_is_asked_for_once_its_blocks_have_room_and_not_where_it_
         begun: list[PeerFetch] = []
         d.kv.show((), begun.append)
         request = GenerationRequest(RequestId("d1"), tuple(PROMPT), 6)
-        routed_to = KvPeer(NodeId("p"), (), frozenset(), KvPrice(0.0, 0.0, 0.0)), PromptPush(D_ID, leg=decode(d))
+        routed_to = KvPeer(NodeId("p"), b"", (), frozenset(), KvPrice(0.0, 0.0, 0.0)), PromptPush(D_ID, leg=decode(d))
         keys, blocks = [bytes([place]) * 16 for place in range(3)], [BlockId(place) for place in range(3)]
         d.kv.routed[request.request_id] = routed_to
         assert (d.kv.run_of(keys, request), d.kv.routed) == (3, {request.request_id: routed_to})
