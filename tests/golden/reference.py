@@ -29,7 +29,7 @@ Logits = npt.NDArray[np.float32]
 
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 1,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 _LLAMA3_ROPE: Mapping[str, Any] = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -40,6 +40,8 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama3 rope": lambda: LlamaConfig(**_SIZES, rope_parameters=dict(_LLAMA3_ROPE)),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=None),
+    "mistral window": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=24),
+    "qwen2 window": lambda: Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec
+from paceline.core.model import ModelSpec, MoeSpec, WindowSpec
 from paceline.core.weights import DenseTensor, StoredTensor, WeightSource, tensor_shapes
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
 ROWS = 33
 """Rows of the seeded sequence."""
+WINDOW = 20
+"""Keys of a seeded window: rows begin behind it, and it reaches over a segment's end."""
 CUTS = ((33,), (1, 2, 3, 16, 11), (17, 16))
 """Rows run at a time. Few pieces: on a busy machine each waits for every thread."""
 
@@ -109,9 +111,22 @@ def answer(
 
 
 def small(spec: ModelSpec) -> ModelSpec:
-    """A model of one layer, of the same family and head size."""
+    """A model of one layer, of the same family and head size; where some layers have a window, of one with a short one and one without."""
+    window = spec.window and WindowSpec(min(WINDOW, spec.window.tokens), (True, False))
     moe = spec.moe and MoeSpec(min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk)
-    return replace(spec, n_layers=1, hidden=128, n_heads=4, n_kv_heads=2, ffn=192, vocab=256, max_context=64, moe=moe, tied_head=True)
+    return replace(
+        spec,
+        n_layers=2 if window else 1,
+        hidden=128,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn=192,
+        vocab=256,
+        max_context=64,
+        moe=moe,
+        tied_head=True,
+        window=window,
+    )
 
 
 class SeededWeights:

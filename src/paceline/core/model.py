@@ -105,6 +105,16 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSpec:
+    """Layers where a row sees its last keys alone."""
+
+    tokens: int
+    """Keys that a row sees there, its own included."""
+    layers: tuple[bool, ...]
+    """Of the whole model: whether each is one."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Mixture of experts in place of the dense feed-forward: `n_experts` of width `ffn`, `top_k` used a token."""
 
@@ -119,7 +129,7 @@ class ModelSpec:
     """Sizes of a decoder-only transformer."""
 
     model_type: str
-    """Hugging Face's name of the family: llama, mistral, qwen2, qwen3, qwen3_moe."""
+    """Hugging Face's name of the family (`store.families`)."""
     n_layers: int
     hidden: int
     n_heads: int
@@ -134,10 +144,15 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     moe: MoeSpec | None = None
+    window: WindowSpec | None = None
 
     @property
     def all_layers(self) -> LayerRange:
         return LayerRange(0, self.n_layers)
+
+    def window_of(self, layer: int) -> int:
+        """Keys that a row of a layer sees, its own included; 0: all before it."""
+        return self.window.tokens if self.window is not None and self.window.layers[layer] else 0
 
     def kv_bytes_per_token(self, layers: LayerRange) -> int:
         """Bytes of K and V one token takes in `layers`, at bf16."""

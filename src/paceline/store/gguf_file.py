@@ -17,13 +17,13 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
+from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WindowSpec
 from paceline.core.weights import inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
-from paceline.store.tensor_files import Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
+from paceline.store.tensor_files import MAX_LAYERS, Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
 from paceline.store.tokenizer_files import build_encoder
 
 FAMILIES: Final = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -69,27 +69,34 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
     eps = header.number(f"{arch}.attention.layer_norm_rms_epsilon")
     if eps is None:
         raise damaged(path, f"metadata {arch}.attention.layer_norm_rms_epsilon is missing")
-    context, window = needed("context_length"), header.integer(f"{arch}.attention.sliding_window")
+    n_layers, context = needed("block_count"), needed("context_length")
     spec = ModelSpec(
         model_type=family,
-        n_layers=needed("block_count"),
+        n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=head_dim,
         ffn=needed("feed_forward_length"),
         vocab=embedding.shape[0],
-        # Within one window, sliding attention is plain attention.
-        max_context=min(context, window) if window else context,
+        max_context=context,
         rms_eps=eps,
         rope=_rope(header, arch, head_dim, rope_factors),
         tied_head="output.weight" not in header.tensors,
         qkv_bias=family == "qwen2",
         qk_norm=family in {"qwen3", "qwen3_moe"},
         moe=_moe(header, arch),
+        window=_window(header, arch, n_layers, context),
     )
     check_sizes(path, spec)
     return spec
+
+
+def _window(header: GgufHeader, arch: str, n_layers: int, context: int) -> WindowSpec | None:
+    tokens = header.integer(f"{arch}.attention.sliding_window")
+    if not tokens or tokens >= context or n_layers > MAX_LAYERS:
+        return None
+    return WindowSpec(tokens, (True,) * n_layers)
 
 
 def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:

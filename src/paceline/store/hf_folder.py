@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
+from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WindowSpec
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.digests import DigestCache
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
 from paceline.store.selection import INDEX
-from paceline.store.tensor_files import DENSE, StoredAt, TensorFiles, check_sizes
+from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
 
 MAX_JSON_BYTES: Final = 64 << 20
 """Configurations have kilobytes, tokenizers a few megabytes."""
@@ -116,7 +116,6 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
     n_layers, context = config.needed("num_hidden_layers"), config.needed("max_position_embeddings")
     n_kv_heads, eps = config.integer("num_key_value_heads"), config.number("rms_norm_eps")
     tied = config.flag("tie_word_embeddings")
-    window = _window(config, n_layers)
     spec = ModelSpec(
         model_type=family,
         n_layers=n_layers,
@@ -126,35 +125,37 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         head_dim=config.integer("head_dim") or hidden // n_heads,
         ffn=config.needed("intermediate_size"),
         vocab=config.needed("vocab_size"),
-        # Within one window, sliding attention is plain attention.
-        max_context=context if window is None else min(context, window),
+        max_context=context,
         rms_eps=1e-6 if eps is None else eps,
         rope=_rope(config),
         tied_head=bool(tied),
         qkv_bias=family == "qwen2",
         qk_norm=family in {"qwen3", "qwen3_moe"},
         moe=_moe(config) if family == "qwen3_moe" else None,
+        window=_window(config, n_layers, context),
     )
     check_sizes(config.path, spec)
     return spec
 
 
-def _window(config: JsonObject, n_layers: int) -> int | None:
-    """The sliding window, where some layer uses it."""
+def _window(config: JsonObject, n_layers: int, context: int) -> WindowSpec | None:
+    """The layers with a sliding window; None where none has one that is shorter than the context."""
     mistral = config.text("model_type") == "mistral"
     # Mistral's configuration class takes 4096 where the field is absent; null says none.
-    window = 4096 if mistral and "sliding_window" not in config.fields else config.integer("sliding_window")
-    if not window or config.flag("use_sliding_window") is False:
+    tokens = 4096 if mistral and "sliding_window" not in config.fields else config.integer("sliding_window")
+    if not tokens or tokens >= context or config.flag("use_sliding_window") is False or n_layers > MAX_LAYERS:
         return None
     kinds = config.strings("layer_types")
     if kinds is not None:
-        return window if "sliding_attention" in kinds else None
-    if mistral:
-        return window
-    if not config.flag("use_sliding_window"):
-        return None
-    first = config.integer("max_window_layers")
-    return window if first is None or first < n_layers else None
+        if len(kinds) != n_layers:
+            raise damaged(config.path, f"it has {n_layers} layers and {len(kinds)} layer_types")
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    elif mistral:
+        windowed = [True] * n_layers
+    else:
+        first = config.integer("max_window_layers") if config.flag("use_sliding_window") else n_layers
+        windowed = [layer >= (first or 0) for layer in range(n_layers)]
+    return WindowSpec(tokens, tuple(windowed)) if any(windowed) else None
 
 
 def _moe(config: JsonObject) -> MoeSpec:

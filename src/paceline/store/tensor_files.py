@@ -63,6 +63,8 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
         "layers": spec.n_layers, "hidden size": spec.hidden, "heads": spec.n_heads, "KV heads": spec.n_kv_heads,
         "head size": spec.head_dim, "feed-forward size": spec.ffn, "vocabulary": spec.vocab, "context": spec.max_context,
     }  # fmt: skip
+    if spec.window is not None:
+        sizes["sliding window"] = spec.window.tokens
     if spec.moe is not None:
         sizes |= {"experts": spec.moe.n_experts, "experts a token": spec.moe.top_k, "expert size": spec.moe.ffn}
     check_range(path, sizes)

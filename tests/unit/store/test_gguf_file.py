@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import MoeSpec, RopeSpec
+from paceline.core.model import MoeSpec, RopeSpec, WindowSpec
 from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
@@ -161,11 +161,11 @@ def test_a_split_model_reads_as_one(gguf_model: Any, tmp_path: Path, digests: Di
         open_gguf(first, digests)
 
 
-def test_a_window_limits_the_context(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+def test_a_window_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model()
     model.metadata["attention.sliding_window"] = 48
     spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
-    assert spec.max_context == 48
+    assert (spec.window, spec.max_context) == (WindowSpec(48, (True, True)), 128)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import MoeSpec, RopeSpec
+from paceline.core.model import MoeSpec, RopeSpec, WindowSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
@@ -88,21 +88,26 @@ def test_rope_is_read_from_old_and_new_configurations(tmp_path: Path, changes: A
     assert spec_from_config(JsonObject(tmp_path, config(**changes))).rope == expected
 
 
+ALL, LAST = (True, True), (False, True)
+
+
 @pytest.mark.parametrize(
-    ("changes", "context"),
+    ("changes", "expected"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, 8192),
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 8192),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, 8192),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, 4096),
-        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, 8192),
-        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"model_type": "mistral", "sliding_window": 4096}, WindowSpec(4096, ALL)),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 8192}, None),
+        ({"model_type": "mistral"}, WindowSpec(4096, ALL)),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, WindowSpec(4096, LAST)),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, None),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, WindowSpec(64, LAST)),
     ],
 )
-def test_a_window_in_use_limits_the_context(tmp_path: Path, changes: Any, context: Any) -> None:
-    assert spec_from_config(JsonObject(tmp_path, config(**changes))).max_context == context
+def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, expected: Any) -> None:
+    spec = spec_from_config(JsonObject(tmp_path, config(**changes)))
+    assert (spec.window, spec.max_context) == (expected, 8192)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,7 @@ def test_a_window_in_use_limits_the_context(tmp_path: Path, changes: Any, contex
         ({"rope_scaling": {"rope_type": "llama3"}}, ModelFileError, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "linear"}}, ModelFileError, "factor"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModel, "0.5"),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["sliding_attention"]}, ModelFileError, "2 layers and 1 layer_types"),
         ({"hidden_size": "64"}, ModelFileError, "hidden_size is '64'"),
         ({"vocab_size": ...}, ModelFileError, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, ModelFileError, "layers = 0"),

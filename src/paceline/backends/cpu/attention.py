@@ -2,7 +2,7 @@
 
 Keys are cut into segments of `SEGMENT` by their position alone. In each, a row has its own maximum, weights, sum and mix of values,
 all in the order of the keys; segments are then folded one after the other. So the sums of a row are the same in any tile, any
-chunk and any split of its segments over threads, and keys beyond its position change nothing.
+chunk and any split of its segments over threads, and keys beyond its position or before its window change nothing.
 
 Products are those of VDPBF16PS: fma(even, even, fma(odd, odd, sum)) in fp32, denormals flushed to zero. Processors that multiply
 fp32 twice as fast as bf16 pairs compute them as that (`FUSED`).
@@ -155,6 +155,23 @@ def _lanes_below(e: Emit, count: Value) -> Value:
     return e.b.icmp_signed("<", lanes, e.splat(e.b.trunc(count, I32), I))
 
 
+@intrinsic
+def _hide(_, scores, count):
+    """Make the first `count` scores of a row minus infinity, so that their keys weigh zero."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        scores, count = args
+        b, nothing = e.b, e.const(float("-inf"))
+        full, rest = b.lshr(count, e.i64(4)), b.and_(count, e.i64(15))
+        with e.loop(full) as j:
+            e.store(nothing, scores, e.mul(j, 64))
+        end = e.mul(full, 64)
+        with b.if_then(b.icmp_signed("!=", rest, e.i64(0))):
+            e.store(b.select(_lanes_below(e, rest), nothing, e.load(F, scores, end)), scores, end)
+
+    return lowered(body, types.void, *[types.int64] * 2)
+
+
 @intrinsic(prefer_literal=True)
 def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
     """Scores of one row, in place, to weights rounded to bf16: 2**(scale * score - maximum), zero from key `valid` to the end of `blocks`.
@@ -257,7 +274,15 @@ def _take_query(_, fused, q, head_dim, out):
 
 
 @njit(nogil=True)
-def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim, scale_bits, start, stop, records, record_step, scratch):
+def first_seen(position, window):
+    """The first key that a row sees: all before it, or the last ones of a window."""
+    return max(0, position + 1 - window) if window else 0
+
+
+@njit(nogil=True)
+def attend(
+    table, keys, block_stride, q, q_stride, heads, rows, first, window, head_dim, scale_bits, start, stop, records, record_step, scratch
+):
     """Attention of `rows` positions x `heads` query heads over segments [start, stop): each row's records of them.
 
     Args:
@@ -265,6 +290,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
         keys: address of this layer's and KV head's keys in block 0; values follow each block's keys.
         q: address of bf16 queries: `heads` of them side by side, `q_stride` bytes between positions.
         first: the first row's position.
+        window: keys that a row sees, its own included; 0: all before it.
         scale_bits: bits of the fp32 factor on scores, log2(e) included.
         records: address of the rows' records, a row's one after the other.
         record_step: segments that a row has records for: each segment's stays its own, to be folded later (`finish`).
@@ -278,20 +304,29 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
         _take_query(FUSED, q + i // heads * q_stride + i % heads * 2 * head_dim, head_dim, scratch + i * QUERY_STRIDE)
     for segment in range(start, stop):
         key = segment * SEGMENT
-        table_ = table + 4 * (key // BLOCK)
         i = 0
         while i < n:
             left = n - i
             take = 8 if left >= 8 else min(4, left)
             seen = first + (i + take - 1) // heads - key + 1
-            if seen > 0:
-                blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK
-                aside = record_step == 0 and segment > 0
+            lowest = first_seen(first + i // heads, window)
+            if seen > 0 and lowest < key + SEGMENT:
+                # Blocks that no row sees any more.
+                passed = max(0, lowest - key) // BLOCK
+                table_ = table + 4 * (key // BLOCK + passed)
+                blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK - passed
+                aside = record_step == 0 and segment > lowest // SEGMENT
                 stride = size if record_step == 0 else record_step * size
                 target = weights + TILE * WEIGHT_STRIDE if aside else records + i * stride + (segment * size if record_step else 0)
                 _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, True, target, stride)
                 for m in range(take):
-                    valid = max(0, min(SEGMENT, first + (i + m) // heads - key + 1))
+                    position, begin = first + (i + m) // heads, key + passed * BLOCK
+                    valid = max(0, min(key + SEGMENT, position + 1) - begin)
+                    hidden = first_seen(position, window) - begin
+                    if hidden >= valid:
+                        valid = 0  # the first it sees is in a later segment: this one adds nothing
+                    elif hidden > 0:
+                        _hide(weights + m * WEIGHT_STRIDE, hidden)
                     _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, target + m * stride)
                 _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, False, target, stride)
                 for m in range(take):
@@ -332,14 +367,17 @@ def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, sco
 
 
 @njit(nogil=True)
-def finish(rows, heads, first, head_dim, records, record_step, out, out_stride):
+def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride):
     """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments."""
     mode = flush_denormals()
     size = record_bytes(head_dim)
     for i in range(rows * heads):
         record = records + i * size * max(1, record_step)
         if record_step:
-            for segment in range(1, (first + i // heads) // SEGMENT + 1):
+            position = first + i // heads
+            begin = first_seen(position, window) // SEGMENT
+            record += begin * size
+            for segment in range(1, position // SEGMENT - begin + 1):
                 _fold(record, record + segment * size, head_dim)
         _finish(record, head_dim, out + i // heads * out_stride + i % heads * 2 * head_dim)
     restore_denormals(mode)

@@ -320,6 +320,7 @@ def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:
     """[layer, place, part] as `step` names them. Compiles the products that are missing."""
     places = np.zeros((*model.addresses.shape, step.N_PARTS), np.int64)
     places[:, :, step.AT] = model.addresses
+    places[:-1, step.WINDOW, step.AT] = [model.spec.window_of(layer) for layer in range(model.layers.start, model.layers.stop)]
     for row, place in np.argwhere(model.forms >= 0):
         form = Form(model.forms[row, place])
         layout = LAYOUT[form]

@@ -52,7 +52,9 @@ from paceline.backends.cpu.sizes import (
  HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, N_SIZES) = range(25)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
-(ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, N_WEIGHTS) = range(15)
+# WINDOW is a number: of the keys that a row sees.
+(ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, WINDOW,
+ N_WEIGHTS) = range(16)  # fmt: skip
 
 # Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
@@ -153,7 +155,7 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
     row, rows = sync.load_int32(place + 4 * PIECE_ROW), sync.load_int32(place + 4 * PIECE_ROWS)
     start, stop = sync.load_int32(place + 4 * PIECE_START), sync.load_int32(place + 4 * PIECE_STOP)
     pieces, before = sync.load_int32(place + 4 * PIECE_OF), sync.load_int32(place + 4 * PIECE_RECORDS)
-    first = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
+    first, window = sync.load_int32(buffers[ROW_POSITION] + 4 * row), weights[layer, WINDOW, AT]
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
     keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * sizes[HEAD_STRIDE]
     # Each query gives its place to what was mixed for it.
@@ -162,13 +164,14 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
     if pieces > 1:
         apart = (first + rows - 1) // SEGMENT + 1
         records = buffers[RECORDS] + (before * heads + first_head * rows * apart) * record_bytes(dim)
-    attend(table, keys, sizes[BLOCK_STRIDE], at, stride, n_heads, rows, first, dim, sizes[SCALE], start, stop, records, apart, scratch)
+    attend(table, keys, sizes[BLOCK_STRIDE], at, stride, n_heads, rows, first, window, dim, sizes[SCALE], start, stop, records, apart,
+           scratch)  # fmt: skip
     if pieces > 1:
         unfinished = buffers[UNFINISHED] + 8 * (sync.load_int32(place + 4 * PIECE_TILE) * heads + first_head)
         if sync.fetch_add(unfinished, 1) < pieces - 1:
             return
         sync.store_release(unfinished, 0)
-    finish(rows, n_heads, first, dim, records, apart, at, stride)
+    finish(rows, n_heads, first, window, dim, records, apart, at, stride)
     for m in range(rows):
         _hold(
             1 << weights[layer, OUT, INPUTS],

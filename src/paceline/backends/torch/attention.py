@@ -40,10 +40,10 @@ class Step(Protocol):
         """Rotary embedding of bf16 heads, computed in float32."""
         ...
 
-    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, window: int = 0) -> Tensor:
         """Write keys and values into their blocks, then causal attention of every row: bf16 [T, H * D].
 
-        `layer` counts from the first layer of the runner's range.
+        `layer` counts from the first layer of the runner's range. `window`: keys that a row sees, its own included; 0: all before it.
         """
         ...
 
@@ -134,8 +134,13 @@ class _Tile:
     """Of the batch, S * R of them."""
     n_rows: int
     keys: int
-    hidden: Tensor
-    """Keys a row does not see, bool [S, 1, R, 1, B]."""
+    behind: Tensor
+    """How far each key is behind a row, int64 [S, 1, R, 1, B]."""
+
+    def hidden_of(self, window: int) -> Tensor:
+        """Keys a row does not see."""
+        later = self.behind < 0
+        return later.logical_or_(self.behind >= window) if window else later
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +170,23 @@ class CpuStep:
     def rotate(self, x_THD: Tensor) -> Tensor:
         return self._rope.rotate(x_THD, self._turn)
 
-    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, window: int = 0) -> Tensor:
         self._pool.write(layer, self._slots, k_THD, v_THD)
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         for group in self._groups:
             keys, values = self._pool.gather(layer, group.pieces)
             values.view(len(group.pieces), self._pool.n_kv, *values.shape[1:])[:, :, group.ending :].masked_fill_(group.beyond, 0)
             for tile in group.tiles:
-                out[tile.rows] = self._tile(q_THD[tile.rows], keys[:, : tile.keys], values[:, : tile.keys], tile)
+                out[tile.rows] = self._tile(q_THD[tile.rows], keys[:, : tile.keys], values[:, : tile.keys], tile, window)
         return out.flatten(1)
 
-    def _tile(self, q_THD: Tensor, keys: Tensor, values: Tensor, tile: _Tile) -> Tensor:
+    def _tile(self, q_THD: Tensor, keys: Tensor, values: Tensor, tile: _Tile, window: int) -> Tensor:
         n_kv, head_dim, r = self._pool.n_kv, self._pool.head_dim, tile.n_rows
         per_kv = q_THD.shape[1] // n_kv
         q = q_THD.view(-1, r, n_kv, per_kv, head_dim).transpose(1, 2).reshape(len(keys), -1, head_dim)
         in_blocks = [keys[:, first : first + KEYS] for first in range(0, tile.keys, KEYS)]
         scores = torch.cat([self._bmm(q, block.transpose(1, 2)) for block in in_blocks], 2).float().mul_(self._scale)
-        scores.view(-1, n_kv, r, per_kv, tile.keys).masked_fill_(tile.hidden, -math.inf)
+        scores.view(-1, n_kv, r, per_kv, tile.keys).masked_fill_(tile.hidden_of(window), -math.inf)
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         part_sums = weights.view(*weights.shape[:2], -1, KEYS).sum(-1)
         weights = weights.bfloat16()
@@ -229,11 +234,11 @@ def _group(plan: RowPlan, members: np.ndarray[tuple[int], np.dtype[np.intp]], po
     for first in range(0, count, TILE):
         within = np.arange(first, min(first + TILE, count))
         seen = -(-int(firsts.max() + within[-1] + 1) // KEYS) * KEYS
-        hidden = key_B[None, None, :seen] > (firsts[:, None] + within)[:, :, None]
+        behind = (firsts[:, None] + within)[:, :, None] - key_B[None, None, :seen]
         rows = (starts[:, None] + within).ravel()
         adjacent = int(rows[-1] - rows[0]) == len(rows) - 1
         chosen = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else torch.from_numpy(rows)
-        tiles.append(_Tile(chosen, len(within), seen, torch.from_numpy(hidden)[:, None, :, None]))
+        tiles.append(_Tile(chosen, len(within), seen, torch.from_numpy(behind)[:, None, :, None]))
     ends = firsts + count
     ending = int(ends.min())
     beyond = key_B[None, ending:] >= ends[:, None]

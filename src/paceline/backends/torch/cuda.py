@@ -106,7 +106,7 @@ class CudaStep:
     def rotate(self, x_THD: Tensor) -> Tensor:
         return self._rope.rotate(x_THD, self._turn)
 
-    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, window: int = 0) -> Tensor:
         at, (keys, values) = self._tables, self._pool.pages[layer]
         for pages, rows in ((keys, k_THD), (values, v_THD)):
             pages.view(-1, *pages.shape[2:]).index_copy_(0, at.slots_T, rows)
@@ -119,7 +119,7 @@ class CudaStep:
             at.max_rows,
             at.max_keys,
             scale=self._scale,
-            window_size=(-1, 0),
+            window_size=(window - 1, 0),
             enable_gqa=True,
             seqused_k=at.lengths_S,
             block_table=at.tables_SB,
@@ -310,7 +310,7 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
     def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
         small = LoadOptions(source.spec.all_layers, options.weights, 1, PAGE, threads)
         blocks = -(-ROWS // PAGE)
-        return CudaRunner(load_model(source, small, None, device), 1, blocks, Numerics("", holds_identity=False), device)
+        return CudaRunner(load_model(source, small, None, device), source.spec.n_layers, blocks, Numerics("", holds_identity=False), device)
 
     label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}"
     found = measure(make, SeededWeights(small(model.spec)), {options.threads}, tensor_bytes, label)

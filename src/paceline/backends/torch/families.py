@@ -114,12 +114,14 @@ class Attention:
     """Norm, attention and its output product. `slot` counts from the range's first layer.
 
     Args:
+        window: keys that a row sees; 0: all before it.
         bias: of queries, keys and values.
         normed: queries and keys are normed before they turn.
     """
 
-    def __init__(self, reader: TensorReader, at: str, slot: int, *, bias: bool, normed: bool) -> None:
+    def __init__(self, reader: TensorReader, at: str, slot: int, *, window: int, bias: bool, normed: bool) -> None:
         spec = reader.spec
+        self._window = window
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._norm = reader.norm(f"{at}.input_layernorm.weight")
         self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=bias)
@@ -133,7 +135,7 @@ class Attention:
             q_norm, k_norm = self._qk_norms
             qk = torch.cat([q_norm(qk[:, :n_heads]), k_norm(qk[:, n_heads:])], 1)
         qk = step.rotate(qk)
-        return self._out(step.attend(self._slot, qk[:, :n_heads], qk[:, n_heads:], v), step.path)
+        return self._out(step.attend(self._slot, qk[:, :n_heads], qk[:, n_heads:], v, self._window), step.path)
 
 
 class FeedForward:
@@ -195,7 +197,8 @@ class Layer:
 
     def __init__(self, reader: TensorReader, family: Family, index: int, slot: int) -> None:
         at, moe = f"model.layers.{index}", reader.spec.moe
-        self._attention = Attention(reader, at, slot, bias=family.qkv_bias, normed=family.qk_normed)
+        window = reader.spec.window_of(index)
+        self._attention = Attention(reader, at, slot, window=window, bias=family.qkv_bias, normed=family.qk_normed)
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
         self._feed_forward = FeedForward(reader, f"{at}.mlp") if moe is None else Experts(reader, f"{at}.mlp", moe)
 

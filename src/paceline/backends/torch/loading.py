@@ -155,7 +155,9 @@ def _runner(model: TorchModel, n_layers: int, options: LoadOptions, numerics: Nu
 def _measured(model: TorchModel, options: LoadOptions, formats: Sequence[WeightsFormat]) -> Numerics:
     def make(weights: WeightsFormat, source: WeightSource, threads: int) -> LayerRunner[Any]:
         small = LoadOptions(source.spec.all_layers, weights, -(-ROWS // options.block_size), options.block_size, threads)
-        return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
+        return _runner(
+            load_model(source, small, None, torch.device("cpu")), source.spec.n_layers, small, Numerics("", holds_identity=False)
+        )
 
     capability, processor = torch.backends.cpu.get_cpu_capability(), "" if multiplies_bf16() else binding.get_host_cpu_name()
     label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor}"

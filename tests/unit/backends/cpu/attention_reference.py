@@ -86,14 +86,15 @@ def sum_of_lanes(x_K: Float) -> np.float32:
     return lanes[0]
 
 
-def segment(q_D: Float, k_KD: Float, v_KD: Float, scale: np.float32) -> tuple[np.float32, np.float32, Float]:
-    """(maximum, sum of weights, mix of values) of one segment's visible keys."""
+def segment(q_D: Float, k_KD: Float, v_KD: Float, scale: np.float32, hidden: int = 0) -> tuple[np.float32, np.float32, Float]:
+    """(maximum, sum of weights, mix of values) of one segment's keys up to the row's own; the first `hidden` are before its window."""
     scores = np.zeros(len(k_KD), np.float32)
     for d in range(0, len(q_D), 2):
         for i in (d + 1, d):
             scores = fma(k_KD[:, i], np.broadcast_to(q_D[i], scores.shape), scores)
-    top = mul(scores.max(keepdims=True), np.array([scale]))[0]
+    top = mul(scores[hidden:].max(keepdims=True), np.array([scale]))[0]
     weights = weight(fma(scores, np.full_like(scores, scale), np.full_like(scores, -top)))
+    weights[:hidden] = 0
     shares = to_bf16(weights)
     if len(shares) % 2:
         shares, v_KD = np.append(shares, np.float32(0)), np.vstack([v_KD, np.zeros_like(v_KD[:1])])
@@ -104,11 +105,13 @@ def segment(q_D: Float, k_KD: Float, v_KD: Float, scale: np.float32) -> tuple[np
     return top, sum_of_lanes(weights), mix
 
 
-def attend(q_D: Float, k_KD: Float, v_KD: Float) -> Float:
-    """One row's attention to all keys given, as bf16 values in fp32. Inputs are bf16 values."""
+def attend(q_D: Float, k_KD: Float, v_KD: Float, window: int = 0) -> Float:
+    """One row's attention to all keys given, or to the last ones of a window, as bf16 values in fp32. Inputs are bf16 values."""
     scale = np.float32(len(q_D) ** -0.5 * math.log2(math.e))
-    top, total, mix = segment(q_D, k_KD[:SEGMENT], v_KD[:SEGMENT], scale)
-    for start in range(SEGMENT, len(k_KD), SEGMENT):
+    lowest = max(0, len(k_KD) - window) if window else 0
+    begin = lowest // SEGMENT * SEGMENT
+    top, total, mix = segment(q_D, k_KD[begin : begin + SEGMENT], v_KD[begin : begin + SEGMENT], scale, lowest - begin)
+    for start in range(begin + SEGMENT, len(k_KD), SEGMENT):
         later = segment(q_D, k_KD[start : start + SEGMENT], v_KD[start : start + SEGMENT], scale)
         most = max(top, later[0])
         before, now = (weight(add(np.array([one]), np.array([-most]))) for one in (top, later[0]))

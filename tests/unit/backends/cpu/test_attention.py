@@ -98,7 +98,7 @@ def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
     return Cache(k_KD, v_KD, pool, table)
 
 
-def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1) -> Bits:
+def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0) -> Bits:
     """Attention of T rows from position `first`, H query heads; in pieces of its segments."""
     rows, heads, dim = q_THD.shape
     out = np.zeros_like(q_THD)
@@ -108,9 +108,9 @@ def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1) -> Bits:
     scratch, records = aligned(scratch_bytes(rows * heads, dim)), aligned(rows * heads * max(1, apart) * record_bytes(dim))
     cuts = np.linspace(0, segments, pieces + 1).astype(int)
     for start, stop in reversed(list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))):
-        attend(kv.table.ctypes.data, kv.pool.ctypes.data, kv.block_bytes, q_THD.ctypes.data, 2 * heads * dim, heads, rows, first, dim, scale,
-               start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
-    finish(rows, heads, first, dim, records.ctypes.data, apart, out.ctypes.data, 2 * heads * dim)
+        attend(kv.table.ctypes.data, kv.pool.ctypes.data, kv.block_bytes, q_THD.ctypes.data, 2 * heads * dim, heads, rows, first, window, dim,
+               scale, start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
+    finish(rows, heads, first, window, dim, records.ctypes.data, apart, out.ctypes.data, 2 * heads * dim)
     return out
 
 
@@ -130,6 +130,23 @@ def test_attention_is_the_definition(dim: int, heads: int, magnitude: float) -> 
             assert np.abs(expected).max() > 0
 
 
+WINDOWS = (1, 7, 40, SEGMENT, SEGMENT + 33)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_is_the_definition(window: int) -> None:
+    rng = np.random.default_rng(window)
+    dim, heads, tokens, rows = 64, 3, 3 * SEGMENT + 9, 43
+    kv = cache(rng, normal(rng, (tokens, dim), 2.0), normal(rng, (tokens, dim)))
+    for first in (0, 29, SEGMENT - 5, SEGMENT + 20, tokens - rows):
+        q_THD = normal(rng, (rows, heads, dim), 2.0)
+        out = run(kv, q_THD, first, window=window)
+        for row in (0, 4, 5, rows // 2, rows - 1):
+            seen, head = first + row + 1, row % heads
+            expected = reference(widen(q_THD[row, head]), widen(kv.k_KD[:seen]), widen(kv.v_KD[:seen]), window)
+            np.testing.assert_array_equal(widen(out[row, head]), expected)
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1e-38])
 def test_denormals_are_zero(scale: float) -> None:
     """Products and values around the least normal number: where flushing before, after or not at all would show."""
@@ -143,22 +160,23 @@ def test_denormals_are_zero(scale: float) -> None:
         np.testing.assert_array_equal(out[0, head], (expected.view(np.uint32) >> 16).astype(np.uint16))
 
 
+@pytest.mark.parametrize("window", [0, 40, SEGMENT, SEGMENT + 33])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_tiles_and_pieces_change_nothing(heads: int) -> None:
+def test_tiles_and_pieces_change_nothing(heads: int, window: int) -> None:
     rng = np.random.default_rng(heads)
     dim, rows, tokens = 64, 37, 3 * SEGMENT + 70
     kv = cache(rng, normal(rng, (tokens, dim)), normal(rng, (tokens, dim)))
     for first in (SEGMENT - 20, tokens - rows):
         q_THD = normal(rng, (rows, heads, dim))
-        whole = run(kv, q_THD, first)
+        whole = run(kv, q_THD, first, window=window)
         for pieces in range(2, (first + rows - 1) // SEGMENT + 2):
-            np.testing.assert_array_equal(run(kv, q_THD, first, pieces), whole)
+            np.testing.assert_array_equal(run(kv, q_THD, first, pieces, window), whole)
         at = 0
         for count in (1, 2, 3, 11, 20):
-            np.testing.assert_array_equal(run(kv, q_THD[at : at + count].copy(), first + at), whole[at : at + count])
+            np.testing.assert_array_equal(run(kv, q_THD[at : at + count].copy(), first + at, window=window), whole[at : at + count])
             at += count
         for head in range(heads):
-            np.testing.assert_array_equal(run(kv, q_THD[:, head : head + 1].copy(), first)[:, 0], whole[:, head])
+            np.testing.assert_array_equal(run(kv, q_THD[:, head : head + 1].copy(), first, window=window)[:, 0], whole[:, head])
 
 
 def test_pairs_of_bf16_are_two_fused_multiplications() -> None:
