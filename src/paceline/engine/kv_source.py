@@ -48,11 +48,12 @@ class KvFetch(Protocol):
 class KvSource(Protocol):
     """Where blocks are kept. For the engine's thread; what it does takes place in others."""
 
-    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
         """How many blocks of a chain it expects to have, from the first on, if to fetch them pays.
 
         Args:
             request: whose prompt these blocks end; None: there is none.
+            n_writing: other answers that are being written here, and would be held up while these blocks are computed.
         """
         ...
 
@@ -101,9 +102,9 @@ class KvTraffic:
         """Whether blocks are still to be copied."""
         return bool(self.lent or self._waiting)
 
-    def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
-        """Have what there is of a sequence's next blocks brought into them."""
-        if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None):
+    def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId], n_writing: int) -> None:
+        """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it."""
+        if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None, n_writing):
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
             seq.flights += 1
 

@@ -391,7 +391,8 @@ class Scheduler:
             seq.phase = Phase.RUNNING
             insort(self.running, seq, key=attrgetter("id"))
             if self.kv is not None:
-                self.kv.fetch(seq, self.prefixes.missing(seq, len(hits)), seq.blocks[len(hits) :])
+                writing = sum(other.left == 1 for other in self.running if other is not seq)
+                self.kv.fetch(seq, self.prefixes.missing(seq, len(hits)), seq.blocks[len(hits) :], writing)
             if seq.left > 1:
                 backlog += seq.left
                 least = min(least or seq.left, seq.left)

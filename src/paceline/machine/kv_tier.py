@@ -168,8 +168,8 @@ class DiskTier:
     def kept_bytes(self) -> int:
         return self._folder.total_bytes
 
-    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
-        del request
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
+        del request, n_writing
         return 0 if self._clock.monotonic() < self._rests_until else self._folder.run_of(keys)
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> DiskFetch:

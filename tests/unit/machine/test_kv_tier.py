@@ -94,7 +94,7 @@ def test_blocks_that_were_kept_by_another_process_meanwhile_are_let_go_at_once(t
         before = bench.run(request("a", prompt, answer))[RequestId("a"), 0]
     started = Started(tmp_path)
     with started as bench:
-        started.tier.run_of = lambda keys, request=None: 0  # type: ignore[method-assign]  they came after it looked
+        started.tier.run_of = lambda keys, request=None, n_writing=0: 0  # type: ignore[method-assign]  they came after it looked
         after = bench.run(request("a", prompt, answer))[RequestId("a"), 0]
         assert (after.token_ids, after.cached_tokens) == (before.token_ids, 0)
         assert started.tier.counts["written"] == 0

@@ -18,6 +18,8 @@ MARK_BYTES = 8
 """Of a key, in what a node tells of its prefixes."""
 FASTER = 1.25
 """By what factor fetching must be faster: estimates are rough, and the link is others' too. Raising it: more is computed again."""
+SLOWER = 1.1
+"""By what factor a prompt may take longer elsewhere where answers are written here: each of its steps here would hold them up, and they it."""
 OPENING_S, ROUND_TRIPS = 0.02, 4
 """From asking until the first block is on its way, beside the link's round trips: a call, and a connection with its handshake."""
 
@@ -52,10 +54,12 @@ class KvPrice:
         gain_s = self.computed_s / FASTER - self.fetched_s
         return max(1, ceil(self.opening_s / gain_s)) if gain_s > 0 else None
 
-    def saved_s(self, n_blocks: int) -> float:
-        """What fetching so many saves; 0 where it is not worth it."""
+    def saved_s(self, n_blocks: int, n_writing: int = 0) -> float:
+        """What fetching so many saves, to a prompt and to so many answers that are written here; 0 where it is not worth it."""
         least = self.least_blocks
-        return 0.0 if least is None or n_blocks < least else n_blocks * (self.computed_s - self.fetched_s) - self.opening_s
+        if least is None or n_blocks < least:
+            return 0.0
+        return n_blocks * ((1 + n_writing) * self.computed_s - self.fetched_s) - self.opening_s
 
     def words(self, block_tokens: int) -> str:
         """Why blocks are fetched, or not."""
@@ -99,10 +103,11 @@ class PrefillPrice:
         """Until so many blocks are here, of so many that are computed there."""
         return self.opening_s + max(n_there * self.there_s, n_moved * self.moved_s) + min(n_moved, self.last_blocks) * self.moved_s
 
-    def saved_s(self, n_there: int, n_moved: int) -> float:
-        """What that saves; 0 where it is not worth it."""
+    def saved_s(self, n_there: int, n_moved: int, n_writing: int = 0) -> float:
+        """What that saves, to a prompt and to so many answers that are written here; 0 where it is not worth it."""
         pushed_s, here_s = self.pushed_s(n_there, n_moved), n_moved * self.here_s
-        return here_s - pushed_s if here_s >= FASTER * pushed_s else 0.0
+        pays = here_s >= (1 / SLOWER if n_writing else FASTER) * pushed_s
+        return (1 + n_writing) * here_s - pushed_s if pays else 0.0
 
     @property
     def least_blocks(self) -> int | None:

@@ -43,6 +43,9 @@ MOST_ROUTED_PUSHES: Final = 8
 LEAST_S: Final = 0.5
 MOST_S: Final = 30.0
 """A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
+PUSH_PATIENCE: Final = 1.5
+"""By what factor a prompt that a peer computes may take longer than here: its blocks come all the while, and what came stands. Raising it: a peer that
+became slow is waited for longer."""
 MOST_PUSH_S: Final = 45.0
 """The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
 SILENCE_S: Final = 5.0
@@ -103,9 +106,10 @@ class PeerFetch:
         self.peer, self.keys, self.expected, self.push = peer, keys, expected, push
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
-        self.most_s = min(max(LEAST_S, expected * peer.price.computed_s), MOST_S if push is None else MOST_PUSH_S)
-        if push is not None and push.leg is not None:
-            self.most_s = MOST_PUSH_S
+        here_s = max(LEAST_S, expected * peer.price.computed_s)
+        self.most_s = (
+            min(here_s, MOST_S) if push is None else MOST_PUSH_S if push.leg is not None else min(PUSH_PATIENCE * here_s, MOST_PUSH_S)
+        )
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
@@ -224,8 +228,8 @@ class PeerKv:
     def kept_bytes(self) -> int:
         return 0 if self._disk is None else self._disk.kept_bytes
 
-    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
-        self._found = here, run, peer, push = self._look(keys, request)
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
+        self._found = here, run, peer, push = self._look(keys, request, n_writing)
         self._asked = None if request is None else request.request_id
         if push is not None:
             return run
@@ -301,7 +305,9 @@ class PeerKv:
         assert self._disk is not None, "nothing else has blocks"
         return self._disk.fetch(keys, blocks)
 
-    def _look(self, keys: Sequence[bytes], request: GenerationRequest | None) -> tuple[int, int, KvPeer | None, PromptPush | None]:
+    def _look(
+        self, keys: Sequence[bytes], request: GenerationRequest | None, n_writing: int
+    ) -> tuple[int, int, KvPeer | None, PromptPush | None]:
         """Blocks of a chain that the disk has; those that the best peer may have, or is to compute; that peer, if more come from it and that pays."""
         here = 0 if self._disk is None else self._disk.run_of(keys)
         best: tuple[float, int, KvPeer, PromptPush | None] | None = None
@@ -319,13 +325,13 @@ class PeerKv:
             whole = 0 if request is None else (len(request.prompt_ids) - 1) // self.block_tokens
             for peer in peers:
                 run = run_of(peer.marks, found)
-                saved_s = peer.price.saved_s(run - here)
+                saved_s = peer.price.saved_s(run - here, n_writing)
                 if saved_s > 0 and (best is None or saved_s > best[0]):
                     best = saved_s, run, peer, None
                 if request is None or peer.prefill is None or not here < len(keys) <= min(whole, here + MOST_KEYS):
                     continue
                 known = whole - len(keys) + run if run else 0
-                saved_s = peer.prefill.saved_s(whole - known, len(keys) - here)
+                saved_s = peer.prefill.saved_s(whole - known, len(keys) - here, n_writing)
                 if saved_s > 0 and (best is None or saved_s > best[0]):
                     push = PromptPush(request.request_id, request.prompt_ids[: whole * self.block_tokens])
                     best = saved_s, len(keys), peer, push

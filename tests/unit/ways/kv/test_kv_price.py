@@ -7,7 +7,7 @@ import pytest
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.ways.kv.price import FASTER, OPENING_S, KvPrice, explain_prompts, marked, price, run_of
+from paceline.ways.kv.price import FASTER, OPENING_S, KvPrice, PrefillPrice, explain_prompts, marked, price, run_of
 
 LINK = Link(NodeId("b"), "b:1", 0.001, 1e8)
 
@@ -73,3 +73,12 @@ def test_it_is_said_which_prompts_are_computed_elsewhere_and_why() -> None:
         "unmeasured: prompts are not computed there: its speed, or the link, is not measured",
     ]
     assert explain_prompts({one.node_id: one for one in cards}, NodeId("gone"), ModelRef("d" * 64, "int4"), 500) == []
+
+
+def test_a_machine_that_writes_answers_has_prompts_computed_by_one_as_fast_and_not_by_one_that_is_slower() -> None:
+    fetched = KvPrice(0.05, 0.001, 0.1)
+    alike, slower = (PrefillPrice(0.05, 0.001, there_s, 0.1, 32) for there_s in (0.1, 0.112))
+    assert alike.saved_s(256, 256) == slower.saved_s(256, 256, 8) == 0.0
+    assert alike.saved_s(256, 256, 8) == pytest.approx(9 * 25.6 - alike.pushed_s(256, 256))
+    assert alike.saved_s(2, 2, 8) == 0.0, "the call itself takes a quarter of that time"
+    assert fetched.saved_s(240, 8) > alike.saved_s(256, 256, 8), "what another machine has comes first"

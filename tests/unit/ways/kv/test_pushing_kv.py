@@ -109,10 +109,23 @@ async def test_roles_decide_who_computes_for_whom(tmp_path: Path) -> None:
 @in_loop
 async def test_where_the_other_is_as_fast_the_prompt_stays(tmp_path: Path) -> None:
     async with sharers(tmp_path, sharer("p", speed=100.0), sharer("d", speed=100.0)) as (p, d):
-        await until(lambda: d.sharing.version_of(p.node_id) >= 0)
+        await until(lambda: p.node_id in d.sharing.meter.least_tokens)
         assert (await d.answer("1", PROMPT)).cached_tokens == 0
         assert not d.sharing.meter.pushes
         assert not d.sharing.meter.least_pushed
+
+
+@in_loop
+async def test_where_answers_are_written_it_goes_to_one_that_is_as_fast(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("p", speed=100.0), sharer("d", speed=100.0)) as (p, d):
+        await until(lambda: p.node_id in d.sharing.meter.least_tokens)
+        d.bench.add(GenerationRequest(RequestId("1"), tuple(PROMPT[:3]), 40, SamplingParams(seed=1), ignore_eos=True))
+        while not d.bench.answers:
+            d.bench.step()
+        answer = await d.answer("2", PROMPT)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), 4 * WHOLE)
+        await until(lambda: d.sharing.meter.pushes == {"whole": 1})
+        await at_rest(p, d)
 
 
 @in_loop

@@ -130,8 +130,8 @@ class StagesKv:
         self._sent: tuple[Future[list[int]], list[BlockId]] | None = None
         self._look_at_route()
 
-    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None) -> int:
-        del request
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
+        del request, n_writing
         self._look_at_route()
         if self._asked is None:
             return 0
