@@ -14,6 +14,7 @@ from tests.unit.machine.test_models import NAMES, SETTINGS, Builds, files, home,
 
 from paceline.core.clock import SystemClock
 from paceline.machine.models import Models
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode
 from paceline.server.settings import OWNER_HEADER, ServerSettings
 from paceline.store.home import Home
@@ -66,7 +67,7 @@ def test_a_client_names_what_it_wants(several: Several, builds: Builds) -> None:
     refused = several.http.post("/v1/completions", json={**ASKED, "model": "none"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     broken = several.http.post("/v1/completions", json={**ASKED, "model": "damaged"})
-    assert broken.status_code == 500
+    assert (broken.status_code, broken.json()["error"]["code"]) == (503, "load_failed")
     assert "damaged" in broken.json()["error"]["message"]
 
 
@@ -104,9 +105,38 @@ def test_only_the_owner_loads_and_unloads(several: Several, files: dict[str, Pat
         assert (use["name"], use["path"], use["state"], use["live"], use["context"]) == ("a", str(files["a"]), "loaded", 0, 256)
         assert use["memory_bytes"] > use["weights_bytes"] + use["kv_bytes"] > 0
         assert owner.post("/owner/unload", json={"model": "b"}).status_code == 404
-        assert owner.post("/owner/load", json={"model": "damaged"}).status_code == 500
         assert owner.post("/owner/unload", json={"model": "a"}).is_success
         assert owner.get("/owner/models").json()["models"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "says"),
+    [
+        ('{"model": "none"}', 404, "model_not_found", "none"),
+        ('{"model": "/none/x.gguf"}', 404, "model_not_found", "/none/x.gguf"),
+        ('{"model": "\\u0000"}', 404, "model_not_found", ""),
+        ('{"model": "~nobody-is-called-so/x"}', 400, "invalid_value", "no home folder"),
+        ('{"model": "damaged"}', 400, "invalid_value", "damaged"),
+        ('{"model": ""}', 400, "invalid_value", "model: "),
+        ('{"model": 7}', 400, "invalid_value", "model: "),
+        ("{}", 400, "missing_required_parameter", "model"),
+        ("no JSON", 400, "invalid_json", "JSON"),
+    ],
+)
+def test_the_owner_s_mistakes_are_answered_as_the_api_s(several: Several, body: str, status: int, code: str, says: str) -> None:
+    headers = {**OWN, "Content-Type": "application/json"}
+    answer = httpx.post(f"{several.url}/owner/load", headers=headers, content=body, timeout=BOUND_S)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code), error
+    assert says in error["message"]
+    assert loaded(several) == []
+
+
+def test_a_model_that_never_fits_is_the_owner_s_to_hear(several: Several) -> None:
+    several.inference._settings = NodeSettings(kv_tokens=1 << 20, threads=1)
+    answer = httpx.post(f"{several.url}/owner/load", headers=OWN, json={"model": "a"}, timeout=BOUND_S)
+    assert answer.status_code == 400
+    assert "--kv-tokens" in answer.json()["error"]["message"]
 
 
 def test_a_machine_without_an_owners_key_has_no_such_paths(home: Home) -> None:  # noqa: F811

@@ -135,7 +135,7 @@ class Models(Generic[Hosted]):
         none, or nothing is loaded on demand.
 
         Raises:
-            UserError: its files can't be opened.
+            ExecutorUnavailable: its files can't be opened.
         """
         place = self._find(name) if self.on_demand else None
         if place is None:
@@ -143,7 +143,10 @@ class Models(Generic[Hosted]):
         with self._opening:
             served = self._served.get(place.name)
             if served is None:
-                served = self._opened(place)
+                try:
+                    served = self._opened(place)
+                except UserError as error:
+                    raise _load_failed(place.name, error) from error
                 self._places[place.name] = place
                 self._served[place.name] = served
         return served
@@ -297,7 +300,7 @@ class Models(Generic[Hosted]):
                     raise UnknownModel(f"The model {name!r} is not served here", f"Served here: {', '.join(self._loaded) or 'none'}.")
                 await self._bring(name)
         except UserError as error:
-            raise ExecutorUnavailable(f"{name} can't be loaded: {error.message}", error.hint, code=LOAD_FAILED) from error
+            raise _load_failed(name, error) from error
         finally:
             self._waiting[name] -= 1
         if name in self._leaving:
@@ -468,6 +471,11 @@ class _Asked:
         self._closed = True
         if self._stream is not None:
             await self._stream.aclose()
+
+
+def _load_failed(name: str, error: UserError) -> ExecutorUnavailable:
+    """For clients: what is wrong is the machine's owner's to mend, and not theirs."""
+    return ExecutorUnavailable(f"{name} can't be loaded: {error.message}", error.hint, code=LOAD_FAILED)
 
 
 def _give_back() -> None:

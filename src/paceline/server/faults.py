@@ -10,7 +10,18 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from paceline.core.errors import ERROR_TABLE, SERVER_STOPPING, NodeStopping, PacelineError, UnknownModel, code_of, kind_of
+from paceline.core.errors import (
+    ERROR_TABLE,
+    SERVER_STOPPING,
+    ModelNotFound,
+    NodeStopping,
+    PacelineError,
+    PlacementError,
+    UnknownModel,
+    UserError,
+    code_of,
+    kind_of,
+)
 from paceline.server.requests import REFUSED, TOOL_TYPES, UNION_TAGS
 
 
@@ -126,6 +137,14 @@ def fault_of_error(error: PacelineError) -> Fault:
             return Fault(
                 status, str(error), param="model" if isinstance(error, UnknownModel) else getattr(error, "field", None), code=code_of(error)
             )
+
+
+def fault_of_mistake(error: UserError) -> Fault:
+    """A typed error as the person sees it whose it is to mend: what is a server's fault to clients of an API is a mistake in what its owner asked."""
+    if isinstance(error, PlacementError):
+        return fault_of_error(error)
+    status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, "invalid_value")
+    return Fault(status, str(error), param="model", code=code)
 
 
 def fault_of_validation(error: ValidationError) -> Fault:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, JSONResponse
 
+from paceline.core.errors import UserError
 from paceline.machine.models import Models
-from paceline.server.faults import STOPPING, Refusal
+from paceline.server.faults import Refusal, fault_of_mistake
 from paceline.server.fields import json_response
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
+
+Result = TypeVar("Result")
 
 
 @cache
@@ -62,17 +66,23 @@ class UnloadRequest(LoadRequest):
 
 
 def add_routes(app: FastAPI, service: ApiService, models: Models[Any]) -> None:
+    async def done(work: Coroutine[Any, Any, Result], request: Request) -> Result:
+        try:
+            return await service.while_wanted(work, request)
+        except UserError as error:
+            raise Refusal(fault_of_mistake(error)) from error
+
     @app.get("/owner/models", include_in_schema=False)
     async def in_use() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"models": [asdict(use) for use in models.in_use()], "on_demand": models.on_demand})
 
     @app.post("/owner/load", include_in_schema=False)
-    async def load(asked: LoadRequest, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        if service.is_draining or service.is_stopping:
-            raise Refusal(STOPPING)
-        return json_response({"model": await service.while_wanted(models.load(asked.model), request)})
+    async def load(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        asked = await service.read(request, lambda intake, body: intake.parse(LoadRequest, body))
+        return json_response({"model": await done(models.load(asked.model), request)})
 
     @app.post("/owner/unload", include_in_schema=False)
-    async def unload(asked: UnloadRequest, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        await service.while_wanted(models.unload(asked.model, asked.wait_s), request)
+    async def unload(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        asked = await service.read(request, lambda intake, body: intake.parse(UnloadRequest, body))
+        await done(models.unload(asked.model, asked.wait_s), request)
         return json_response({"model": asked.model})

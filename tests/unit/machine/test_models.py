@@ -21,7 +21,6 @@ from paceline.core.errors import (
     ConfigError,
     ExecutorUnavailable,
     ModelAway,
-    ModelFileError,
     NodeStopping,
     NoRoom,
     OutOfMemory,
@@ -215,8 +214,9 @@ def test_a_damaged_file_leaves_the_others_alone(home: Home, files: dict[str, Pat
         builds = Builds()
         async with models_of(home, builds) as models:
             first = await tokens(asked(models, "a"))
-            with pytest.raises(ModelFileError):
+            with pytest.raises(ExecutorUnavailable) as refused:
                 models.open("damaged")
+            assert refused.value.code == LOAD_FAILED
             # One that was whole when a request named it, and is damaged when it is loaded.
             place = files["b"].with_name("later.gguf")
             place.write_bytes(files["b"].read_bytes())
