@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import ShardUnavailable, WeightsMismatch
+from paceline.core.errors import WeightsMismatch
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan, ModelRef, shard_id
 from paceline.fleet.card import NodeCard, Role, ShardState
@@ -80,23 +80,29 @@ def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
     ]
 
 
-def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan]:
-    """Shards that cover the layers without gap or overlap, in the order of their layers.
-
-    Raises:
-        WeightsMismatch: only shards with other weights than those asked for could.
-        ShardUnavailable: none could, or not so few, or they have no stream free; names the layers.
-    """
-    named = [shard for shard in shards if _is_allowed(shard, request)]
-    same = [shard for shard in named if shard.model == request.model]
-    free = [shard for shard in same if shard.state.streams_free and request.numerics_id in {"", shard.numerics_id}]
-    fewest = sorted(free, key=_farthest, reverse=True)
+def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan] | None:
+    """Shards that cover the layers without gap or overlap, in the order of their layers; None where none do, or not so few, or they have no stream free."""
+    fewest = sorted(_free(shards, request), key=_farthest, reverse=True)
     parts = _greedy(sorted(fewest, key=lambda shard: shard.state.queue_depth), request.layers)
     if parts is not None and len(parts) > request.max_shards:
         parts = _greedy(fewest, request.layers)
-    if parts is None or len(parts) > request.max_shards:
-        raise _none(request, named, same, free, parts)
-    return parts
+    return None if parts is None or len(parts) > request.max_shards else parts
+
+
+def other_weights(shards: Iterable[WarmShard], request: CoverRequest) -> WeightsMismatch | None:
+    """What is wrong where shards cover the layers but for their weights; None where something else is."""
+    shards = [*shards]
+    missing = _uncovered(request.layers, _free(shards, request))
+    there = [shard for shard in shards if _is_allowed(shard, request) and any(_overlap(shard.state.layers, each) for each in missing)]
+    others = sorted(f"{shard} ({shard.model})" for shard in there if shard.model != request.model)
+    if not others or any(shard.model == request.model and not shard.state.streams_free for shard in there):
+        return None
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return WeightsMismatch(
+        f"Layers {', '.join(map(str, missing))} of {request.model.name[:200]} are loaded with other weights than {request.model}: "
+        f"{', '.join(others[:4])}{more}",
+        "Pull the same model on all machines.",
+    )
 
 
 def warm_cover(
@@ -106,23 +112,34 @@ def warm_cover(
 
     Args:
         but: who must take no part, beside those that the request excludes.
-
-    Raises:
-        WeightsMismatch: they would, but for other weights.
     """
+    return pick(*asked_of_shards(cards, request, layers, trust, but)) or []
+
+
+def asked_of_shards(
+    cards: Iterable[NodeCard], request: PlanRequest, layers: LayerRange, trust: Mapping[NodeId, Trust], but: frozenset[NodeId] = frozenset()
+) -> tuple[list[WarmShard], CoverRequest]:
+    """The shards there are, and what a pipeline asks of them; arguments as `warm_cover` has them."""
     shards = warm_shards(cards)
     barred = barred_hosts({shard.node_id for shard in shards}, request, trust)
-    wanted = CoverRequest(
+    return shards, CoverRequest(
         *(ModelRef(request.model, request.weights, request.title), layers, request.numerics_id),
         own=request.orchestrator,
         allow_self=request.orchestrator_layers != 0,
         max_shards=request.max_shards,
         exclude=request.exclude | barred | but,
     )
-    try:
-        return pick(shards, wanted)
-    except ShardUnavailable:
-        return []
+
+
+def _free(shards: Iterable[WarmShard], request: CoverRequest) -> list[WarmShard]:
+    """Those that may be used, and have a stream free."""
+    return [
+        shard
+        for shard in shards
+        if _is_allowed(shard, request)
+        and (shard.model == request.model and shard.state.streams_free)
+        and request.numerics_id in {"", shard.numerics_id}
+    ]
 
 
 def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
@@ -153,41 +170,6 @@ def _farthest(shard: WarmShard) -> _Farthest:
     return (shard.state.layers.stop, shard.tokens_per_s, shard.memory_bytes, shard.node_id, repr(shard))
 
 
-def _none(
-    request: CoverRequest,
-    named: Sequence[WarmShard],
-    same: Sequence[WarmShard],
-    free: Sequence[WarmShard],
-    parts: Sequence[LayerSpan] | None,
-) -> ShardUnavailable | WeightsMismatch:
-    model = request.model.name[:200]
-    if parts is not None:
-        return ShardUnavailable(
-            f"Layers {request.layers} of {model} are loaded on {len(parts)} shards at the least, and a request may use "
-            f"{request.max_shards}",
-            "Raise max_shards_per_request, or have machines load longer ranges.",
-        )
-    missing = _uncovered(request.layers, free)
-    layers = ", ".join(map(str, missing))
-    busy = sorted({str(shard) for shard in same if not shard.state.streams_free and _touches(shard, missing)})
-    if busy:
-        return ShardUnavailable(
-            f"Layers {layers} of {model} have no stream free: {_listed(busy)} run as many as they may",
-            "Ask again later, or have another machine load them.",
-        )
-    others = sorted(f"{shard} ({shard.model})" for shard in named if shard.model != request.model and _touches(shard, missing))
-    if others:
-        return WeightsMismatch(
-            f"Layers {layers} of {model} are loaded with other weights than {request.model}: {_listed(others)}",
-            "Pull the same model on all machines.",
-        )
-    if any(_touches(shard, missing) for shard in same):
-        return ShardUnavailable(
-            f"Layers {layers} of {model} are loaded only where they are computed with other kernels", "Have another machine load them."
-        )
-    return ShardUnavailable(f"Layers {layers} of {model} are loaded nowhere", "Have a machine load them.")
-
-
 def _uncovered(layers: LayerRange, shards: Sequence[WarmShard]) -> list[LayerRange]:
     missing: list[LayerRange] = []
     cursor = layers.start
@@ -200,12 +182,8 @@ def _uncovered(layers: LayerRange, shards: Sequence[WarmShard]) -> list[LayerRan
     return [*missing, LayerRange(cursor, layers.stop)]
 
 
-def _touches(shard: WarmShard, missing: Sequence[LayerRange]) -> bool:
-    return any(shard.state.layers.start < each.stop and each.start < shard.state.layers.stop for each in missing)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _overlap(one: LayerRange, other: LayerRange) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def spares_for(

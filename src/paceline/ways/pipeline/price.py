@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
 
-from paceline.core.errors import ImpossiblePin, PipelineError
+from paceline.core.errors import ImpossiblePin
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.machines import Machine, alike, stage_machines
@@ -34,11 +34,8 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
     for own in sorted(starts if request.orchestrator_layers is None else {request.orchestrator_layers}):
         if own > most and request.orchestrator_layers is None:
             break
-        try:
-            parts = pick(shards, _cover(fleet, first, LayerRange(own, n_layers)))
-        except PipelineError:
-            continue
-        if len({part.node_id for part in parts}) < len(parts):
+        parts = pick(shards, _cover(fleet, first, LayerRange(own, n_layers)))
+        if parts is None or len({part.node_id for part in parts}) < len(parts):
             continue
         order = [first, *(by_id[part.node_id] for part in parts)]
         if (pipeline := arranged(order, fleet.link, request, [own, *(len(part.layers) for part in parts)])) is not None:
@@ -63,9 +60,9 @@ def _going_on(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipelin
     if not kept or request.orchestrator is None:
         return
     outside = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id.keys() - {part.node_id for part in kept}]
-    try:
-        found = [part for span in lost for part in pick(outside, _cover(fleet, stages[0], span))]
-    except PipelineError:
+    loaded = [pick(outside, _cover(fleet, stages[0], span)) for span in lost]
+    found: Sequence[LayerSpan] = [part for parts in loaded for part in parts or ()]
+    if None in loaded:
         found = spares_for(fleet.cards.values(), request, lost, frozenset(part.node_id for part in kept), fleet.trust)
         if len(found) < len(lost) or not by_id.keys() >= {part.node_id for part in found}:
             return

@@ -1,4 +1,4 @@
-"""Shards that are loaded cover a model: a greedy rule, whatever the order, with errors that say what is missing."""
+"""Shards that are loaded cover a model: a greedy rule, whatever the order; where only their weights are others, that is said."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan, ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
-from paceline.ways.pipeline.cover import CoverRequest, WarmShard, pick, warm_shards
+from paceline.ways.pipeline.cover import CoverRequest, WarmShard, other_weights, pick, warm_shards
 
 DIGEST = "d" * 64
 
@@ -29,7 +28,8 @@ def wanted(n_layers: int = 16) -> CoverRequest:
     return CoverRequest(ModelRef(DIGEST, "int4", "m"), LayerRange(0, n_layers))
 
 
-def route(cover: Sequence[LayerSpan]) -> list[str]:
+def route(cover: Sequence[LayerSpan] | None) -> list[str]:
+    assert cover is not None
     return [f"{part.node_id} {part.layers}" for part in cover]
 
 
@@ -57,7 +57,7 @@ def test_the_lowest_queue_goes_first() -> None:
 )
 def test_ties(better: WarmShard, worse: WarmShard) -> None:
     rest = shard("rest", 15, 15)
-    assert pick([worse, better, rest], wanted())[0].node_id == better.node_id
+    assert route(pick([worse, better, rest], wanted()))[0].startswith(better.node_id)
 
 
 def test_layers_in_the_middle_are_covered_alone() -> None:
@@ -77,45 +77,48 @@ def test_who_failed_is_left_out() -> None:
     shards = [shard("a", 0, 15, rate=3.0), shard("b", 0, 15, rate=2.0)]
     without = [replace(wanted(), exclude=frozenset(map(NodeId, nodes))) for nodes in ("", "a", "ab")]
     assert [route(pick(shards, each)) for each in without[:2]] == [["a 0-15"], ["b 0-15"]]
-    with pytest.raises(ShardUnavailable, match="Layers 0-15 of m are loaded nowhere"):
-        pick(shards, without[2])
+    assert pick(shards, without[2]) is None
 
 
 def test_few_long_shards_are_taken_where_many_idle_ones_are_too_many() -> None:
     shards = [*(shard(f"s{n}", n, n) for n in range(16)), shard("long", 0, 15, queue=9)]
-    assert len(pick(shards, wanted())) == 16
+    assert len(route(pick(shards, wanted()))) == 16
     assert route(pick(shards, replace(wanted(), max_shards=15))) == ["long 0-15"]
-    with pytest.raises(ShardUnavailable, match="on 16 shards at the least, and a request may use 15"):
-        pick(shards[:16], replace(wanted(), max_shards=15))
+    assert pick(shards[:16], replace(wanted(), max_shards=15)) is None
 
 
 @pytest.mark.parametrize(
-    ("shards", "says"),
+    "shards",
     [
-        ([], "Layers 0-15 of m are loaded nowhere"),
-        ([shard("a", 2, 3), shard("b", 8, 9)], "Layers 0-1, 4-7, 10-15 of m are loaded nowhere"),
-        ([shard("a", 0, 7), shard("b", 8, 15, streams=4)], "Layers 8-15 of m have no stream free: m:8-15 on b run"),
-        ([shard("a", 0, 7), replace(shard("b", 8, 15), numerics_id="x")], "Layers 8-15 of m are loaded only where .* other kernels"),
+        [],
+        [shard("a", 2, 3), shard("b", 8, 9)],
+        [shard("a", 0, 7), shard("b", 8, 15, streams=4)],
+        [shard("a", 0, 7), replace(shard("b", 8, 15), numerics_id="x")],
+        [shard("a", 0, 7), shard("b", 8, 15, streams=4), replace(shard("c", 8, 15), model=ModelRef("e" * 64, "int4", "m"))],
     ],
+    ids=["nowhere", "gaps", "no stream free", "other kernels", "no stream free, and other weights"],
 )
-def test_what_is_not_covered_is_named(shards: list[WarmShard], says: str) -> None:
-    with pytest.raises(ShardUnavailable, match=says) as caught:
-        pick(shards, replace(wanted(), numerics_id="n"))
-    assert caught.value.code == "shard_unavailable"
+def test_what_is_not_covered_is_no_matter_of_weights(shards: list[WarmShard]) -> None:
+    request = replace(wanted(), numerics_id="n")
+    assert pick(shards, request) is None
+    assert other_weights(shards, request) is None
 
 
 @pytest.mark.parametrize("change", [{"digest": "e" * 64}, {"weights": "int8"}, {"digest": ""}])
 def test_other_weights_are_a_mismatch_only_where_nothing_else_covers(change: dict[str, str]) -> None:
     good, other = shard("a", 0, 7), shard("b", 8, 15, rate=99.0)
     other = replace(other, model=replace(other.model, **change))
-    with pytest.raises(WeightsMismatch, match=r"Layers 8-15 of m are loaded with other weights than dddddddddddd, int4: m:8-15 on b"):
-        pick([good, other], wanted())
+    assert pick([good, other], wanted()) is None
+    says = str(other_weights([good, other], wanted()))
+    assert says.startswith("Layers 8-15 of m are loaded with other weights than dddddddddddd, int4: m:8-15 on b")
     assert route(pick([good, other, shard("c", 8, 15)], wanted())) == ["a 0-7", "c 8-15"]
+    assert other_weights([good, other, shard("c", 8, 15)], wanted()) is None
 
 
 def test_another_model_is_nobodys_mismatch() -> None:
-    with pytest.raises(ShardUnavailable):
-        pick([replace(shard("a", 0, 15), model=ModelRef("e" * 64, "int4", "x"))], wanted())
+    others = [replace(shard("a", 0, 15), model=ModelRef("e" * 64, "int4", "x"))]
+    assert pick(others, wanted()) is None
+    assert other_weights(others, wanted()) is None
     # The same weights under another name are the same weights.
     assert route(pick([replace(shard("a", 0, 15), model=ModelRef(DIGEST, "int4", "x"))], wanted())) == ["a 0-15"]
 
@@ -146,24 +149,17 @@ shard_lists = st.lists(
 )
 
 
-def _picked(shards: Sequence[WarmShard], request: CoverRequest) -> list[LayerSpan] | str:
-    try:
-        return pick(shards, request)
-    except PipelineError as error:
-        return str(error)
-
-
 @given(st.data(), shard_lists, st.integers(1, 12))
 def test_the_order_of_shards_is_nobodys_business(data: st.DataObject, shards: list[WarmShard], n_layers: int) -> None:
     other = data.draw(st.permutations(shards))
-    assert _picked(shards, wanted(n_layers)) == _picked(other, wanted(n_layers))
+    assert pick(shards, wanted(n_layers)) == pick(other, wanted(n_layers))
 
 
 @given(shard_lists, st.integers(1, 12), st.integers(1, 4))
 def test_a_cover_has_no_gap_and_one_is_found_where_there_is_one(shards: list[WarmShard], n_layers: int, most: int) -> None:
     free = [each for each in shards if each.state.streams < 4]
     covered = {layer for each in free for layer in range(each.state.layers.start, each.state.layers.stop)}
-    cover = _picked(shards, replace(wanted(n_layers), max_shards=most))
+    cover = pick(shards, replace(wanted(n_layers), max_shards=most))
     fewest = _fewest(free, n_layers)
     assert isinstance(cover, list) == (covered >= set(range(n_layers)) and fewest <= most)
     if isinstance(cover, list):
@@ -176,7 +172,7 @@ def test_a_cover_has_no_gap_and_one_is_found_where_there_is_one(shards: list[War
 @given(shard_lists, st.integers(1, 12))
 def test_equal_queues_need_no_more_shards_than_there_must_be(shards: list[WarmShard], n_layers: int) -> None:
     equal = [replace(each, state=replace(each.state, queue_depth=1)) for each in shards]
-    cover = _picked(equal, wanted(n_layers))
+    cover = pick(equal, wanted(n_layers))
     if isinstance(cover, list):
         assert len(cover) == _fewest([each for each in equal if each.state.streams < 4], n_layers)
 

@@ -156,7 +156,7 @@ def fitting(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Clock
         except PlacementError as error:
             if short is None:
                 raise
-            raise short from error
+            raise OutOfMemory(f"{short.message}, and others can't take more: {error.message}", short.hint) from error
         own = LayerRange(0, asked.own_layers if asked.own_layers is not None else len(planned.stages[0].layers))
         try:
             return planned, own, setup.room(own)

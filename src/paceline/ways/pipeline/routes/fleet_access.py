@@ -23,7 +23,7 @@ from paceline.fleet.messages import Effect
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import TYPICAL_ANSWER, TYPICAL_PROMPT, PlanRequest
 from paceline.net.member.node import FleetNode
-from paceline.ways.pipeline.cover import warm_cover
+from paceline.ways.pipeline.cover import asked_of_shards, other_weights
 from paceline.ways.pipeline.price import Pipelined
 
 ANSWER_S = 5.0
@@ -162,6 +162,6 @@ def choose(
     try:
         stages = plan(cards, request, (Pipelined(),), trust).chosen.stages
     except PlacementError as error:
-        warm_cover(cards, request, wanted.layers, trust)  # where only other weights cover the layers, that is what is wrong
-        raise ShardUnavailable(error.message, error.hint) from error
+        wrong = other_weights(*asked_of_shards(cards, request, wanted.layers, trust))
+        raise wrong or ShardUnavailable(error.message, error.hint) from error
     return [LayerSpan(stage.node_id, stage.layers) for stage in stages[1:]]

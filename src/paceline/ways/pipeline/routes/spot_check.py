@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paceline.core.background import in_background_of
-from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
+from paceline.core.errors import FleetError, PipelineError, ShardCorrupt
 from paceline.core.ids import BatchId, NodeId, SequenceId, Trust
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, LayerSpan
 from paceline.engine.executor import Path
@@ -65,10 +65,7 @@ class Holders:
 
     def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[LayerSpan]:
         """Other nodes that have the layers loaded; empty where they don't cover."""
-        try:
-            return warm_cover(self._cards(), self._wanted.request, layers, self._trust(), self._left_out() | but)
-        except WeightsMismatch:
-            return []
+        return warm_cover(self._cards(), self._wanted.request, layers, self._trust(), self._left_out() | but)
 
 
 def _within(part: LayerSpan, layers: LayerRange) -> LayerSpan | None:

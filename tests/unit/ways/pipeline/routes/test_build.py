@@ -77,7 +77,7 @@ def test_where_too_little_memory_is_here_and_no_machine_takes_more_what_is_short
         raise OutOfMemory(f"KV of {len(layers)} layers needs 3.0 GiB")
 
     monkeypatch.setattr(orders, "_planned", planned)
-    with pytest.raises(OutOfMemory, match="KV of 3 layers needs"):
+    with pytest.raises(OutOfMemory, match=r"KV of 3 layers needs 3.0 GiB, and others can't take more: no machine can run the other layers"):
         orders.fitting(cast("Any", None), order(None), cast("Any", SimpleNamespace(room=room)), SystemClock())
 
 
