@@ -118,10 +118,11 @@ def main() -> int:
         p.node.stop()
         (d.home / "cache" / "speeds").mkdir(parents=True, exist_ok=True)
         for measured in (p.home / "cache" / "speeds").iterdir():  # D's is what its share makes of P's
-            speeds = json.loads(measured.read_text())
-            for each in speeds["speeds"].values():
-                each |= {"disturbed": False, "prefill_tokens_per_second": each["prefill_tokens_per_second"] * options.share}
-            (d.home / "cache" / "speeds" / measured.name).write_text(json.dumps(speeds))
+            for each, share in ((p, 1.0), (d, options.share)):
+                speeds = json.loads(measured.read_text())
+                for speed in speeds["speeds"].values():
+                    speed |= {"disturbed": False, "prefill_tokens_per_second": speed["prefill_tokens_per_second"] * share}
+                (each.home / "cache" / "speeds" / measured.name).write_text(json.dumps(speeds))
         p.up(*up, "--role", "prefill")
         d.run("join", token_in(p.run("token", "--address", "127.0.0.1")), "--name", "d")
         d.up(*up, "--role", "decode")
