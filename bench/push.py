@@ -141,7 +141,7 @@ def main() -> int:
                         gaps[kind] += live.gaps_s(end - took_s, end)
                         gaps["before"] += live.gaps_s(end + 0.2 * took_s, end + took_s)
                     ended = ", ".join(end for end, count in ends_of(d).items() if count > before[end])
-                    went.append(ended or f"not pushed: from {gate:g} tokens on" if gate else "not pushed: never faster")
+                    went.append(ended or (f"not pushed: from {gate:g} tokens on" if gate else "not pushed: never faster"))
                     if not number:
                         rows, gaps, went = {kind: [] for kind in rows}, {kind: [] for kind in gaps}, []
         finally:
