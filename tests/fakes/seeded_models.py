@@ -23,7 +23,7 @@ from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.weights import TENSOR_TYPES, inverse_frequencies
-from paceline.store.gguf_file import FAMILIES
+from paceline.store.families import BY_NAME
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
 _QWEN3: Final = RopeSpec(1_000_000.0)
@@ -136,7 +136,7 @@ def write_gguf(path: Path, spec: ModelSpec, types: str = "Q4_K_M", seed: int = 0
 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    arch = next(arch for arch, family in FAMILIES.items() if family == spec.model_type)
+    arch = BY_NAME[spec.model_type].arch
     writer = gguf.GGUFWriter(partial, arch)
     words = vocabulary(spec.vocab)
     _add_metadata(writer, spec, words, path.stem)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.quantize import to_blocks, to_float32
 from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.core.weights import StoredTensor, WeightSource
+from paceline.core.weights import DenseTensor, StoredTensor
 from paceline.engine import executor
 from paceline.engine.local import LayerRunner
 from paceline.testing.conformance.layer_runner import Rows, run
@@ -42,6 +42,17 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=None),
     "mistral window": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=24),
     "qwen2 window": lambda: Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES,
+        head_dim=64,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=40,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+        },
+    ),
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -70,14 +81,16 @@ def save_tiny(family: str, folder: Path) -> Path:
     return folder
 
 
-def reference(source: WeightSource, weights: WeightsFormat, saved: Path, folder: Path) -> Any:
-    """transformers' model of a source's weights as a format rounds them, computing in float32: what is left to compare is the kernels.
+def reference(weights: WeightsFormat, saved: Path, folder: Path) -> Any:
+    """transformers' model of saved weights as a format rounds them, computing in float32: what is left to compare is the kernels.
 
     Args:
-        saved: folder with the model's config.json.
+        saved: folder with the model, as `save_tiny` leaves it.
         folder: where to write the rounded model.
     """
-    state = {name: torch.from_numpy(_rounded(name, source.read(name), weights)) for name in source.names()}
+    stored = load_file(saved / "model.safetensors")
+    bits = {name: DenseTensor(tensor.view(torch.int16).numpy().view(np.uint16), "bf16") for name, tensor in stored.items()}
+    state = {name: torch.from_numpy(_rounded(name, tensor, weights)) for name, tensor in bits.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -7,6 +7,7 @@ hundred times as much). In a mixture of experts a rounding can turn a router's n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 from tests.golden import reference as hf
 
-from paceline.backends import cpu
+from paceline.backends import cpu, table
 from paceline.backends import torch as portable
+from paceline.core.errors import UnsupportedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path as KernelPath
@@ -53,7 +55,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def golden(request: pytest.FixtureRequest, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     weights: WeightsFormat = request.param
     source = SafetensorsWeights(saved, DigestCache(Home(saved)))
-    exact = hf.reference(source, weights, saved, tmp_path_factory.mktemp("rounded"))
+    exact = hf.reference(weights, saved, tmp_path_factory.mktemp("rounded"))
     ids = np.random.default_rng(0).integers(0, source.spec.vocab, 150).tolist()
     logits = hf.logits_of(exact, ids)
     stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
@@ -62,8 +64,13 @@ def golden(request: pytest.FixtureRequest, saved: Path, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module", params=list(LOADS))
 def runner(request: pytest.FixtureRequest, golden: Golden, kernel_cache: Path) -> Iterator[Any]:
-    if request.param == "cpu" and (not cpu.runs_here() or cpu.refuses(golden.source.spec) is not None):
+    spec = golden.source.spec
+    if request.param == "cpu" and (not cpu.runs_here() or cpu.refuses(spec) is not None):
         pytest.skip("no compiled kernels for this processor or family")
+    if request.param == "torch" and (reason := table.torch_refuses(spec)) is not None:
+        with pytest.raises(UnsupportedModel, match=re.escape(reason)):
+            portable.load(golden.source, hf.options(spec, golden.weights, kernel_cache))
+        pytest.skip(reason)
     loaded = LOADS[request.param](golden.source, hf.options(golden.source.spec, golden.weights, kernel_cache))
     yield loaded
     loaded.close()

@@ -1,7 +1,7 @@
 """Which kernels run a model here: a fixed table by processor and model, never by timing (byte identity, rule 7).
 
 first that applies        for
-torch-cuda                a CUDA device, bf16 weights; any family
+torch-cuda                a CUDA device, bf16 weights; families that torch has
 cpu-avx512bf16            dense families on processors with AVX512-BF16
 cpu-avx512vnni            ... with AVX512-VNNI
 cpu-avxvnni               ... with AVX-VNNI
@@ -20,7 +20,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, WeightsFormat
 
 
 class Kernels(StrEnum):
@@ -53,6 +53,19 @@ def fastest_on_processors() -> Kernels:
     return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
 
+def torch_refuses(spec: ModelSpec) -> str | None:
+    """Why torch can't run a model; None where it can."""
+    if spec.norms is not Norms.BEFORE:
+        return "norms behind attention and feed-forward have no code"
+    if spec.activation is not Activation.SILU:
+        return f"the activation {spec.activation} has no code"
+    if spec.scales != PLAIN:
+        return "scales of the embedding, the residual or the logits have no code"
+    if spec.rope.dims is not None or (spec.window is not None and spec.window.rope is not None):
+        return "rope over a part of a head, or of two kinds, has no code"
+    return None
+
+
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
     """Pick an entry.
 
@@ -71,7 +84,10 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             )
         if weights is not WeightsFormat.BF16:
             raise ConfigError(f"--weights {weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
-        return Kernels.CUDA
+        if (missing := torch_refuses(spec)) is None:
+            return Kernels.CUDA
+        if asked is not None:
+            raise ConfigError(f"--device torch-cuda can't run this model: {missing}", "Leave --device out.")
     reason = cpu.refuses(spec) if cpu.runs_here() else "this processor has no AVX2"
     if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in cpu.lowerings_here():
         reason = f"this processor has no {asked.lowering}"
@@ -79,6 +95,12 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
         if reason is not None:
             raise ConfigError(f"--device {asked} can't run this model here: {reason}", "Leave --device out.")
         return asked or fastest_on_processors()
+    if (missing := torch_refuses(spec)) is not None and asked is not None:
+        raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
+    if missing is not None:
+        raise UnsupportedModel(
+            f"Nothing here runs this model: {reason}; and on torch {missing}", "Serve it on an x86 processor since AVX2."
+        )
     if find_spec("torch") is None:
         raise UnsupportedModel(
             f"This model needs torch here ({reason}), and torch is not installed",

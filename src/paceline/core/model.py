@@ -102,6 +102,8 @@ class RopeSpec:
     theta: float
     llama3: tuple[float, float, float, int] | None = None
     linear_factor: float = 1.0
+    dims: int | None = None
+    """Of a head that turn, the first ones; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,40 @@ class WindowSpec:
     """Keys that a row sees there, its own included."""
     layers: tuple[bool, ...]
     """Of the whole model: whether each is one."""
+    rope: RopeSpec | None = None
+    """Of these layers; None: the model's."""
+
+
+class Norms(StrEnum):
+    """Where a layer's norms stand, of attention and feed-forward."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    """What is added to the residual is normed, and its inputs are not."""
+    AROUND = "around"
+
+
+class Activation(StrEnum):
+    """What becomes of the gate's products."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    """GELU, approximated by tanh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Numbers that a family multiplies by."""
+
+    embedding: float = 1.0
+    attention: float | None = None
+    """The scores; None: one over the root of the head's size."""
+    residual: float = 1.0
+    """What attention and feed-forward add."""
+    logits: float = 1.0
+
+
+PLAIN = Scales()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +181,9 @@ class ModelSpec:
     qk_norm: bool = False
     moe: MoeSpec | None = None
     window: WindowSpec | None = None
+    norms: Norms = Norms.BEFORE
+    activation: Activation = Activation.SILU
+    scales: Scales = PLAIN
 
     @property
     def all_layers(self) -> LayerRange:
@@ -153,6 +192,9 @@ class ModelSpec:
     def window_of(self, layer: int) -> int:
         """Keys that a row of a layer sees, its own included; 0: all before it."""
         return self.window.tokens if self.window is not None and self.window.layers[layer] else 0
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return (self.window.rope if self.window is not None and self.window.layers[layer] else None) or self.rope
 
     def kv_bytes_per_token(self, layers: LayerRange) -> int:
         """Bytes of K and V one token takes in `layers`, at bf16."""

@@ -4,7 +4,7 @@ Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed
 `model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
 only what is asked for is read, a range of rows at a time where that is asked. Nothing is widened here: quantised blocks travel as they lie.
 
-Shapes: N outputs (rows), K inputs (columns), B bytes of a row, C positions, I = head_dim / 2 rope frequencies.
+Shapes: N outputs (rows), K inputs (columns), B bytes of a row, C positions, I rope frequencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec, RopeSpec
+from paceline.core.model import ModelSpec, Norms, RopeSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """The tensors outside the layers. A tied head has none of its own."""
@@ -115,6 +115,14 @@ class WeightSource(Protocol):
         ...
 
 
+NORM_NAMES: Final[Mapping[Norms, tuple[str | None, ...]]] = {
+    Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
+    Norms.AFTER: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    Norms.AROUND: ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+"""Of a layer: before attention and behind it, before feed-forward and behind it."""
+
+
 def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Every tensor a model of this spec has, and its shape, [N, K] for a matrix: those outside the layers first."""
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden), FINAL_NORM: (spec.hidden,)}
@@ -127,8 +135,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    yield "input_layernorm.weight", (spec.hidden,)
-    yield "post_attention_layernorm.weight", (spec.hidden,)
+    for name in NORM_NAMES[spec.norms]:
+        if name is not None:
+            yield f"{name}.weight", (spec.hidden,)
     for name, rows in (("q", heads), ("k", kv), ("v", kv)):
         yield f"self_attn.{name}_proj.weight", (rows, spec.hidden)
         if spec.qkv_bias:
@@ -212,9 +221,15 @@ class EncoderSource(Protocol):
         ...
 
 
+def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
+    """Dimensions of a head that turn, the first ones."""
+    return rope.dims or head_dim
+
+
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
     """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`)."""
-    plain = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim) / rope.linear_factor
+    dims = rotary_dims(rope, head_dim)
+    plain = rope.theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims) / rope.linear_factor
     if rope.llama3 is None:
         return plain
     factor, low, high, original = rope.llama3

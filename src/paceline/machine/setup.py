@@ -215,6 +215,9 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
         notes.append(f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(free)} is free there")
         device = DeviceKind.CPU
+    if unasked and device is not DeviceKind.CPU and (reason := table.torch_refuses(spec)) is not None:
+        notes.append(f"the GPU is not used: {reason} there")
+        device = DeviceKind.CPU
     weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
     kernels = table.choose(spec, weights, asked=settings.device, device=device)
     if weights is WeightsFormat.STORED and not kernels.compiled:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.text import printable
+from paceline.store.families import nearest
 
 LONGEST: Final = 500
 """Characters of a reason that are shown."""
@@ -25,9 +26,15 @@ def damaged(path: Path, reason: str) -> ModelFileError:
     )
 
 
-def unsupported(path: Path, reason: str) -> UnsupportedModel:
-    """The file at `path` is whole, but Paceline does not run what is in it."""
-    return UnsupportedModel(f"{path}: {_shown(reason)}", "Paceline runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models")
+def unsupported(path: Path, reason: str, like: str = "") -> UnsupportedModel:
+    """The file at `path` is whole, but Paceline does not run what is in it.
+
+    Args:
+        like: its family, where that is what is not run.
+    """
+    near = nearest(like) if like else None
+    instead = "" if near is None else f"The nearest that runs is {near.shown}. "
+    return UnsupportedModel(f"{path}: {_shown(reason)}", f"{instead}`paceline models --supported` lists the families that Paceline runs")
 
 
 def encoder_alone(path: Path) -> UnsupportedModel:

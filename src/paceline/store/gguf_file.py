@@ -17,17 +17,16 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WindowSpec
-from paceline.core.weights import inverse_frequencies
+from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, Scales, WindowSpec
+from paceline.core.weights import NORM_NAMES, inverse_frequencies
 from paceline.store.digests import DigestCache
+from paceline.store.families import BY_ARCH, BY_NAME, Family, Windows, apart
 from paceline.store.faults import damaged, encoder_alone, unsupported
-from paceline.store.gguf_header import GgufHeader, HeadIncomplete, read_header
+from paceline.store.gguf_header import ArrayRef, GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
 from paceline.store.tensor_files import MAX_LAYERS, Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
 from paceline.store.tokenizer_files import build_encoder
 
-FAMILIES: Final = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""llama.cpp's architecture to Hugging Face's family. Mistral's are `llama` there."""
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
@@ -48,9 +47,9 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
         raise damaged(path, "it does not say which architecture it is (general.architecture)")
     if arch in ENCODERS:
         raise encoder_alone(path)
-    if arch not in FAMILIES:
-        raise unsupported(path, f"its architecture is {arch!r}")
-    family = FAMILIES[arch]
+    family = BY_ARCH.get(arch)
+    if family is None:
+        raise unsupported(path, f"its architecture is {arch!r}", like=arch)
 
     def needed(key: str) -> int:
         return header.needed(f"{arch}.{key}")
@@ -71,7 +70,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
         raise damaged(path, f"metadata {arch}.attention.layer_norm_rms_epsilon is missing")
     n_layers, context = needed("block_count"), needed("context_length")
     spec = ModelSpec(
-        model_type=family,
+        model_type=family.name,
         n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
@@ -83,20 +82,45 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
         rms_eps=eps,
         rope=_rope(header, arch, head_dim, rope_factors),
         tied_head="output.weight" not in header.tensors,
-        qkv_bias=family == "qwen2",
-        qk_norm=family in {"qwen3", "qwen3_moe"},
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         moe=_moe(header, arch),
-        window=_window(header, arch, n_layers, context),
+        window=_window(header, family, n_layers, context),
+        norms=family.norms,
+        activation=family.activation,
+        scales=_scales(family, n_layers, hidden, n_heads),
     )
     check_sizes(path, spec)
     return spec
 
 
-def _window(header: GgufHeader, arch: str, n_layers: int, context: int) -> WindowSpec | None:
-    tokens = header.integer(f"{arch}.attention.sliding_window")
-    if not tokens or tokens >= context or n_layers > MAX_LAYERS:
+def _window(header: GgufHeader, family: Family, n_layers: int, context: int) -> WindowSpec | None:
+    tokens = header.integer(f"{family.arch}.attention.sliding_window")
+    theta = header.number(f"{family.arch}.rope.freq_base_swa") or family.local_theta
+    local = None if theta is None else RopeSpec(theta)
+    if not tokens or (tokens >= context and local is None) or n_layers > MAX_LAYERS:
         return None
-    return WindowSpec(tokens, (True,) * n_layers)
+    key = f"{family.arch}.attention.sliding_window_pattern"
+    windowed = [True] * n_layers
+    if family.windows is Windows.PATTERN:
+        if isinstance(header.fields.get(key), ArrayRef):
+            windowed = [value != 0 for value in header.numbers(key) or ()]
+        else:
+            every = header.integer(key) or int(family.defaults["sliding_window_pattern"])
+            windowed = [(layer + 1) % every > 0 for layer in range(n_layers)]
+    if len(windowed) != n_layers:
+        raise damaged(header.path, f"it has {n_layers} layers, and {key} tells of {len(windowed)}")
+    return WindowSpec(tokens, tuple(windowed), local)
+
+
+_GEMMA3_27B = 62
+"""Its layers: llama.cpp knows it by them, and by nothing that a file says."""
+
+
+def _scales(family: Family, n_layers: int, hidden: int, n_heads: int) -> Scales:
+    by_hidden = family.name == "gemma3_text" and n_layers == _GEMMA3_27B
+    attention = (hidden / n_heads) ** -0.5 if by_hidden and hidden > 0 else None
+    return Scales(max(0, hidden) ** 0.5 if family.root_embedding else 1.0, attention)
 
 
 def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:
@@ -140,7 +164,7 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, factors: Sequence[float]
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER: Final = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
@@ -166,7 +190,9 @@ class GgufWeights(TensorFiles):
         spec = spec_from_gguf(replace(self.header, tensors=stored), _rope_factors(stored.get(_ROPE_FREQS)))
         super().__init__(spec, dict(_renamed(stored.values(), spec)), [header.path for header in headers], digests)
         self._rope_freqs = {_ROPE_FREQS: stored[_ROPE_FREQS]} if _ROPE_FREQS in stored else {}
-        self._permuted_heads = {"q_proj.weight": spec.n_heads, "k_proj.weight": spec.n_kv_heads} if spec.model_type == "llama" else {}
+        self._permuted_heads = (
+            {"q_proj.weight": spec.n_heads, "k_proj.weight": spec.n_kv_heads} if BY_NAME[spec.model_type].permuted else {}
+        )
 
     @property
     def places(self) -> Mapping[str, StoredAt]:
@@ -238,6 +264,7 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
     """
     n_experts = 0 if spec.moe is None else spec.moe.n_experts
     layers = set(map(str, range(spec.n_layers)))
+    names = {**_IN_LAYER, "ffn_norm": NORM_NAMES[spec.norms][2]}
     for at in stored:
         stem, _, kind = at.name.rpartition(".")
         layer, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", "")
@@ -248,8 +275,8 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
             for expert in range(at.shape[0]):
                 slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
                 yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_
-        elif part in _IN_LAYER:
-            yield f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}", at
+        elif part in names:
+            yield from apart(f"model.layers.{layer}.{names[part]}.{kind}", at, spec)
         elif at.name != _ROPE_FREQS:
             yield at.name, at
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import numpy as np
+
 from paceline.core.errors import ModelFileError
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WindowSpec
-from paceline.core.weights import TENSOR_TYPES
+from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, Scales, WindowSpec
+from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor
 from paceline.store.digests import DigestCache
+from paceline.store.families import BY_NAME, Family, Windows, apart
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
@@ -83,10 +86,12 @@ def load_object(path: Path) -> JsonObject:
     return parse_object(path, data)
 
 
-FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 ENCODERS: Final = frozenset({"bert"})
 """Families that write no text: `store.encoder_files` opens them."""
-_UNUSED_BY_DEFAULT: Final = ("attention_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "no_rope_layers")
+_UNUSED_BY_DEFAULT: Final = (
+    "attention_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "no_rope_layers",
+    "use_bidirectional_attention",
+)  # fmt: skip
 """Fields that ask, when set, for something Paceline does not do."""
 
 
@@ -102,13 +107,17 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         raise damaged(config.path, "model_type is missing")
     if family in ENCODERS:
         raise encoder_alone(config.path)
-    if family not in FAMILIES:
-        raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs")
+    if family in _OF_TEXTS and (texts := config.child("text_config")) is not None:
+        family, config = _OF_TEXTS[family], texts
+    kind = BY_NAME.get(family)
+    if kind is None:
+        raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", like=family)
+    config = JsonObject(config.path, {**kind.defaults, **config.fields})
     for field in _UNUSED_BY_DEFAULT:
         if config.fields.get(field):
             raise unsupported(config.path, f"{field} is set")
-    activation = config.text("hidden_act")
-    if activation not in {None, "silu"}:
+    activation = config.text("hidden_activation") or config.text("hidden_act") or "silu"
+    if _ACTIVATIONS.get(activation) is not kind.activation:
         raise unsupported(config.path, f"its activation is {activation!r}")
     hidden, n_heads = config.needed("hidden_size"), config.needed("num_attention_heads")
     if n_heads <= 0:
@@ -129,33 +138,58 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         rms_eps=1e-6 if eps is None else eps,
         rope=_rope(config),
         tied_head=bool(tied),
-        qkv_bias=family == "qwen2",
-        qk_norm=family in {"qwen3", "qwen3_moe"},
+        qkv_bias=kind.qkv_bias,
+        qk_norm=kind.qk_norm,
         moe=_moe(config) if family == "qwen3_moe" else None,
-        window=_window(config, n_layers, context),
+        window=_window(config, kind, n_layers, context),
+        norms=kind.norms,
+        activation=kind.activation,
+        scales=_scales(config, kind, hidden),
     )
     check_sizes(config.path, spec)
     return spec
 
 
-def _window(config: JsonObject, n_layers: int, context: int) -> WindowSpec | None:
+_OF_TEXTS: Final = {"gemma3": "gemma3_text"}
+"""Families that see images too, and what their texts are."""
+_ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+
+def _scales(config: JsonObject, kind: Family, hidden: int) -> Scales:
+    scalar = config.number("query_pre_attn_scalar")
+    if scalar is not None and not 0 < scalar < math.inf:
+        raise damaged(config.path, f"query_pre_attn_scalar is {scalar}")
+    return Scales(max(0, hidden) ** 0.5 if kind.root_embedding else 1.0, None if scalar is None else scalar**-0.5)
+
+
+def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> WindowSpec | None:
     """The layers with a sliding window; None where none has one that is shorter than the context."""
-    mistral = config.text("model_type") == "mistral"
-    # Mistral's configuration class takes 4096 where the field is absent; null says none.
-    tokens = 4096 if mistral and "sliding_window" not in config.fields else config.integer("sliding_window")
-    if not tokens or tokens >= context or config.flag("use_sliding_window") is False or n_layers > MAX_LAYERS:
+    tokens, local = config.integer("sliding_window"), _local_rope(config)
+    if not tokens or (tokens >= context and local is None) or config.flag("use_sliding_window") is False or n_layers > MAX_LAYERS:
         return None
-    kinds = config.strings("layer_types")
-    if kinds is not None:
-        if len(kinds) != n_layers:
-            raise damaged(config.path, f"it has {n_layers} layers and {len(kinds)} layer_types")
-        windowed = [kind == "sliding_attention" for kind in kinds]
-    elif mistral:
-        windowed = [True] * n_layers
+    listed = config.strings("layer_types")
+    if listed is not None:
+        if len(listed) != n_layers:
+            raise damaged(config.path, f"it has {n_layers} layers and {len(listed)} layer_types")
+        windowed = [name == "sliding_attention" for name in listed]
+    elif kind.windows is Windows.PATTERN:
+        windowed = [(layer + 1) % max(1, config.needed("sliding_window_pattern")) > 0 for layer in range(n_layers)]
     else:
-        first = config.integer("max_window_layers") if config.flag("use_sliding_window") else n_layers
-        windowed = [layer >= (first or 0) for layer in range(n_layers)]
-    return WindowSpec(tokens, tuple(windowed)) if any(windowed) else None
+        first = 0
+        if kind.windows is Windows.LATER:
+            first = (config.integer("max_window_layers") or 0) if config.flag("use_sliding_window") else n_layers
+        windowed = [layer >= first for layer in range(n_layers)]
+    return WindowSpec(tokens, tuple(windowed), local) if any(windowed) else None
+
+
+def _local_rope(config: JsonObject) -> RopeSpec | None:
+    """Of layers with a window, where it is one of its own."""
+    both = config.child("rope_parameters")
+    local = None if both is None else both.child("sliding_attention")
+    theta = config.number("rope_local_base_freq") if local is None else local.number("rope_theta")
+    if local is not None and local.text("rope_type") not in {None, "default"}:
+        raise unsupported(config.path, f"rope scaling {local.text('rope_type')!r} of layers with a window")
+    return None if theta is None else RopeSpec(theta)
 
 
 def _moe(config: JsonObject) -> MoeSpec:
@@ -172,7 +206,8 @@ def _moe(config: JsonObject) -> MoeSpec:
 
 def _rope(config: JsonObject) -> RopeSpec:
     """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
-    scaling = config.child("rope_parameters") or config.child("rope_scaling") or JsonObject(config.path, {})
+    both = config.child("rope_parameters")
+    scaling = (both and both.child("full_attention")) or both or config.child("rope_scaling") or JsonObject(config.path, {})
     theta = scaling.number("rope_theta")
     theta = config.number("rope_theta") if theta is None else theta
     theta = 10000.0 if theta is None else theta
@@ -228,8 +263,37 @@ class SafetensorsWeights(TensorFiles):
         """
         spec = spec_from_config(load_object(folder / CONFIG))
         files = weight_files(folder)
-        tensors = {at.name: at for path in files for at in read_head(path) if not at.name.endswith(_COMPUTED)}
+        tensors = dict(_renamed((at for path in files for at in read_head(path) if not at.name.endswith(_COMPUTED)), spec))
         super().__init__(spec, tensors, files, digests, beside=[folder / CONFIG])
+        self._less_one: Final = BY_NAME[spec.model_type].norms_less_one
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        tensor = super().read(name, rows)
+        if not (self._less_one and name.endswith("norm.weight") and isinstance(tensor, DenseTensor)):
+            return tensor
+        wide = (tensor.data.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "bf16" else tensor.data.astype(np.float32)
+        return DenseTensor(wide + np.float32(1), "f32")
+
+
+_IMAGES: Final = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+"""Beginnings of the names of what sees images: it is left out."""
+
+
+def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
+    """Tensors under our names."""
+    theirs = BY_NAME[spec.model_type].tensors
+    of_texts = spec.model_type in _OF_TEXTS.values()
+    for at in stored:
+        name = at.name
+        if of_texts and name.startswith(_IMAGES):
+            continue
+        if of_texts:
+            name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+        stem, _, kind = name.rpartition(".")
+        layer, _, part = stem.partition(".layers.")[2].partition(".")
+        if part in theirs:
+            name = f"model.layers.{layer}.{theirs[part]}.{kind}"
+        yield from apart(name, at, spec)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -23,6 +23,15 @@ TOKENS = [*byte_alphabet(), "Ġt", "he", "<|im_start|>", "<|im_end|>"]
 VOCAB = len(TOKENS)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
+NORMS = {
+    "": {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "gemma3": {
+        "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+"""By architecture: llama.cpp's names of a layer's norms, and ours."""
+
 Array = npt.NDArray[Any]
 
 
@@ -51,8 +60,8 @@ class GgufModel:
         self.vector("output_norm", "model.norm", HIDDEN)
         for i in range(LAYERS):
             ours, theirs = f"blk.{i}", f"model.layers.{i}"
-            self.vector(f"{ours}.attn_norm", f"{theirs}.input_layernorm", HIDDEN)
-            self.vector(f"{ours}.ffn_norm", f"{theirs}.post_attention_layernorm", HIDDEN)
+            for name, hf_name in NORMS.get(self.arch, NORMS[""]).items():
+                self.vector(f"{ours}.{name}", f"{theirs}.{hf_name}", HIDDEN)
             self.matrix(f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", HEADS * HEAD, HIDDEN, heads=HEADS)
             self.matrix(f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", KV_HEADS * HEAD, HIDDEN, heads=KV_HEADS)
             self.matrix(f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", KV_HEADS * HEAD, HIDDEN)
@@ -60,7 +69,7 @@ class GgufModel:
             if self.arch == "qwen2":
                 for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
                     self.vector(f"{ours}.attn_{name}", f"{theirs}.self_attn.{name}_proj", rows, kind="bias")
-            if self.arch.startswith("qwen3"):
+            if self.arch.startswith("qwen3") or self.arch == "gemma3":
                 self.vector(f"{ours}.attn_q_norm", f"{theirs}.self_attn.q_norm", HEAD)
                 self.vector(f"{ours}.attn_k_norm", f"{theirs}.self_attn.k_norm", HEAD)
             if self.arch == "qwen3moe":

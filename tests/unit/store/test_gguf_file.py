@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import MoeSpec, RopeSpec, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Norms, RopeSpec, Scales, WindowSpec
 from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
@@ -28,7 +28,7 @@ def as_float32(tensor: StoredTensor) -> np.ndarray:
     return tensor.data.astype(np.float32)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3"])
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
 def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, quant: Any) -> None:
     model = gguf_model(arch, quant, head=arch == "qwen3")
@@ -38,7 +38,7 @@ def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: P
         np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
     assert source.spec.tied_head == (arch != "qwen3")
     assert source.spec.qkv_bias == (arch == "qwen2")
-    assert source.spec.qk_norm == arch.startswith("qwen3")
+    assert source.spec.qk_norm == (arch.startswith("qwen3") or arch == "gemma3")
     assert source.spec.moe == (MoeSpec(3, 2, 96, norm_topk=True) if arch == "qwen3moe" else None)
 
 
@@ -166,6 +166,24 @@ def test_a_window_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache)
     model.metadata["attention.sliding_window"] = 48
     spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
     assert (spec.window, spec.max_context) == (WindowSpec(48, (True, True)), 128)
+
+
+def test_gemma_is_read_as_llama_cpp_has_it(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("gemma3")
+    model.metadata |= {"attention.sliding_window": 48, "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.norms, spec.activation, spec.rope) == (Norms.AROUND, Activation.GELU_TANH, RopeSpec(1e6, linear_factor=8.0))
+    assert (spec.window, spec.scales) == (WindowSpec(48, (True, True), RopeSpec(1e4)), Scales(embedding=8.0))
+    model.metadata |= {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 5e3}
+    spec = open_gguf(model.write(tmp_path / "n.gguf"), digests).spec
+    assert spec.window == WindowSpec(48, (True, False), RopeSpec(5e3))
+
+
+def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    with pytest.raises(UnsupportedModel, match="'gemma2'") as caught:
+        open_gguf(gguf_model("gemma2").write(tmp_path / "m.gguf"), digests)
+    assert "Gemma 3" in caught.value.hint
+    assert "paceline models --supported" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import MoeSpec, RopeSpec, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Norms, RopeSpec, Scales, WindowSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
@@ -88,6 +88,30 @@ def test_rope_is_read_from_old_and_new_configurations(tmp_path: Path, changes: A
     assert spec_from_config(JsonObject(tmp_path, config(**changes))).rope == expected
 
 
+def test_gemma_of_texts_and_images_is_read_for_its_texts(tmp_path: Path, digests: DigestCache) -> None:
+    torch = pytest.importorskip("torch")
+    model = transformers_model("gemma3_text", sliding_window=16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.normal_(0, 0.5)
+    tensors = {f"language_model.{name}": tensor.numpy() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file({**tensors, "vision_tower.patch.weight": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    texts = {
+        key: value for key, value in model.config.to_dict().items() if key not in {"layer_types", "tie_word_embeddings", "rope_parameters"}
+    }
+    written = {"model_type": "gemma3", "text_config": {**texts, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    source = SafetensorsWeights(tmp_path, digests)
+    spec = source.spec
+    assert (spec.model_type, spec.tied_head, spec.scales) == ("gemma3_text", True, Scales(8.0, 1 / 16))
+    assert (spec.norms, spec.activation, spec.rope) == (Norms.AROUND, Activation.GELU_TANH, RopeSpec(1e6, linear_factor=8.0))
+    assert spec.window == WindowSpec(16, (True, True), RopeSpec(1e4))
+    norm = source.read("model.layers.1.pre_feedforward_layernorm.weight")
+    assert isinstance(norm, DenseTensor)
+    np.testing.assert_array_equal(norm.data, tensors["language_model.model.layers.1.pre_feedforward_layernorm.weight"] + np.float32(1))
+
+
 ALL, LAST = (True, True), (False, True)
 
 
@@ -113,7 +137,7 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"model_type": "gemma3"}, UnsupportedModel, "'gemma3'"),
+        ({"model_type": "gemma2"}, UnsupportedModel, "'gemma2'"),
         ({"model_type": ...}, ModelFileError, "model_type is missing"),
         ({"attention_bias": True}, UnsupportedModel, "attention_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantization_config"),

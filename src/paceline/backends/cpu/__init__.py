@@ -15,6 +15,7 @@ from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import ConfigError
 from paceline.core.model import ModelSpec
+from paceline.core.weights import rotary_dims
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.exchange import Exchange
@@ -92,6 +93,8 @@ def refuses(spec: ModelSpec) -> str | None:
         return "mixture-of-experts layers have no compiled kernels"
     if spec.head_dim > MOST_HEAD_DIM:
         return f"heads of {spec.head_dim} have no compiled kernels"
+    if (rotary := rotary_dims(spec.rope, spec.head_dim)) % 32:
+        return f"heads of which {rotary} dimensions turn have no compiled kernels"
     odd = [name for name in ("hidden", "ffn", "head_dim") if getattr(spec, name) % 32]
     return f"{odd[0]} is not a multiple of 32" if odd else None
 

@@ -2,7 +2,7 @@
 embedding, read out of the packed records (a tied head is held once, in the head's layout).
 
 Addresses are i64; activations bf16, the residual and products fp32. Dimensions are multiples of 32. An embedding's weight is `scale * (code - zero) + offset`, rounded
-once to fp32, then to bf16. Shapes: T rows, D hidden.
+once to fp32, times the embedding's scale, then bf16. Shapes: T rows, D hidden.
 """
 
 from __future__ import annotations
@@ -54,6 +54,23 @@ def rms_norm(_, x, weight, n, eps_bits, out):
             e.store(e.to_bf16(y), out, e.mul(i, 32))
 
     return lowered(body, types.void, *[types.int64] * 5)
+
+
+@intrinsic(prefer_literal=True)
+def add_normed(_, rounded, x, y, weight, n, eps_bits, scale_bits):
+    """x = x + y / rms(y) * weight * scale; `rounded`: to bf16, kept as fp32, as at a layer's end. x, y, weight: fp32 [n]."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, y, weight, n, eps_bits, scale_bits = args
+        b = e.b
+        root, scale = _rms(e, y, n, eps_bits), e.splat(_float(e, scale_bits), F)
+        with e.loop(b.lshr(n, e.i64(4))) as i:
+            at = e.mul(i, 64)
+            normed = b.fmul(b.fmul(e.load(F, y, at), root), e.load(F, weight, at))
+            total = b.fadd(e.load(F, x, at), b.fmul(normed, scale))
+            e.store(_rounded(e, total) if rounded.literal_value else total, x, at)
+
+    return lowered(body, types.void, rounded, *[types.int64] * 6)
 
 
 @intrinsic
@@ -183,40 +200,64 @@ def add_into(_, x, y, n):
     return lowered(body, types.void, *[types.int64] * 3)
 
 
-@intrinsic
-def add_rounded(_, x, y, n):
-    """x = bf16(x + y), kept as fp32 [n]: the residual at a layer's end."""
+def _rounded(e: Emit, x: Value) -> Value:
+    """bf16(x), as fp32."""
+    return e.b.bitcast(e.b.shl(e.b.zext(e.to_bf16(x), ir.VectorType(I32, 16)), e.const_i(16)), F)
+
+
+@intrinsic(prefer_literal=True)
+def add_scaled(_, rounded, x, y, n, scale_bits):
+    """x = x + y * scale; `rounded`: to bf16, kept as fp32: the residual at a layer's end. fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, y, n = args
+        x, y, n, scale_bits = args
+        scale = e.splat(_float(e, scale_bits), F)
         with e.loop(e.b.lshr(n, e.i64(4))) as i:
             at = e.mul(i, 64)
-            half = e.to_bf16(e.b.fadd(e.load(F, x, at), e.load(F, y, at)))
-            wide = e.b.bitcast(e.b.shl(e.b.zext(half, ir.VectorType(I32, 16)), e.const_i(16)), F)
-            e.store(wide, x, at)
+            total = e.b.fadd(e.load(F, x, at), e.b.fmul(e.load(F, y, at), scale))
+            e.store(_rounded(e, total) if rounded.literal_value else total, x, at)
+
+    return lowered(body, types.void, rounded, *[types.int64] * 4)
+
+
+@intrinsic
+def multiply_by(_, x, n, scale_bits):
+    """x *= scale: fp32 [n]."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, n, scale_bits = args
+        scale = e.splat(_float(e, scale_bits), F)
+        with e.loop(e.b.lshr(n, e.i64(4))) as i:
+            at = e.mul(i, 64)
+            e.store(e.b.fmul(e.load(F, x, at), scale), x, at)
 
     return lowered(body, types.void, *[types.int64] * 3)
 
 
-@intrinsic
-def gate(_, x, out):
-    """One group of 32 outputs: out = bf16(silu(g) * u). x: fp32, 32 of g and 32 of u; may be `out`."""
+GELU = (-0.102943242, -2.30220819)
+"""-2 log2(e) root(2 / pi), times 0.044715 and as it is, in fp32."""
+
+
+@intrinsic(prefer_literal=True)
+def gate(_, gelu, x, out):
+    """One group of 32 outputs: out = bf16(silu(g) * u), or GELU's approximation in place of SiLU. x: fp32, 32 of g and 32 of u; may be `out`."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, out = args
         b = e.b
         for half in range(2):
             g, u = e.load(F, x, 64 * half), e.load(F, x, 64 * half + 128)
-            denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, e.const(-1.44269504))))
+            slope = e.fma(b.fmul(g, g), *map(e.const, GELU)) if gelu.literal_value else e.const(-1.44269504)
+            denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, slope)))
             e.store(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)), out, 32 * half)
 
-    return lowered(body, types.void, *[types.int64] * 2)
+    return lowered(body, types.void, gelu, *[types.int64] * 2)
 
 
-def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16]) -> None:
-    """out[T, D] = rows `ids` of a table of records at an address, bf16 bits."""
+def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16], scale: float = 1.0) -> None:
+    """out[T, D] = rows `ids` of a table of records at an address, times the scale, bf16 bits."""
     ids = np.ascontiguousarray(ids, np.int32)
-    reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data)
+    reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data, np.float32(scale))
 
 
 @njit
@@ -261,22 +302,26 @@ def reader(form: Form) -> Callable[..., None]:
     zero, kind, scales_at = layout.zero, layout.scales, layout.scales_at
     with_offset = kind in {Scales.SCALE_OFFSET, Scales.SUB_MINIMUMS}
 
-    def read_rows(ids, count, table, n_groups, out):
+    def read_rows(ids, count, table, n_groups, out, multiplier):
         for row in range(count):
             token = read(32, ids + 4 * row)
             lane, block = token % LANES, table + token // LANES * (n_groups // groups) * record_bytes
             for i in range(n_groups):
                 record, g, at = block + i // groups * record_bytes, i % groups, out + 64 * (row * n_groups + i)
                 if bits == 16:
-                    for pair in range(16):
-                        write(32, at + 4 * pair, read(32, record + 64 * pair + 4 * lane))
+                    for k in range(32):
+                        stored = read(16, record + 64 * (k // 2) + 4 * lane + 2 * (k % 2))
+                        write(
+                            16, at + 2 * k, bf16_bits(np.uint32(stored << 16).view(np.float32) * multiplier) if multiplier != 1 else stored
+                        )
                 else:
                     for half in range(2):
                         scale, offset = _read_scale(record, g, half, lane, kind, scales_at)
                         for k in range(16 * half, 16 * half + 16):
                             code = _read_code(record, g, k, lane, bits, codes_bytes, plane_at, plane_bytes)
                             weight = np.float32(code - zero) * scale
-                            write(16, at + 2 * k, bf16_bits(weight + offset if with_offset else weight))
+                            weight = weight + offset if with_offset else weight
+                            write(16, at + 2 * k, bf16_bits(weight * multiplier))
 
     read_rows.__qualname__ = f"embed_{form.name.lower()}"
-    return njit(types.void(*[types.int64] * 5), nogil=True, cache=in_use())(read_rows)
+    return njit(types.void(*[types.int64] * 5, types.float32), nogil=True, cache=in_use())(read_rows)

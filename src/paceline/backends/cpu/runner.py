@@ -26,8 +26,8 @@ from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
-from paceline.core.model import LayerRange, ModelSpec
-from paceline.core.weights import GROUP, rope_tables
+from paceline.core.model import Activation, LayerRange, ModelSpec, Norms
+from paceline.core.weights import GROUP, rope_tables, rotary_dims
 from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10
@@ -99,8 +99,12 @@ class CpuRunner:
             (step.HEAD_DIM, spec.head_dim),
             (step.FFN, spec.ffn),
             (step.VOCAB, LANES * len(self._model.share.vocab)),
-            (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
-            (step.SCALE, int(np.float32(spec.head_dim**-0.5 * math.log2(math.e)).view(np.int32))),
+            (step.EPS, _bits(spec.rms_eps)),
+            (step.SCALE, _bits((spec.head_dim**-0.5 if spec.scales.attention is None else spec.scales.attention) * math.log2(math.e))),
+            (step.RESIDUAL_SCALE, _bits(spec.scales.residual)),
+            (step.LOGITS_SCALE, 0 if spec.scales.logits == 1 else _bits(spec.scales.logits)),
+            (step.GELU, spec.activation is Activation.GELU_TANH),
+            (step.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
             (step.N_LAYERS, len(self._model.layers)),
             (step.OUT_SEGMENTS, len(self._model.share.out)),
             (step.DOWN_SEGMENTS, len(self._model.share.down)),
@@ -147,7 +151,10 @@ class CpuRunner:
         row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
         split = self._cutter.split_records
         pieces = int32(rows + split, N_PIECE)
-        cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
+        ropes = {rope: rope_tables(rope, spec.head_dim, self._max_context) for rope in map(spec.rope_of, range(spec.n_layers))}
+        for slot, layer in enumerate(range(self.layers.start, self.layers.stop)):
+            for place, table in zip((step.COS, step.SIN), ropes[spec.rope_of(layer)], strict=True):
+                self._places[slot, place, step.AT] = table.ctypes.data
         control = aligned(8 * control_words(threads)).view(np.int64)
         unfinished = aligned(8 * split * spec.n_heads)
         layer_bytes = int(self._sizes[step.LAYER_STRIDE])
@@ -171,8 +178,7 @@ class CpuRunner:
             step.HEAD_ROWS: head_rows,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
             step.ZEROS: aligned(2 * spec.head_dim),
-            step.COS: cos,
-            step.SIN: sin,
+            **({} if spec.norms is Norms.BEFORE else {step.ADDED: aligned(4 * rows * hidden)}),
             step.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
             step.OUT_BOUNDS: (out_bounds := self._bounds(down=False)),
             step.DOWN_BOUNDS: (down_bounds := self._bounds(down=True)),
@@ -186,7 +192,8 @@ class CpuRunner:
         if self._exchange is not None:
             buffers[step.ARRIVED] = self._exchange.arrived
             buffers[step.LOGITS] = self._logits.ctypes.data + 4 * LANES * self._model.share.vocab.start
-        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows, tuple(held.values()))
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows,
+                         (*held.values(), *(table for tables in ropes.values() for table in tables)))  # fmt: skip
         return arrays, buffers, control
 
     def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
@@ -199,7 +206,7 @@ class CpuRunner:
         out = np.empty((len(token_ids_T), spec.hidden), np.uint16)
         if self._model.embedding_form is None:
             raise ValueError("this runner has no embedding")
-        embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out)
+        embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out, spec.scales.embedding)
         return out
 
     def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
@@ -314,6 +321,11 @@ class CpuRunner:
             self._closed = True
             self._team.close()
             self._kv.close()
+
+
+def _bits(value: float) -> int:
+    """Of a number as fp32."""
+    return int(np.float32(value).view(np.int32))
 
 
 def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:

@@ -22,10 +22,12 @@ from paceline.backends.cpu.products import WIDE_FROM, call_product
 from paceline.backends.cpu.rows import (
     add,
     add_into,
-    add_rounded,
+    add_normed,
+    add_scaled,
     deal_bf16,
     gate,
     head_norm,
+    multiply_by,
     quantize,
     rms_norm,
     rotate,
@@ -49,21 +51,22 @@ from paceline.backends.cpu.sizes import (
 
 # Places in `sizes` (int64): what never changes. Of what `*_INPUTS` inputs of a shared sum are held, a rank's own begin at `*_FROM`.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, N_SIZES) = range(25)  # fmt: skip
+ HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, ROTARY, GELU, RESIDUAL_SCALE, LOGITS_SCALE,
+ N_SIZES) = range(29)  # fmt: skip
 
-# Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
-# WINDOW is a number: of the keys that a row sees.
+# Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor. COS and SIN are a layer's tables of
+# rotary embedding, WINDOW how many keys a row sees; the norms behind attention and feed-forward are `*_OUT_NORM`.
 (ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, WINDOW,
- N_WEIGHTS) = range(16)  # fmt: skip
+ COS, SIN, ATTN_OUT_NORM, FFN_OUT_NORM, N_WEIGHTS) = range(20)  # fmt: skip
 
 # Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 
 # Places in `buffers` (addresses). H, ATT and ACT hold activations for products in panels, each as int8, int16 and bf16 where a matrix takes
-# them so (`forms.Inputs`). Q_BF16 has queries; each gives its place to what attention mixed for it. Of a group of ranks, `*_PARTS` has this rank's
+# them so (`forms.Inputs`). ADDED has what attention or feed-forward adds, where that is normed first. Q_BF16 has queries; each gives its place to what attention mixed for it. Of a group of ranks, `*_PARTS` has this rank's
 # partial sums (`_multiply_parts`), `*_JOINS` how those of all ranks are added (`_add_partials`), ARRIVED, a cache line a rank, the exchange that each has reached.
 (X, X_BF16, H, H_16, H_BF16, ATT, ATT_16, ATT_BF16, ACT, ACT_16, ACT_BF16, Q_BF16, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES,
- RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, OUT_PARTS, DOWN_PARTS, OUT_JOINS, DOWN_JOINS, ARRIVED, N_BUFFERS) = range(36)  # fmt: skip
+ RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, ADDED, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, OUT_PARTS, DOWN_PARTS, OUT_JOINS, DOWN_JOINS, ARRIVED, N_BUFFERS) = range(35)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch. EXCHANGE: the number of the one that the group is at; only grows.
 ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, EXCHANGE, N_BATCH = range(11)
@@ -112,6 +115,15 @@ def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_st
 
 
 @njit(nogil=True)
+def _turn(x, position, layer, dim, rotary, weights, out):
+    """out = bf16 of a head (fp32), whose first `rotary` dimensions turn."""
+    at = position * rotary * 2
+    rotate(x, weights[layer, COS, AT] + at, weights[layer, SIN, AT] + at, rotary // 2, out)
+    if rotary < dim:
+        round_bf16(x + 4 * rotary, dim - rotary, out + 2 * rotary)
+
+
+@njit(nogil=True)
 def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
     """What follows a task of the q, k, v products, whose outputs are one head of a part of the rows (fp32, in the scratch).
 
@@ -136,7 +148,7 @@ def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
         if is_value:
             round_bf16(x, dim, out)
         else:
-            rotate(x, buffers[COS] + position * dim * 2, buffers[SIN] + position * dim * 2, dim // 2, out)
+            _turn(x, position, layer, dim, sizes[ROTARY], weights, out)
         if not is_query:
             table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
             block = pool + sync.load_int32(table + 4 * (position // BLOCK)) * sizes[BLOCK_STRIDE]
@@ -200,14 +212,14 @@ def _tasks(chunks, rows, team):
 
 
 @njit(nogil=True)
-def _add(block, blocks, row, part, hidden, x, scratch, rounded):
+def _add(block, blocks, row, part, x, sizes, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
     for m in range(part):
-        target = x + 4 * ((row + m) * hidden + 16 * block)
+        target = x + 4 * ((row + m) * sizes[HIDDEN] + 16 * block)
         if rounded:
-            add_rounded(target, scratch + m * CHUNK * 64, 16 * blocks)
+            add_scaled(1, target, scratch + m * CHUNK * 64, 16 * blocks, sizes[RESIDUAL_SCALE])
         else:
-            add_into(target, scratch + m * CHUNK * 64, 16 * blocks)
+            add_scaled(0, target, scratch + m * CHUNK * 64, 16 * blocks, sizes[RESIDUAL_SCALE])
 
 
 @njit(nogil=True)
@@ -227,7 +239,7 @@ def _multiply_parts(weights, layer, place, block, blocks, x, k, row, rows, parts
 
 @njit(nogil=True)
 def _add_partials(row, down, sizes, buffers, scratch):
-    """Add all ranks' partial sums of a row, as the tree of segments does, to the residual.
+    """Add all ranks' partial sums of a row, as the tree of segments does. Returns where the sum is, which others may read too.
 
     The joins are int64: how many sums and steps there are; where the rows of each sum are; then of each step the number of the left one, of the
     right one, and of the place in the scratch where their sum goes, [steps, 3]. Numbers after the sums' are places.
@@ -240,10 +252,25 @@ def _add_partials(row, down, sizes, buffers, scratch):
         left, right, place = sync.load_acquire(step), sync.load_acquire(step + 8), sync.load_acquire(step + 16)
         total = scratch + 4 * hidden * place
         add(total, _sum_at(left, joins, sums, at, hidden, scratch), _sum_at(right, joins, sums, at, hidden, scratch), hidden)
-    if down:
-        add_rounded(buffers[X] + at, total, hidden)
+    return total
+
+
+@njit(nogil=True)
+def _end_half(row, down, layer, sizes, weights, buffers, scratch):
+    """Add to a row's residual what attention (`down`: feed-forward) gave, where tasks of its product could not: all ranks' sums, and what is normed first."""
+    norm, hidden = weights[layer, FFN_OUT_NORM if down else ATTN_OUT_NORM, AT], sizes[HIDDEN]
+    if sizes[RANKS] == 1 and not norm:
+        return
+    x, eps, scale = buffers[X] + 4 * hidden * row, sizes[EPS], sizes[RESIDUAL_SCALE]
+    added = _add_partials(row, down, sizes, buffers, scratch) if sizes[RANKS] > 1 else buffers[ADDED] + 4 * hidden * row
+    if norm and down:
+        add_normed(1, x, added, norm, hidden, eps, scale)
+    elif norm:
+        add_normed(0, x, added, norm, hidden, eps, scale)
+    elif down:
+        add_scaled(1, x, added, hidden, scale)
     else:
-        add_into(buffers[X] + at, total, hidden)
+        add_scaled(0, x, added, hidden, scale)
 
 
 @njit(nogil=True)
@@ -269,8 +296,8 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
         norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
     for row in range(first, last):
         x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
-        if sizes[RANKS] > 1 and batch[STOP_LAYER] > batch[FIRST_LAYER] and kind in (NORM_ATTENTION, NORM_FFN, END):
-            _add_partials(row, kind != NORM_FFN, sizes, buffers, scratch)
+        if batch[STOP_LAYER] > batch[FIRST_LAYER] and kind in (NORM_ATTENTION, NORM_FFN, END):
+            _end_half(row, kind != NORM_FFN, layer if kind == NORM_FFN else layer - 1, sizes, weights, buffers, scratch)
         if kind == END:
             round_bf16(x, hidden, x_bf16 + 2 * hidden * row)
             continue
@@ -278,7 +305,10 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
             widen_bf16(x_bf16 + 2 * hidden * row, hidden, x)
         elif kind == NORM_HEAD:
             widen_bf16(x_bf16 + 2 * hidden * sync.load_int32(buffers[HEAD_ROWS] + 4 * row), hidden, x)
-        rms_norm(x, weights[layer, norm, AT], hidden, sizes[EPS], scratch)
+        if weights[layer, norm, AT]:
+            rms_norm(x, weights[layer, norm, AT], hidden, sizes[EPS], scratch)
+        else:
+            round_bf16(x, hidden, scratch)
         _hold(kinds, scratch, hidden, row, 0, hidden, rows, H, buffers)
 
 
@@ -317,7 +347,10 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
                   buffers, scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(part):
         outputs = scratch + 256 * m
-        gate(outputs, outputs)
+        if sizes[GELU]:
+            gate(1, outputs, outputs)
+        else:
+            gate(0, outputs, outputs)
         _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, sizes[DOWN_FROM] + 16 * block, sizes[DOWN_INPUTS], batch[ROWS], ACT,
               buffers)  # fmt: skip
 
@@ -360,6 +393,8 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
         out = buffers[LOGITS] + sizes[LOGITS_STRIDE] * row + 64 * block
         _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, sizes[LOGITS_STRIDE], buffers[WHOLE_BOUNDS], 1, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
+        for m in range(part if sizes[LOGITS_SCALE] else 0):
+            multiply_by(out + m * sizes[LOGITS_STRIDE], 16 * blocks, sizes[LOGITS_SCALE])
     elif kind == PROJECT_GATE:
         _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch)
     else:
@@ -371,9 +406,12 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
             _multiply_parts(weights, layer, place, block, blocks, x, k, row, part, parts, sizes, buffers, scratch)
             return
         bounds, segments = (buffers[DOWN_BOUNDS], sizes[DOWN_SEGMENTS]) if down else (buffers[OUT_BOUNDS], sizes[OUT_SEGMENTS])
-        _multiply(weights, layer, place, block, blocks, x, k, row, part, scratch, CHUNK * 64, bounds, segments, buffers,
+        normed = weights[layer, FFN_OUT_NORM if down else ATTN_OUT_NORM, AT] != 0
+        out, stride = (buffers[ADDED] + 4 * (row * hidden + 16 * block), 4 * hidden) if normed else (scratch, CHUNK * 64)
+        _multiply(weights, layer, place, block, blocks, x, k, row, part, out, stride, bounds, segments, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
-        _add(block, blocks, row, part, hidden, buffers[X], scratch, down)
+        if not normed:
+            _add(block, blocks, row, part, buffers[X], sizes, scratch, down)
 
 
 @njit(nogil=True)
@@ -423,7 +461,7 @@ def phase(work, position, sizes, batch):
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
     layer, at = batch[FIRST_LAYER] + position // 7, position % 7
     if layer == batch[STOP_LAYER]:
-        return (END, 0, row_tasks) if at == 0 else (-1, 0, 0)
+        return (END, layer, row_tasks) if at == 0 else (-1, 0, 0)
     if at == 0:
         return (NORM_ATTENTION if position else START), layer, row_tasks
     if at == 2:

@@ -25,6 +25,7 @@ from paceline.core.weights import (
     FINAL_NORM,
     GROUP,
     HEAD,
+    NORM_NAMES,
     TENSOR_TYPES,
     BlockTensor,
     DenseTensor,
@@ -273,7 +274,8 @@ MATRICES = {
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
     """Tensor names by place; vectors that lie one after the other are several."""
     stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place != step.HEAD}
-    stems |= {step.ATTN_NORM: ["input_layernorm.weight"], step.FFN_NORM: ["post_attention_layernorm.weight"]}
+    norms = zip((step.ATTN_NORM, step.ATTN_OUT_NORM, step.FFN_NORM, step.FFN_OUT_NORM), NORM_NAMES[spec.norms], strict=True)
+    stems |= {place: [f"{name}.weight"] for place, name in norms if name is not None}
     if spec.qkv_bias:
         stems[step.QKV_BIAS] = [f"self_attn.{p}_proj.bias" for p in "qkv"]
     if spec.qk_norm:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -115,17 +113,15 @@ class Attention:
 
     Args:
         window: keys that a row sees; 0: all before it.
-        bias: of queries, keys and values.
-        normed: queries and keys are normed before they turn.
     """
 
-    def __init__(self, reader: TensorReader, at: str, slot: int, *, window: int, bias: bool, normed: bool) -> None:
+    def __init__(self, reader: TensorReader, at: str, slot: int, *, window: int) -> None:
         spec = reader.spec
         self._window = window
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._norm = reader.norm(f"{at}.input_layernorm.weight")
-        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=bias)
-        self._qk_norms = [reader.norm(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm")] if normed else None
+        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=spec.qkv_bias)
+        self._qk_norms = [reader.norm(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm")] if spec.qk_norm else None
         self._out = reader.linear(f"{at}.self_attn", "o_proj")
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
@@ -173,32 +169,15 @@ class Experts:
         return total_TD.bfloat16()
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the layers of a family have beyond, or in place of, Llama's."""
-
-    qkv_bias: bool = False
-    qk_normed: bool = False
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_normed=True),
-    "qwen3_moe": Family(qk_normed=True),
-}
-
-
 class Layer:
     """One layer of any family. `index` counts from the model's first layer, `slot` from the range's. Where the model is a mixture, a few experts a token
     stand in place of one feed-forward.
     """
 
-    def __init__(self, reader: TensorReader, family: Family, index: int, slot: int) -> None:
+    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at, moe = f"model.layers.{index}", reader.spec.moe
         window = reader.spec.window_of(index)
-        self._attention = Attention(reader, at, slot, window=window, bias=family.qkv_bias, normed=family.qk_normed)
+        self._attention = Attention(reader, at, slot, window=window)
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
         self._feed_forward = FeedForward(reader, f"{at}.mlp") if moe is None else Experts(reader, f"{at}.mlp", moe)
 

@@ -25,8 +25,9 @@ from paceline.backends.holding import formats_of_products, part_bytes, torch_byt
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.table import torch_refuses
 from paceline.backends.torch.attention import KEYS, CpuStep, KvPool, Rope
-from paceline.backends.torch.families import FAMILIES, Layer, TensorReader, linear_numbers
+from paceline.backends.torch.families import Layer, TensorReader, linear_numbers
 from paceline.backends.torch.linear import Linear, Scratch, make_linear, multiplies_bf16, onednn_isa
 from paceline.backends.torch.runner import Edges, TorchModel, TorchRunner, wire_bits
 from paceline.core.errors import ConfigError, UnsupportedModel
@@ -107,14 +108,13 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
         UnsupportedModel: a family without code here.
     """
     spec = source.spec
-    family = FAMILIES.get(spec.model_type)
-    if family is None:
-        raise UnsupportedModel(f"The torch backend does not run the family {spec.model_type!r}", f"It runs {', '.join(FAMILIES)}.")
+    if (reason := torch_refuses(spec)) is not None:
+        raise UnsupportedModel(f"torch does not run this model: {reason}", "Serve it on an x86 processor since AVX2.")
     formats = torch_formats(spec, options.weights, source.type_of)
     one_path = formats[EMBEDDING] is WeightsFormat.BF16
     reader = TensorReader(source, formats, None if one_path else _scratch(source, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
-    layers = [Layer(reader, family, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
+    layers = [Layer(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
     if options.edges:
         embedding = reader.table(EMBEDDING)

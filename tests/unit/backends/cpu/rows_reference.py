@@ -52,6 +52,16 @@ def rotate(x_D: Float32, cos: Float32, sin: Float32) -> Bits:
     return bf16(np.concatenate([a * cos - z * sin, z * cos + a * sin]))
 
 
-def gate(g: Float32, u: Float32) -> Bits:
-    with np.errstate(over="ignore"):
-        return bf16(g / (np.float32(1) + exp2(g * np.float32(-1.44269504))) * u)
+def gate(g: Float32, u: Float32, *, gelu: bool = False) -> Bits:
+    with np.errstate(over="ignore", invalid="ignore"):
+        slope = np.full_like(g, -1.44269504)
+        if gelu:
+            square = g * g
+            slope = fma(np.where(np.isinf(square), 0, square), np.full_like(g, -0.102943242), np.full_like(g, -2.30220819))
+            slope = np.where(np.isinf(square), -square, slope)
+        return bf16(g / (np.float32(1) + exp2(g * slope)) * u)
+
+
+def added(x_D: Float32, y_D: Float32, scale: np.float32, weight_D: Float32 | None = None, eps: np.float32 = LEAST_NORMAL) -> Float32:
+    """The residual with what attention or feed-forward gave, normed first where there is a norm behind it."""
+    return x_D + (y_D if weight_D is None else norm(y_D, weight_D, eps)) * scale

@@ -56,10 +56,13 @@ def test_rows_of_an_embedding_come_back_out(form: Form) -> None:
     embed_rows(form, table.ctypes.data, ids, out)
     if form is Form.BF16:
         assert np.array_equal(out, rows.view(np.uint16)[ids])
+        values = arithmetic.widen(rows.view(np.uint16))
     else:
         values = dequantize(rows, GGMLQuantizationType[form.name])
         assert np.array_equal(arithmetic.matrix(form, rows).values(), values)
         assert np.array_equal(out, round_to_bf16(values[ids]))
+    embed_rows(form, table.ctypes.data, ids, out, 25.3)
+    assert np.array_equal(out, round_to_bf16(values[ids] * np.float32(25.3)))
 
 
 def test_outputs_that_do_not_fill_a_block_are_followed_by_zeros() -> None:

@@ -42,8 +42,11 @@ def call_rotate(x: int, cos: int, sin: int, half: int, out: int) -> None:
 
 
 @njit
-def call_gate(x: int, out: int) -> None:
-    rows.gate(x, out)
+def call_gate(gelu: bool, x: int, out: int) -> None:
+    if gelu:
+        rows.gate(1, x, out)
+    else:
+        rows.gate(0, x, out)
 
 
 @njit
@@ -52,8 +55,24 @@ def call_round(x: int, n: int, out: int) -> None:
 
 
 @njit
-def call_add_rounded(x: int, y: int, n: int) -> None:
-    rows.add_rounded(x, y, n)
+def call_add_scaled(rounded: bool, x: int, y: int, n: int, scale: int) -> None:
+    if rounded:
+        rows.add_scaled(1, x, y, n, scale)
+    else:
+        rows.add_scaled(0, x, y, n, scale)
+
+
+@njit
+def call_add_normed(rounded: bool, x: int, y: int, weight: int, n: int, eps: int, scale: int) -> None:
+    if rounded:
+        rows.add_normed(1, x, y, weight, n, eps, scale)
+    else:
+        rows.add_normed(0, x, y, weight, n, eps, scale)
+
+
+@njit
+def call_multiply(x: int, n: int, scale: int) -> None:
+    rows.multiply_by(x, n, scale)
 
 
 def random(seed: int, n: int, spread: float = 1.0) -> Float32:
@@ -83,13 +102,39 @@ def test_rotary_embedding(dim: int) -> None:
     assert np.array_equal(out, reference.rotate(x, cos, sin))
 
 
-def test_the_gate() -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("scale", [np.float32(1), np.float32(0.22)])
+def test_what_is_added_to_the_residual(rounded: bool, scale: np.float32) -> None:
+    n, bits = 576, int(scale.view(np.int32))
+    x, y, weight = random(1, n), random(2, n, 7.0), random(3, n)
+    wanted = [reference.added(x, y, scale), reference.added(x, y, scale, weight, EPS)]
+    if rounded:
+        wanted = [(reference.bf16(total).astype(np.uint32) << 16).view(np.float32) for total in wanted]
+    plain, normed = x.copy(), x.copy()
+    call_add_scaled(rounded, at(plain), at(y), n, bits)
+    call_add_normed(rounded, at(normed), at(y), at(weight), n, EPS_BITS, bits)
+    assert np.array_equal(plain, wanted[0])
+    assert np.array_equal(normed, wanted[1])
+    product = y * scale
+    call_multiply(at(y), n, bits)
+    assert np.array_equal(y, product)
+
+
+def test_gelu_by_tanh_is_gelu_by_tanh() -> None:
+    g = random(5, 4096, 3.0).astype(np.float64)
+    exact = g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    found = (reference.gate(g.astype(np.float32), np.ones(len(g), np.float32), gelu=True).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(found, exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_gate(gelu: bool) -> None:
     for g in (SPECIAL, *(random(seed, 32, spread) for seed, spread in enumerate((1e-3, 1.0, 8.0, 60.0)))):
         u, out = random(9, 32), np.empty(32, np.uint16)
         x = np.concatenate([g, u])
-        call_gate(at(x), at(out))
+        call_gate(gelu, at(x), at(out))
         with np.errstate(invalid="ignore"):
-            wanted = reference.gate(g, u)
+            wanted = reference.gate(g, u, gelu=gelu)
         sound = g != -np.inf  # which is no number then
         assert np.array_equal(out[sound], wanted[sound])
 
@@ -100,5 +145,5 @@ def test_rounding_to_bf16() -> None:
         call_round(at(x), 32, at(out))
         assert np.array_equal(out, reference.bf16(x))
         total = x.copy()
-        call_add_rounded(at(total), at(zeros), 32)
+        call_add_scaled(True, at(total), at(zeros), 32, int(np.float32(1).view(np.int32)))
         assert np.array_equal(total.view(np.uint32) >> 16, reference.bf16(x + zeros))

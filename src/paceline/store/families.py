@@ -1,0 +1,105 @@
+"""The families that run here: what each has beyond, or in place of, Llama's, and what its files call things.
+
+A family is a row of `FAMILIES`. Sizes, windows and scales come from a model's own files; a row says what these leave unsaid. Names that a file has for a tensor
+become ours (`core.weights`), fused matrices come apart, and rows lie as half-split rope takes them: behind a source, families differ by their spec alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.core.model import Activation, ModelSpec, Norms
+
+if TYPE_CHECKING:
+    from paceline.store.tensor_files import StoredAt
+
+
+class Windows(Enum):
+    """Which layers have a window, where a configuration does not list them (`layer_types`)."""
+
+    ALL = auto()
+    LATER = auto()
+    """Those from `max_window_layers` on, if `use_sliding_window` says so."""
+    PATTERN = auto()
+    """All but each so many-th (`sliding_window_pattern`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What its name in a file implies."""
+
+    name: str
+    """Hugging Face's model_type."""
+    arch: str
+    """llama.cpp's architecture."""
+    shown: str
+    """Models of it, for people."""
+    norms: Norms = Norms.BEFORE
+    activation: Activation = Activation.SILU
+    windows: Windows = Windows.ALL
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    root_embedding: bool = False
+    """A token's embedding is multiplied by the root of the hidden size."""
+    permuted: bool = False
+    """llama.cpp's converter makes neighbours of the pairs of rope."""
+    norms_less_one: bool = False
+    """Safetensors hold norms' weights less one."""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of fields that a config.json may leave out."""
+    local_theta: float | None = None
+    """Of layers with a window, in GGUF, where it is not written."""
+    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Our names of a layer's tensors, by those of safetensors, where these differ."""
+
+
+_GEMMA3: Final = {
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 262_208, "max_position_embeddings": 131_072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+"""Of transformers' Gemma3TextConfig: files leave out what it has."""
+
+FAMILIES: Final = (
+    Family("llama", "llama", "Llama 1 to 3.3, SmolLM2, TinyLlama", permuted=True),
+    Family("mistral", "llama", "Mistral 7B, Mistral Nemo and Small", permuted=True, defaults={"sliding_window": 4096}),
+    Family("ministral", "llama", "Ministral 8B", permuted=True, defaults={"sliding_window": 4096}),
+    Family("qwen2", "qwen2", "Qwen2, Qwen2.5", windows=Windows.LATER, qkv_bias=True),
+    Family("qwen3", "qwen3", "Qwen3", windows=Windows.LATER, qk_norm=True),
+    Family("qwen3_moe", "qwen3moe", "Qwen3-MoE: 30B-A3B, 235B-A22B", windows=Windows.LATER, qk_norm=True),
+    Family("gemma3_text", "gemma3", "Gemma 3: 270M to 27B, texts alone", Norms.AROUND, Activation.GELU_TANH, Windows.PATTERN, qk_norm=True,
+           root_embedding=True, norms_less_one=True, defaults=_GEMMA3, local_theta=1e4),
+)  # fmt: skip
+
+BY_NAME: Final = {family.name: family for family in FAMILIES}
+BY_ARCH: Final = {family.arch: family for family in reversed(FAMILIES)}
+"""Of several with one architecture, the first."""
+
+
+def nearest(name: str) -> Family | None:
+    """The family whose name is most like one that is none."""
+    names = [*BY_NAME, *BY_ARCH]
+    found = get_close_matches(name.lower(), names, 1, cutoff=0.5)
+    return (BY_NAME.get(found[0]) or BY_ARCH[found[0]]) if found else None
+
+
+def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
+    """A tensor under our names: a fused matrix (or bias) of the right height as its parts, any other as it is."""
+    stem, _, kind = name.rpartition(".")
+    before, _, part = stem.rpartition(".")
+    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    parts = {
+        "qkv_proj": (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)),
+        "gate_up_proj": (("gate_proj", spec.ffn), ("up_proj", spec.ffn)),
+    }.get(part, ())
+    if not parts or at.shape[0] != sum(rows for _, rows in parts):
+        yield name, at
+        return
+    start = 0
+    for own, rows in parts:
+        yield f"{before}.{own}.{kind}", at.rows(start, start + rows)
+        start += rows
