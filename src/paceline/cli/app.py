@@ -319,11 +319,14 @@ def pull(
 
 
 @app.command()
-def models(as_json: AsJson = False) -> None:
+def models(
+    as_json: AsJson = False,
+    supported: Annotated[bool, typer.Option("--supported", help="The families of models that run, and what runs each.")] = False,
+) -> None:
     """List the models on this machine."""
-    from paceline.cli.models import run_models
+    from paceline.cli.models import run_models, run_supported
 
-    run_models(as_json=as_json)
+    (run_supported if supported else run_models)(as_json=as_json)
 
 
 @app.command()

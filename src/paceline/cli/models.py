@@ -9,11 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.backends import cpu
 from paceline.backends.memory import human
+from paceline.backends.table import torch_refuses
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal, own_command, print_json, print_lines, table_of
 from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
 from paceline.store.catalog import LocalModel, list_models, locations, resolve
+from paceline.store.families import FAMILIES
+from paceline.store.hf_folder import JsonObject, spec_from_config
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
 from paceline.store.selection import from_url, is_path, parse_ref
@@ -135,6 +139,33 @@ def run_models(*, as_json: bool) -> None:
         print_lines(console, f"{model.name} can't be used: {model.problem}", style="yellow")
     if unusable:
         print_lines(console, f"Pull again to repair; to forget one, delete its folder under {home.models}")
+
+
+_SIZES = {
+    "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024,
+    "vocab_size": 1024, "max_position_embeddings": 8192, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+}  # fmt: skip
+"""Of a model as an example of its family."""
+
+
+def run_supported(*, as_json: bool) -> None:
+    """Print the families of models that run, and what runs each: a table, or JSON, a list of objects that also say why something does not."""
+    rows = list[dict[str, str]]()
+    for family in FAMILIES:
+        spec = spec_from_config(JsonObject(Path("config.json"), {"model_type": family.name, **_SIZES, **family.example}))
+        kernels, torch = cpu.refuses(spec), torch_refuses(spec)
+        rows.append(
+            {"family": family.name, "gguf": family.arch, "models": family.shown, "compiled": kernels or "yes", "torch": torch or "yes"}
+        )
+    if as_json:
+        print_json(rows)
+        return
+    table = table_of(
+        "family", "GGUF", "models", "x86 kernels", "torch, GPUs too", left=("family", "GGUF", "models", "x86 kernels", "torch, GPUs too")
+    )
+    for row in rows:
+        table.add_row(row["family"], row["gguf"], row["models"], *("yes" if row[by] == "yes" else "no" for by in ("compiled", "torch")))
+    Terminal().print(table)
 
 
 def run_pull(ref: str) -> None:

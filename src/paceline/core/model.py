@@ -136,7 +136,7 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class Multipliers:
     """Numbers that a family multiplies by."""
 
     embedding: float = 1.0
@@ -147,7 +147,7 @@ class Scales:
     logits: float = 1.0
 
 
-PLAIN = Scales()
+PLAIN = Multipliers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class ModelSpec:
     window: WindowSpec | None = None
     norms: Norms = Norms.BEFORE
     activation: Activation = Activation.SILU
-    scales: Scales = PLAIN
+    scales: Multipliers = PLAIN
 
     @property
     def all_layers(self) -> LayerRange:

@@ -53,6 +53,8 @@ class Family:
     """Of fields that a config.json may leave out."""
     local_theta: float | None = None
     """Of layers with a window, in GGUF, where it is not written."""
+    example: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of fields that its models have and no other family's."""
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
     """Our names of a layer's tensors, by those of safetensors, where these differ."""
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, Scales, WindowSpec
+from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec
 from paceline.core.weights import NORM_NAMES, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_ARCH, BY_NAME, Family, Windows, apart
@@ -117,10 +117,10 @@ _GEMMA3_27B = 62
 """Its layers: llama.cpp knows it by them, and by nothing that a file says."""
 
 
-def _scales(family: Family, n_layers: int, hidden: int, n_heads: int) -> Scales:
+def _scales(family: Family, n_layers: int, hidden: int, n_heads: int) -> Multipliers:
     by_hidden = family.name == "gemma3_text" and n_layers == _GEMMA3_27B
     attention = (hidden / n_heads) ** -0.5 if by_hidden and hidden > 0 else None
-    return Scales(max(0, hidden) ** 0.5 if family.root_embedding else 1.0, attention)
+    return Multipliers(max(0, hidden) ** 0.5 if family.root_embedding else 1.0, attention)
 
 
 def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:

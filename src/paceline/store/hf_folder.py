@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, Scales, WindowSpec
+from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart
@@ -155,11 +155,11 @@ _OF_TEXTS: Final = {"gemma3": "gemma3_text"}
 _ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
-def _scales(config: JsonObject, kind: Family, hidden: int) -> Scales:
+def _scales(config: JsonObject, kind: Family, hidden: int) -> Multipliers:
     scalar = config.number("query_pre_attn_scalar")
     if scalar is not None and not 0 < scalar < math.inf:
         raise damaged(config.path, f"query_pre_attn_scalar is {scalar}")
-    return Scales(max(0, hidden) ** 0.5 if kind.root_embedding else 1.0, None if scalar is None else scalar**-0.5)
+    return Multipliers(max(0, hidden) ** 0.5 if kind.root_embedding else 1.0, None if scalar is None else scalar**-0.5)
 
 
 def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> WindowSpec | None:

@@ -16,6 +16,8 @@ from threading import Thread
 
 import pytest
 
+from paceline.store.families import BY_NAME
+
 
 def paceline(*args: str, message: str = "Hi.", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -213,6 +215,16 @@ def test_models_lists_the_bundled_one() -> None:
     assert model["problem"] is None
     assert Path(model["path"]).is_file()
     assert "smollm2-135m" in paceline("models").stdout
+
+
+def test_what_runs_each_family_is_listed() -> None:
+    rows = {row["family"]: row for row in json.loads(paceline("models", "--supported", "--json").stdout)}
+    assert rows.keys() == BY_NAME.keys()
+    assert all("yes" in {row["compiled"], row["torch"]} for row in rows.values())
+    assert rows["llama"]["compiled"] == rows["llama"]["torch"] == "yes"
+    assert "norms behind" in rows["gemma3_text"]["torch"]
+    shown = paceline("models", "--supported", COLUMNS="200").stdout
+    assert all(family.shown in shown for family in BY_NAME.values())
 
 
 def test_pull_registers_a_file(tmp_path: Path, bundled_gguf: Path) -> None:

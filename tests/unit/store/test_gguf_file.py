@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Norms, RopeSpec, Scales, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec
 from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
@@ -173,7 +173,7 @@ def test_gemma_is_read_as_llama_cpp_has_it(gguf_model: Any, tmp_path: Path, dige
     model.metadata |= {"attention.sliding_window": 48, "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
     assert (spec.norms, spec.activation, spec.rope) == (Norms.AROUND, Activation.GELU_TANH, RopeSpec(1e6, linear_factor=8.0))
-    assert (spec.window, spec.scales) == (WindowSpec(48, (True, True), RopeSpec(1e4)), Scales(embedding=8.0))
+    assert (spec.window, spec.scales) == (WindowSpec(48, (True, True), RopeSpec(1e4)), Multipliers(embedding=8.0))
     model.metadata |= {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 5e3}
     spec = open_gguf(model.write(tmp_path / "n.gguf"), digests).spec
     assert spec.window == WindowSpec(48, (True, False), RopeSpec(5e3))

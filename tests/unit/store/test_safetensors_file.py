@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Norms, RopeSpec, Scales, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
@@ -104,7 +104,7 @@ def test_gemma_of_texts_and_images_is_read_for_its_texts(tmp_path: Path, digests
     (tmp_path / "config.json").write_text(json.dumps(written))
     source = SafetensorsWeights(tmp_path, digests)
     spec = source.spec
-    assert (spec.model_type, spec.tied_head, spec.scales) == ("gemma3_text", True, Scales(8.0, 1 / 16))
+    assert (spec.model_type, spec.tied_head, spec.scales) == ("gemma3_text", True, Multipliers(8.0, 1 / 16))
     assert (spec.norms, spec.activation, spec.rope) == (Norms.AROUND, Activation.GELU_TANH, RopeSpec(1e6, linear_factor=8.0))
     assert spec.window == WindowSpec(16, (True, True), RopeSpec(1e4))
     norm = source.read("model.layers.1.pre_feedforward_layernorm.weight")
