@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.backends import cpu
 from paceline.backends.bert import Bert
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadProgress
@@ -206,7 +207,12 @@ class LoadedEncoder:
         Raises:
             ModelFileError: the weights can't be read.
         """
-        self._bert = Bert(opened.tensors)
+        from paceline.backends import kernel_cache
+
+        cpu.prepare(None, Home.from_environment().kernels)
+        with kernel_cache.alone():  # what reads a GGUF file's blocks is compiled
+            self._bert = Bert(opened.tensors)
+            kernel_cache.complete()
         self.name = opened.name
         self.created = created
         self.tokenizer = BoundedTokenizer(opened.tokenizer)

@@ -136,8 +136,11 @@ class Setup:
             edges: with embedding, norm and head.
 
         Raises:
+            ConfigError: the settings share each layer among processes, and this loads them into one.
             UserError: see `load` of the backends.
         """
+        if len(self.settings.tensor) > 1:
+            raise ConfigError("--tensor shares each layer among processes, and this would run whole layers in one", "Leave --tensor out.")
         options = LoadOptions(
             layers,
             self.weights,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -24,6 +27,7 @@ from paceline.store.encoder_files import OpenedEncoder, open_encoder
 
 TEXTS = ("hello world", "", "The cat sat on the mat, sats hellos.", "cat " * 60)
 Ids = Any
+BOUND_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def test_a_vocabulary_alone_gives_the_same_tokens(tmp_path: Path) -> None:
     assert [ids.tolist() for ids in ids_of(open_encoder(str(folder)))] == [ids.tolist() for ids in whole]
 
 
-def write_gguf(path: Path, folder: Path, *, pooling: int) -> None:
+def write_gguf(path: Path, folder: Path, *, pooling: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
     """The same encoder as llama.cpp's converter writes it."""
     names = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
              "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm"}  # fmt: skip
@@ -130,10 +134,14 @@ def write_gguf(path: Path, folder: Path, *, pooling: int) -> None:
     writer.add_pooling_type(gguf.PoolingType(pooling))
     writer.add_tokenizer_model("bert")
     writer.add_token_list([t if t[0] == "[" else t[2:] if t.startswith("##") else "\u2581" + t for t in TOKENS])
-    for name, values in load_file(folder / "model.safetensors").items():
-        stem, _, kind = name.rpartition(".")
+    for full, values in load_file(folder / "model.safetensors").items():
+        stem, _, suffix = full.rpartition(".")
         layer, _, part = stem.removeprefix("encoder.layer.").partition(".")
-        writer.add_tensor(f"{names[stem] if stem in names else f'blk.{layer}.{parts[part]}'}.{kind}", values)
+        name = f"{names[stem] if stem in names else f'blk.{layer}.{parts[part]}'}.{suffix}"
+        if kind is not None and values.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,6 +157,31 @@ def test_a_gguf_file_gives_the_same_bytes_as_its_folder(tmp_path: Path, number: 
     assert Bert(one.tensors).vectors(ids_of(one)).tobytes() == Bert(other.tensors).vectors(ids_of(other)).tobytes()
     with pytest.raises(UnsupportedModel, match="--embeddings"):
         open_model(str(tmp_path / "small.gguf"))
+
+
+LOAD = """
+import sys
+from paceline.core.clock import SystemClock
+from paceline.machine.build import load_encoder
+load_encoder(sys.argv[1], SystemClock())
+from paceline.backends.ggml.plain import q8_0
+print(sum(q8_0.stats.cache_hits.values()), sum(q8_0.stats.cache_misses.values()))
+"""
+
+
+def test_what_reads_a_quantised_encoder_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", write_encoder(tmp_path / "small"), pooling=1, kind=gguf.GGMLQuantizationType.Q8_0)
+
+    def loaded() -> list[int]:
+        command = [sys.executable, "-c", LOAD, str(tmp_path / "small.gguf")]
+        home = {**os.environ, "PACELINE_HOME": str(tmp_path / "home")}
+        home.pop("NUMBA_CACHE_DIR", None)  # of the tests' own process
+        found = subprocess.run(command, capture_output=True, text=True, check=True, env=home, timeout=BOUND_S)
+        return [int(count) for count in found.stdout.split()]
+
+    (hits, misses), again = loaded(), loaded()
+    assert (hits, misses > 0) == (0, True)
+    assert again == [misses, 0]
 
 
 def test_without_modules_the_mean_is_normalised(tmp_path: Path) -> None:

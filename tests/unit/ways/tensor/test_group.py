@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.seeded_models import TINY, write_gguf
 
 from paceline.backends import cpu
-from paceline.core.errors import ExecutorLost
+from paceline.core.errors import ConfigError, ExecutorLost
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.machine.build import BuiltEngine, build_engine
@@ -215,6 +215,11 @@ def test_ranks_end_with_the_leader(model: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=BOUND_S, check=False)
     _await_state(int(done.stdout), "ZX")
+
+
+def test_what_can_t_share_layers_loads_none_alone_instead(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--tensor"):
+        build_engine(NodeSettings(str(model), context=256, kv_tokens=512, tensor=(1.0, 1.0)))
 
 
 def test_building_a_node_imports_no_kernel() -> None:
