@@ -1,7 +1,7 @@
 """`paceline up`: load, serve, say where, and end quickly when told to.
 
 Ports are taken before the model is loaded: one that another program has should not cost a load to find out, nor go to another meanwhile.
-At the end the first Ctrl-C lets live answers end or move on, within a bound; the second ends the process where it stands.
+At the end the first Ctrl-C lets live answers end or move on, within a bound; the second ends them with an error, and then the process where it stands.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 ORDERLY_S = 1.8
-"""Longest an orderly stop may take once nothing is waited for; after it the process ends as it does at a second Ctrl-C."""
+"""Longest an orderly stop may take once nothing is waited for; after it the process ends where it stands."""
 LOOK_S = 0.05
 """Between two looks whether answers are left."""
 
@@ -71,6 +71,8 @@ class Ending:
         self._service: ApiService | None = None
         self._models: Models[BuiltNode] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._hurried: int | None = None
+        """What the process ends with as soon as clients know: it was told a second time."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
@@ -79,9 +81,20 @@ class Ending:
         """Have a stop wait for what is being answered from now on."""
         self._service, self._models = service, models
 
+    def clients_know(self) -> None:
+        """Every stream has ended."""
+        if self._hurried is not None:
+            end_now(self._hurried)
+        self._service = None
+
     def _on_signal(self, code: int) -> None:
         if self._draining is not None:
-            end_now(code)
+            if self._service is None or self._hurried is not None:
+                end_now(code)
+            self._hurried = code
+            self._draining.cancel()
+            self._stop_within_bound(code)
+            return
         waits = "" if self._is_quiet() else f" once what is being answered has ended, in {self._drain_s:g} s at the latest"
         self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)", soft_wrap=True)
         self._draining = asyncio.create_task(self._drain(), name="drain")
@@ -95,8 +108,11 @@ class Ending:
             async with asyncio.timeout(self._drain_s):
                 while not self._is_quiet():  # noqa: ASYNC110 - answers of others end in another place than those of this server
                     await asyncio.sleep(LOOK_S)
+        self._stop_within_bound(EXIT_OK)
+
+    def _stop_within_bound(self, code: int) -> None:
         self.stop.set()
-        late = threading.Timer(ORDERLY_S, end_now, (EXIT_OK,))
+        late = threading.Timer(ORDERLY_S, end_now, (code,))
         late.daemon = True
         late.start()
 
@@ -190,6 +206,7 @@ def run_up(
                     await whole.settle(stop)
                 ending.wait_for(service_of(app), models)
                 await answer(app, stop)
+                ending.clients_know()
 
         async def answer(app: FastAPI, stop: asyncio.Event) -> None:
 

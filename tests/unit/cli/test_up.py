@@ -99,19 +99,19 @@ def test_answers_that_outlast_the_drain_end_with_an_error(start_paceline: Start)
     assert b"[DONE]" not in rest
 
 
-def test_two_interrupts_end_it_where_it_stands(start_paceline: Start) -> None:
-    process = start_paceline("up", *SMALL)
+def test_a_second_interrupt_ends_answers_with_an_error_and_then_the_process(start_paceline: Start) -> None:
+    process = start_paceline("up", *SMALL, "--drain-s", "3000")
     url = wait_ready(process)
     stream = ask(url, stream=True, max_tokens=450, ignore_eos=True)
-    next(stream)
+    assert next(stream).startswith(b"data: ")
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "Stopping" in line:
-            break
+    until(process, "Stopping once")
     process.send_signal(signal.SIGINT)
-    # Orderly, if it was quicker than the second signal.
-    assert process.wait(ENDS_S) in {0, 130}
+    rest = b"".join(stream)
+    assert b"server_stopping" in rest
+    assert b"[DONE]" not in rest
+    assert process.wait(ENDS_S) == 130
+    assert "Traceback" not in process.communicate()[1]
 
 
 def test_an_interrupt_while_loading_ends_it(start_paceline: Start, tmp_path: Path) -> None:
