@@ -30,6 +30,8 @@ BODY = {"model": "echo", "prompt": "ab", "stream": True}
         (Progress(busy=True, seconds_since_step=99.0, step_expected_s=20.0), 200, "ok"),
         (Progress(busy=True, seconds_since_step=101.0, step_expected_s=20.0), 503, "stalled"),
         (Progress(busy=False, seconds_since_step=0.0, error="the engine died"), 503, "failed"),
+        (Progress(busy=False, seconds_since_step=0.0, lacks="rank 1 ended"), 503, "recovering"),
+        (Progress(busy=True, seconds_since_step=31.0, lacks="rank 1 ended"), 503, "recovering"),
         (Progress(busy=False, seconds_since_step=0.0, failing=("fleet-links",)), 200, "ok"),
     ],
 )
@@ -38,7 +40,9 @@ def test_health(serve_with: Serve, progress: Progress, status: int, word: str) -
     served.inference.reported = progress
     answer = served.http.get("/health")
     said = answer.json()
-    assert (answer.status_code, said["status"], said["error"], tuple(said["failing"])) == (status, word, progress.error, progress.failing)
+    assert (answer.status_code, said["status"], said["error"], tuple(said["failing"])) == (
+        *(status, word, progress.error or progress.lacks, progress.failing),
+    )
 
 
 def test_metrics_count(serve_with: Serve) -> None:

@@ -211,7 +211,7 @@ class EndpointLoad:
     url: str
     process: int
     state: str
-    """What /health says: ok, busy, stalled, failed, stopping."""
+    """What /health says: ok, stalled, recovering, failed, stopping."""
     models: tuple[str, ...] | None = None
     """None, as are all figures, where the endpoint asks for a key that is not known here."""
     requests: int | None = None

@@ -63,6 +63,8 @@ class Progress:
     """Since the engine last said anything: beside parts of steps, that it looks for machines in place of lost ones."""
     error: str | None = None
     """The engine died of this."""
+    lacks: str | None = None
+    """What was lost of it and is being had again: until then nothing runs."""
     step_expected_s: float = 0.0
     """What the steps under way take, by how long steps took; 0: not known."""
     failing: tuple[str, ...] = ()

@@ -289,6 +289,11 @@ class LocalExecutor(Generic[Activations]):
     def advanced(self) -> int:
         return self._layers_done + sum(batch.watch.layers_done for batch in tuple(self._pending))
 
+    @property
+    def lacks(self) -> str | None:
+        """What was lost, and is not there again yet. Any thread may look."""
+        return None
+
     def ready(self) -> bool:
         return True
 

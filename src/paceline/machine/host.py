@@ -60,6 +60,7 @@ class EngineHost:
         rebuild: Callable[[], StepEngine] | None = None,
         grammars: Grammars | None = None,
         ways: Callable[[], frozenset[str]] = lambda: frozenset({ALONE}),
+        lacks: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Start the engine.
 
@@ -70,6 +71,7 @@ class EngineHost:
             rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
             grammars: the engine's; compiled in a thread of their own before a request reaches it.
             ways: of spreading work, in which the engine serves now.
+            lacks: see `Progress.lacks`; from any thread.
         """
         self._model = model
         self._config = config
@@ -89,7 +91,7 @@ class EngineHost:
         self._died: str | None = None
         self._closed = self._draining = False
         self._rebuild = rebuild
-        self._grammars, self._ways = grammars, ways
+        self._grammars, self._ways, self._lacks = grammars, ways, lacks
         self._compiler = ThreadPoolExecutor(OF_CLIENTS + 1, "grammars")
         """Of its own: a flood of grammars, seconds each, would hold all threads that others' work waits for."""
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -122,7 +124,7 @@ class EngineHost:
             self._advanced, self._progressed_s = advanced, self._clock.monotonic()
         since_s = self._clock.monotonic() - self._progressed_s if busy else 0.0
         sign_s = min(since_s, self._clock.monotonic() - self._heard_s)
-        return Progress(busy, since_s, sign_s, self._died, self._stats.steps_expected_s if busy else 0.0)
+        return Progress(busy, since_s, sign_s, self._died, self._lacks(), self._stats.steps_expected_s if busy else 0.0)
 
     # -------------------------------------------------------------------------------------------------------- for its owner
 

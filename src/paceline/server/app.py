@@ -218,12 +218,13 @@ class ApiService:
         bound_s = max(self.settings.stall_after_s, STALLED_TIMES * progress.step_expected_s)
         stalled = progress.busy and progress.seconds_since_step > bound_s
         stopping = self.is_draining or self.is_stopping
-        status = "failed" if progress.error is not None else "stalled" if stalled else "stopping" if stopping else "ok"
+        wrong = "failed" if progress.error is not None else "recovering" if progress.lacks is not None else "stalled" if stalled else ""
+        status = wrong or ("stopping" if stopping else "ok")
         body: dict[str, object] = {
             "status": status,
             "busy": progress.busy,
             "seconds_since_step": round(progress.seconds_since_step, 3),
-            "error": progress.error,
+            "error": progress.error or progress.lacks,
             "failing": list(progress.failing),
         }
         return (200 if status == "ok" else 503), body

@@ -155,7 +155,7 @@ class ErrorReply(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "stalled", "failed", "stopping"]
+    status: Literal["ok", "stalled", "recovering", "failed", "stopping"]
     busy: bool
     seconds_since_step: float
     error: str | None

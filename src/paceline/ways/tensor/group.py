@@ -81,6 +81,11 @@ class TensorGroup:
         return os.getpid(), *self._ranks.ids
 
     @property
+    def lacks(self) -> str | None:
+        """See `RankProcesses.lacks`."""
+        return self._ranks.lacks
+
+    @property
     def layers(self) -> LayerRange:
         return self._runner.layers
 
@@ -196,6 +201,10 @@ class GroupExecutor(LocalExecutor[Bf16]):
     def __init__(self, group: TensorGroup) -> None:
         super().__init__(group)
         self._group = group
+
+    @property
+    def lacks(self) -> str | None:
+        return self._group.lacks
 
     def ready(self) -> bool:
         if self._group.make_whole():

@@ -87,6 +87,7 @@ class RankProcesses:
         """Why they can't run, until they are whole again."""
         self._lost_s = 0.0
         self._closed = False
+        self._replacing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="paceline-tensor-watcher", daemon=True)
         self._processes = list[_Process]()
         try:
@@ -164,12 +165,27 @@ class RankProcesses:
         if self.lost is not None:
             raise ExecutorLost(f"the tensor group: {self.lost}", ())
 
+    @property
+    def lacks(self) -> str | None:
+        """Why they could not run now; None where all are loaded."""
+        whole = all(process.is_ready and process.popen.returncode is None for process in self._processes)
+        return None if whole else self.lost
+
     def make_whole(self) -> bool:
         """Have processes in place of those that are lost. Returns whether all are loaded; waits a moment where not.
 
         Raises:
             ExecutorUnavailable: ranks were started too often of late.
         """
+        with self._replacing:
+            whole = self._replaced()
+        if whole and self.are_done:
+            self.lost = None
+            logger.warning("the tensor group is whole again")
+        return self.lost is None
+
+    def _replaced(self) -> bool:
+        """See `make_whole`: as far as it is no matter who asks."""
         now = time.monotonic()
         for process in self._processes:
             if process.is_ready and now - self._lost_s > STALL_S and self._memory.done(process.order.rank) != self._memory.number:
@@ -186,13 +202,9 @@ class RankProcesses:
             self._processes[i] = self._start(self._processes[i].order, SILENT_AGAIN_S)
         self._starts += [now] * bool(gone)
         try:
-            whole = all(self._is_ready(process, LOOK_S) for process in self._processes)
+            return all(self._is_ready(process, LOOK_S) for process in self._processes)
         except ConfigError as error:
             raise ExecutorUnavailable(error.message, error.hint, code="tensor_unavailable") from error
-        if whole and self.are_done:
-            self.lost = None
-            logger.warning("the tensor group is whole again")
-        return self.lost is None
 
     def close(self) -> None:
         """End them all."""
@@ -248,7 +260,7 @@ class RankProcesses:
             self._memory.give_up()
 
     def _watch(self) -> None:
-        """See that the ranks live, and get on while others wait for them."""
+        """See that the ranks live, and get on while others wait for them; and have others load in the place of the lost, whether or not a batch waits."""
         since, before = time.monotonic(), self._memory.arrived
         while not self._closed:
             time.sleep(LOOK_S)
@@ -262,3 +274,9 @@ class RankProcesses:
             elif now - since > STALL_S and (slowest := min(range(len(arrived)), key=arrived.__getitem__)):
                 self._processes[slowest - 1].kill()
                 self._lose(f"rank {slowest} computed nothing for {STALL_S:g} s")
+            if self.lost is not None and self._replacing.acquire(blocking=False):
+                try:
+                    with suppress(ExecutorUnavailable, OSError):  # who has a batch to run is told
+                        self._replaced()
+                finally:
+                    self._replacing.release()

@@ -334,3 +334,21 @@ def test_slots_are_read_whole(slot_bytes: int) -> None:
     assert not reader._met  # pyright: ignore[reportPrivateUsage]
     assert not reader._lost  # pyright: ignore[reportPrivateUsage]
     assert not giver._read  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_is_staged_and_can_t_be_described_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, closed, close = NixlAgent(), list[nixl.StagedMemory](), nixl.StagedMemory.close
+
+    def undescribed(_: nixl.StagedMemory) -> bytes:
+        raise NixlFailed("not now")
+
+    def let_go(memory: nixl.StagedMemory) -> None:
+        closed.append(memory)
+        close(memory)
+
+    monkeypatch.setattr(nixl.StagedMemory, "describe", undescribed)
+    monkeypatch.setattr(nixl.StagedMemory, "close", let_go)
+    sender: Any = None
+    with pytest.raises(NixlFailed, match="not now"):
+        staged.StagedBlocks(sender, agent, bytes(32), 4096)
+    assert len(closed) == 1

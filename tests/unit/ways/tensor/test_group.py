@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,22 +11,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.fakes.seeded_models import TINY, write_gguf
 
 from paceline.backends import cpu
-from paceline.core.errors import ConfigError, ExecutorLost
+from paceline.backends.cpu.runner import CpuRunner
+from paceline.backends.options import LoadOptions
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError, ExecutorLost, ModelNotFound, OutOfMemory
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, RequestId
+from paceline.core.weights import WeightSource
 from paceline.machine.build import BuiltEngine, build_engine
+from paceline.machine.host import EngineHost
+from paceline.machine.memory_budget import HostedModel
+from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
+from paceline.store.catalog import resolve
+from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.group import TensorGroup
-from paceline.ways.tensor.rank import RankOrder
-from paceline.ways.tensor.ranks import RankProcesses
+from paceline.ways.tensor.rank import WAKE, RankOrder
+from paceline.ways.tensor.ranks import RankProcesses, _Process
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
@@ -215,6 +227,138 @@ def test_ranks_end_with_the_leader(model: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=BOUND_S, check=False)
     _await_state(int(done.stdout), "ZX")
+
+
+def test_a_rank_that_is_lost_while_idle_is_loaded_again_and_health_says_so_meanwhile(
+    model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ask where health is bad: what mends it waits for no request."""
+    settings = NodeSettings(str(model), context=1024, kv_tokens=4096, threads=2, draft="off", tensor=(1.0, 1.0))
+    started, start = list[int](), RankProcesses._start
+
+    def held(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        process = start(self, order, patience_s)
+        os.kill(process.popen.pid, signal.SIGSTOP)
+        started.append(process.popen.pid)
+        return process
+
+    with engine(model, 1.0, 1.0) as built:
+        host = EngineHost(built.engine, lambda: None, built.model, built.config, SystemClock(), lacks=lambda: built.executor.lacks)
+        models = Models[HostedModel](lambda *_: pytest.fail("nothing is loaded"), settings, Home.from_environment(), SystemClock())
+        models.add(HostedModel(host, built.model, (), "", None))
+        try:
+            assert models.progress().lacks is None
+            monkeypatch.setattr(RankProcesses, "_start", held)
+            os.kill(group_of(built).processes[1], signal.SIGKILL)
+            _until(lambda: bool(started))
+            assert models.progress().lacks == "rank 1 ended, with -9"
+            os.kill(started[0], signal.SIGCONT)
+            _until(lambda: models.progress().lacks is None)
+        finally:
+            host.close()
+        assert answers(built, "after") == alone
+        assert group_of(built).processes[1:] == (*started,)
+
+
+def test_the_first_wakes_of_a_rank_that_sleeps_are_lost(model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks by itself, before it is taken for one that computes nothing."""
+    monkeypatch.setattr("paceline.ways.tensor.ranks.STALL_S", BOUND_S)
+    lost, send = list[bytes](), _Process.send
+
+    def loses(self: _Process, message: bytes) -> None:
+        if message == WAKE and len(lost) < 3:
+            lost.append(message)
+        else:
+            send(self, message)
+
+    monkeypatch.setattr(_Process, "send", loses)
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        _until(lambda: group._memory.sleeps(1))
+        rank = group.processes[1]
+        assert answers(built, "unwoken", 1) == alone[:1]
+        assert lost
+        assert group.processes[1] == rank
+
+
+@pytest.mark.parametrize("broken", ["start", "load", "others"])
+def test_a_group_that_can_t_be_made_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    processes = list[int]()
+    start = RankProcesses._start
+
+    def seen(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        if broken == "start" and order.rank == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        process = start(self, order, patience_s)
+        processes.append(process.popen.pid)
+        return process
+
+    def fails(*_: object, **__: object) -> None:
+        raise OutOfMemory("there is none left")
+
+    monkeypatch.setattr(RankProcesses, "_start", seen)
+    if broken == "load":
+        monkeypatch.setattr(cpu, "load", fails)
+    if broken == "others":
+        monkeypatch.setattr(RankProcesses, "await_loads", fails)
+    files, threads = _open_memory(), _kernel_threads()
+    with pytest.raises(ConfigError if broken == "start" else OutOfMemory), engine(model, 1.0, 1.0, 1.0):
+        pass
+    assert processes
+    for process in processes:
+        _await_state(process, "ZX")
+    gc.collect()  # the error had hold of the mapped memory
+    assert (_open_memory(), _kernel_threads()) == (files, threads)
+
+
+def test_why_a_rank_can_t_be_loaded_is_said_with_what_to_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = RankProcesses._start
+
+    def misled(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        return start(self, replace(order, settings=replace(order.settings, model=f"{model.parent}/tinny.gguf")), patience_s)
+
+    monkeypatch.setattr(RankProcesses, "_start", misled)
+    with pytest.raises(ConfigError, match=r"Rank 1 of the tensor group can't be loaded: .*tinny.gguf") as caught, engine(model, 1.0, 1.0):
+        pass
+    with pytest.raises(ModelNotFound) as here:
+        resolve(f"{model.parent}/tinny.gguf", Home.from_environment())
+    assert caught.value.hint == here.value.hint != ""
+
+
+def test_threads_are_dealt_by_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dealt = list[int]()
+    start, load = RankProcesses._start, cpu.load
+
+    def started(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        dealt.append(order.threads)
+        return start(self, order, patience_s)
+
+    def loaded(source: WeightSource, options: LoadOptions, *more: Any, **named: Any) -> CpuRunner:
+        dealt.append(options.threads)
+        return load(source, options, *more, **named)
+
+    monkeypatch.setattr(RankProcesses, "_start", started)
+    monkeypatch.setattr(cpu, "load", loaded)
+    built = build_engine(NodeSettings(str(model), context=256, kv_tokens=512, threads=5, tensor=(3.0, 1.0, 0.1)), spread=load_group)
+    built.close()
+    *others, own = dealt
+    assert (own, others) == (4, [1, 1])
+
+
+def _open_memory() -> int:
+    """Groups' memories that this process has open."""
+    return sum("paceline-tensor" in str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+
+def _kernel_threads() -> int:
+    return sum(thread.name.startswith("paceline-kernel-") for thread in threading.enumerate())
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < end, "it never holds"
+        time.sleep(0.01)
 
 
 def test_what_can_t_share_layers_loads_none_alone_instead(model: Path) -> None:
