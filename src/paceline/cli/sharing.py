@@ -152,13 +152,11 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         fallback_to_local=sharing.fallback_to_local,
         allow_unlike=sharing.allow_unlike,
     )
-    wanted = None
-    if settings is not None:
-        objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
-        order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
-        draft = settings.draft
-        model = "" if draft in (*DRAFTS, FLEET) else draft  # empty: any
-        wanted = Constraints(_ways(sharing, pipelines, draft, settings.draft_on, spread=asked), order, model)
+    objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
+    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
+    of_all = settings or NodeSettings()  # models may be loaded later
+    model = "" if of_all.draft in (*DRAFTS, FLEET) else of_all.draft  # empty: any
+    wanted = Constraints(_ways(sharing, pipelines, of_all.draft, of_all.draft_on, spread=asked), order, model)
     hosting = hosting_of(pipelines, None if settings is None else settings.threads, sharing.kv_disk_bytes)
     run_up(settings, api, sharing=sharing, greet=greet, fleet=fleet, asked=wanted, hosting=hosting)
 

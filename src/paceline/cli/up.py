@@ -192,11 +192,14 @@ def run_up(
                         drafting = drafting_alone(node.drafts, node.model.tokenizer, proposers)
                         service_of(app).metrics.add(*await stack.enter_async_context(drafting))
                 else:
+                    from paceline.node.pipelines import plan_loads
                     from paceline.node.serving import serving
 
                     member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim)
                     whole = await stack.enter_async_context(member)
                     print_lines(console, f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}")
+                    if asked is not None:
+                        plan_loads(whole, asked, named, clock)
                     for name in named:
                         if asked is not None and not await _plan_and_load(whole, replace(base, model=name), asked, stop, console):
                             return

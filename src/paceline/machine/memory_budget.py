@@ -33,7 +33,7 @@ class HostedModel:
     warm: WarmModel | None
     """What the node's card says of it; None on a machine in no fleet."""
     location: ModelLocation | None = None
-    """Where all of it lies; None for a pipeline, which its owner can't unload."""
+    """Where it lies."""
     kv: KvPlan | None = None
     """What it was given of memory; of a pipeline, what this machine's part was."""
 
@@ -67,7 +67,7 @@ class ModelUse:
 
     name: str
     path: str = ""
-    """Where it lies; empty for a pipeline."""
+    """Where it lies."""
     state: str = "loaded"
     """Or `loading`, `unloading`, `failed`."""
     percent: int = 100

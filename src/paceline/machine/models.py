@@ -96,6 +96,10 @@ class Models(Generic[Hosted]):
         self._past = EngineStats()
         """Counters of engines that are gone."""
         self._on_change: Callable[[], None] | None = None
+        self.by_plan: Callable[[ModelLocation, NodeSettings, LoadProgress, Callable[[], Awaitable[Hosted]]], Awaitable[Hosted]] | None = (
+            None
+        )
+        """Decides how a model that is loaded by name is served, and builds it; the last argument builds it on this machine alone. None: that is done."""
 
     # ------------------------------------------------------------------------------------------------------ for the server
 
@@ -123,12 +127,13 @@ class Models(Generic[Hosted]):
         return each[0] if len(each) == 1 and not self._past.steps else reduce(EngineStats.plus, each, self._past)
 
     def progress(self) -> Progress:
-        """Of the engine that is furthest behind; `error` is of any that failed for good."""
+        """Of the engine that is furthest behind; `error` is of any that failed for good, and `lacks` of any that lost something."""
         each = [node.host.progress() for node in self._loaded.values()]
         if not each:
             return Progress(busy=False, seconds_since_step=0.0)
         worst = max(each, key=lambda one: one.seconds_since_step - one.step_expected_s)
-        return replace(worst, busy=any(one.busy for one in each), error=next((one.error for one in each if one.error is not None), None))
+        errors, lacking = filter(None, (one.error for one in each)), filter(None, (one.lacks for one in each))
+        return replace(worst, busy=any(one.busy for one in each), error=next(errors, None), lacks=next(lacking, None))
 
     def open(self, name: str) -> ServedModel | None:
         """A model on this disk that a request names and that would be loaded for it: all that it takes to read the request. Blocks. None: there is
@@ -228,7 +233,6 @@ class Models(Generic[Hosted]):
 
         Raises:
             UnknownModel: it is not loaded.
-            ConfigError: it is a pipeline.
             Overloaded: its answers did not end in time.
         """
         named = {name, name.removesuffix(":latest")}
@@ -236,8 +240,6 @@ class Models(Generic[Hosted]):
         if found is None or found in self._leaving:
             raise UnknownModel(f"{name[:200]!r} is not loaded here", f"Loaded: {', '.join(self._loaded) or 'none'}.")
         node = self._loaded[found]
-        if node.location is None:
-            raise ConfigError(f"{found} runs over several machines", "It ends with `paceline up`.")
         self._leaving.add(found)
         try:
             try:
@@ -260,7 +262,7 @@ class Models(Generic[Hosted]):
             build: loads it, once what served it is gone.
 
         Returns:
-            False: it is not idle, and nothing was done.
+            False: it is not idle, or was taken away meanwhile, and nothing was done.
 
         Raises:
             PacelineError: `build` failed, and it is served no more.
@@ -269,7 +271,7 @@ class Models(Generic[Hosted]):
         if self._stopped.is_set() or name in self._loading or (name in self._loaded and not self._is_idle(name)):
             return False
         self._places[name], self._sign_s = place, self._clock.monotonic()
-        task = self._loading[name] = asyncio.create_task(self._change(name, build), name=f"change of {name}")
+        task = self._loading[name] = asyncio.create_task(self._change(name, build, name in self._loaded), name=f"change of {name}")
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(task)
 
@@ -346,9 +348,11 @@ class Models(Generic[Hosted]):
             self._loading.pop(name)
             self._read.pop(name, None)
 
-    async def _change(self, name: str, build: Callable[[], Awaitable[Hosted]]) -> bool:
+    async def _change(self, name: str, build: Callable[[], Awaitable[Hosted]], was_loaded: bool) -> bool:
         try:
             async with self._turn:
+                if was_loaded and name not in self._loaded:
+                    return False
                 if name in self._loaded:
                     if not self._is_idle(name):
                         return False  # it waited for its turn
@@ -363,7 +367,12 @@ class Models(Generic[Hosted]):
             self._loading.pop(name)
 
     async def _built(self, name: str) -> Hosted:
-        settings = await asyncio.to_thread(self._settings_of, self._places[name])
+        place = self._places[name]
+        settings = await asyncio.to_thread(self._settings_of, place)
+        alone = partial(self._built_alone, name, settings)
+        return await (alone() if self.by_plan is None else self.by_plan(place, settings, partial(self._told, name), alone))
+
+    async def _built_alone(self, name: str, settings: NodeSettings) -> Hosted:
         while True:
             idle = sorted(filter(self._may_go, self._loaded), key=lambda one: -self._loaded[one].host.idle_s) if self.on_demand else []
             taken = [self._loaded[one].use() for one in idle], [node.use() for one, node in self._loaded.items() if one not in idle]

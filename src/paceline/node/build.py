@@ -28,6 +28,8 @@ class BuiltNode(HostedModel):
     """For the owner of the node to attach."""
     peer_kv: PeerKv | None = None
     """Likewise."""
+    is_spread: bool = False
+    """Others run layers of it, or did."""
     spans: Callable[[], tuple[LayerSpan, ...]] = tuple
     """The layers that a pipeline runs now behind this machine's own; from any thread."""
 
@@ -49,7 +51,9 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     def ways() -> frozenset[str]:
         return frozenset({ALONE, DRAFT} if kept is not None and kept.has_drafter else {ALONE})
 
-    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways)
+    host = EngineHost(
+        built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways, lambda: built.executor.lacks
+    )
     built.loans.wake = host.wake
     peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:

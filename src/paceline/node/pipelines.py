@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,6 +84,59 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     Raises:
         UserError: it can't be had, and why.
     """
+    node, follow = await _built_as_planned(whole, settings, asked, clock, told, partial(_build_here, whole, settings, told))
+    try:
+        await whole.attach(node)
+    except PacelineError:
+        node.close()
+        raise
+    follow()
+    return node
+
+
+def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], clock: Clock) -> None:
+    """From now on, have what is loaded by name served as the plan says, too.
+
+    Args:
+        named: models that pins and layers were meant for.
+    """
+
+    async def bring(
+        place: ModelLocation, settings: NodeSettings, progress: LoadProgress, alone: Callable[[], Awaitable[BuiltNode]]
+    ) -> BuiltNode:
+        meant = {(await asyncio.to_thread(resolve, ref, whole.home)).name for ref in named}
+        order = asked.order if place.name in meant else replace(asked.order, pins=(), own_layers=None)
+        is_built = False
+
+        def others(opening: Opening) -> None:
+            if not is_built:
+                progress(opening.bytes_done, opening.bytes_total)
+
+        told = LoadTold(progress, progress, others, logger.info)
+        node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), clock, told, alone)
+        is_built = True
+        follow()
+        return node
+
+    whole.models.by_plan = bring
+
+
+async def _built_as_planned(
+    whole: FleetServing,
+    settings: NodeSettings,
+    asked: Constraints,
+    clock: Clock,
+    told: LoadTold,
+    alone: Callable[[], Awaitable[BuiltNode]],
+) -> tuple[BuiltNode, Callable[[], None]]:
+    """A model as this node's plan has it; and what is to be called once it is served, which shows its plan and goes on planning.
+
+    Args:
+        alone: builds all of it on this machine.
+
+    Raises:
+        UserError: it can't be had, and why.
+    """
     access = NodeFleetAccess(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
     asked = _with_free_slots(whole, asked)
@@ -103,7 +156,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
             if made is not None:
                 told.say(f"Plan for {settings.model}: {in_words(made)}")
             try:
-                node = await _attached(whole, await _build_here(whole, settings, told), made)
+                node = await alone()
             except OutOfMemory as error:
                 if PIPELINE not in asked.ways:
                     raise
@@ -111,9 +164,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
                 asked, made = replace(asked, ways=frozenset({PIPELINE})), None
             else:
-                if made is not None:
-                    _Replanning(whole, settings, asked, access, location, made, clock).start()
-                return node
+                return node, partial(_follow, whole, settings, asked, access, location, made, clock)
     if not asked.order.settings.enabled:
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
@@ -125,9 +176,22 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
         search_s = asked.order.settings.search_seconds
         made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
-    node = await _attached(whole, await _build_spread(whole, settings, asked, access, made.chosen, clock, told), made)
-    _Replanning(whole, settings, asked, access, location, made, clock).start()
-    return node
+    node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
+    return node, partial(_follow, whole, settings, asked, access, location, made, clock)
+
+
+def _follow(
+    whole: FleetServing,
+    settings: NodeSettings,
+    asked: Constraints,
+    access: NodeFleetAccess,
+    location: ModelLocation,
+    made: Plan | None,
+    clock: Clock,
+) -> None:
+    if made is not None:
+        whole.show_plan(location.name, made.chosen, in_words(made))
+        _Replanning(whole, settings, asked, access, location, made, clock).start()
 
 
 def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:
@@ -194,7 +258,8 @@ async def _build_spread(
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
             build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
-            built = await asyncio.to_thread(build, settings, order, access, ends, loop, clock)
+            bounded = replace(settings, bound=whole.models.bound)
+            built = await asyncio.to_thread(build, bounded, order, access, ends, loop, clock)
             return _hosted(built, whole.pipelines, drafts, clock, give_back)
         except BaseException:
             give_back()
@@ -203,17 +268,6 @@ async def _build_spread(
         raise
     except (ExecutorUnavailable, PipelineError) as error:
         raise PlacementError(error.message, error.hint) from error
-
-
-async def _attached(whole: FleetServing, node: BuiltNode, made: Plan | None) -> BuiltNode:
-    try:
-        await whole.attach(node)
-    except PacelineError:
-        node.close()
-        raise
-    if made is not None:
-        whole.show_plan(node.model.name, made.chosen, in_words(made))
-    return node
 
 
 class _Replanning:
@@ -235,6 +289,7 @@ class _Replanning:
         self._serves = made.chosen
         self._is_gone = False
         """It could be served in no way any more, and is tried again."""
+        whole.planning[location.name] = self
 
     def start(self) -> None:
         """From now on, until the node stops."""
@@ -243,15 +298,27 @@ class _Replanning:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(REPLANNED_S)
-            if not (self._is_gone or self._whole.models.is_loaded(self._location.name)):
-                continue  # its owner took it away
+            if not self._is_served:
+                return
             made = await asyncio.to_thread(self._plan)
+            if not self._is_served:
+                return
             to = self._standing.look(made, self._clock.monotonic())
             if (rather := self._standing.rather) is not None and rather.way == PIPELINE and self._spans == _others(rather):
                 self._standing.moved(rather)  # its own route went there, after a loss
             elif to is not None or self._is_gone:
                 await self._move(to or self._standing.running)
             self._show(made)
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether it was not taken away, and maybe loaded anew."""
+        name = self._location.name
+        is_own = self._whole.planning.get(name) is self
+        if is_own and not (self._is_gone or self._whole.models.is_loaded(name)):
+            self._whole.forget_plan(name)
+            return False
+        return is_own
 
     def _plan(self) -> Plan | None:
         running = self._standing.running
@@ -354,4 +421,4 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
     kept = drafts if built.drafts is drafts else None
     engine = MeteredEngine(built.engine, meter, clock)
     host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
-    return BuiltNode(host, built.model, (), built.summary, built.warm, kv=built.kv, drafts=kept, spans=spans)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, is_spread=True, spans=spans)

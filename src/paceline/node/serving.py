@@ -146,6 +146,8 @@ class FleetServing:
         self.slots = PipelineSlots()
         self.plans: dict[str, Choice] = {}
         """What runs, by model."""
+        self.planning: dict[str, object] = {}
+        """What plans each again."""
         self._kept: list[asyncio.Task[None]] = []
         self._pipeline_metrics = pipeline_metrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self.home = home
@@ -213,6 +215,11 @@ class FleetServing:
         """Say how a model is served, and what would be rather."""
         self.plans[model], self.fleet.plans[model] = runs, words
 
+    def forget_plan(self, model: str) -> None:
+        """It is served no more."""
+        for known in (self.plans, self.fleet.plans, self.planning):
+            known.pop(model, None)
+
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Work that goes on until this node stops."""
         self._kept.append(self.fleet.background.keep(work, name))
@@ -238,7 +245,7 @@ class FleetServing:
     def _as_served(self, model: WarmModel) -> WarmModel:
         """With what its engine saw. Steps of a pipeline are not this machine's."""
         node = next((node for node in self.models.nodes if node.warm is model), None)
-        if node is None or node.location is None:
+        if node is None or node.is_spread:
             return model
         stats = node.host.stats()
         return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))

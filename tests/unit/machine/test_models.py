@@ -33,7 +33,7 @@ from paceline.core.inference import ChunkStream
 from paceline.machine.models import LOAD_FAILED, Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
-from paceline.store.catalog import MANIFEST, resolve
+from paceline.store.catalog import MANIFEST, ModelLocation, resolve
 from paceline.store.home import Home, write_cache
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
@@ -387,5 +387,47 @@ def test_a_model_is_served_in_another_way_once_it_is_idle_and_requests_wait_for_
             assert models.models() == ()
             assert await models.change(place, another), "what is not loaded may be tried again"
             assert await tokens(asked(models, "a")) == alone
+
+    run(work())
+
+
+def test_what_is_loaded_by_name_is_built_as_planned(home: Home) -> None:
+    async def work() -> None:
+        planned = list[str]()
+
+        async def by_plan(place: ModelLocation, settings: NodeSettings, progress: LoadProgress, alone: Any) -> BuiltNode:
+            progress(1, 2)
+            assert models.in_use()[-1].percent == 50
+            planned.append(f"{place.name} {settings.model}")
+            return await alone()
+
+        async with models_of(home) as models:
+            models.by_plan = by_plan
+            await tokens(asked(models, "a"))
+            await models.load("b")
+            await models.load("b")
+            assert planned == ["a a", "b b"]
+            assert loaded(models) == {"a", "b"}
+
+    run(work())
+
+
+def test_what_made_way_is_not_built_again_in_another_way(home: Home, one_bytes: int) -> None:
+    async def work() -> None:
+        async with models_of(home, budget_bytes=one_bytes + one_bytes // 2) as models:
+            await tokens(asked(models, "a"))
+
+            async def another() -> BuiltNode:
+                pytest.fail("it is gone")
+
+            async with models._turn:
+                other = asyncio.create_task(tokens(asked(models, "b")))
+                await until(lambda: "b" in models._loading)
+                await asyncio.sleep(0)
+                changing = asyncio.create_task(models.change(resolve("a", home), another))
+                await asyncio.sleep(0)
+            assert not await changing
+            await other
+            assert loaded(models) == {"b"}
 
     run(work())

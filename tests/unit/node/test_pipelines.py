@@ -13,15 +13,16 @@ from tests.unit.ways.pipeline.routes.test_choosing import CARDS
 from tests.unit.ways.pipeline.routes.test_router import Eyes
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import OutOfMemory, PipelineDisabled, PlacementError
+from paceline.core.errors import ImpossiblePin, OutOfMemory, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.placement import headline
-from paceline.fleet.plan import ALONE, Choice, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
 from paceline.node.pipelines import Constraints, LoadTold, serve_planned
+from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 
@@ -54,6 +55,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
         slots=SimpleNamespace(taken=0),
         attach=offer,
         show_plan=said_of,
+        planning={},
         keep=said_of,
     )
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings(enabled=enabled)))
@@ -79,6 +81,45 @@ def test_where_spreading_is_not_allowed_the_error_is_the_load_s(monkeypatch: pyt
 def test_where_pipelines_are_switched_off_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PipelineDisabled):
         served(monkeypatch, enabled=False, ways={PIPELINE})
+
+
+@pytest.mark.parametrize("meant", [False, True], ids=["another", "the one that is pinned"])
+def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_given_for(
+    monkeypatch: pytest.MonkeyPatch, *, meant: bool
+) -> None:
+    told, spread = list[tuple[int, int]](), list[Choice]()
+
+    async def over_others(*given: Any) -> Any:
+        told_of = next(each for each in given if isinstance(each, LoadTold))
+        told_of.opening(Opening(3, 4))
+        spread.append(next(each for each in given if isinstance(each, Choice)))
+        return "node"
+
+    async def too_large() -> Any:
+        raise OutOfMemory("The weights need 90.0 GiB")
+
+    async def offer(*_: object) -> None: ...
+
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
+    monkeypatch.setattr(pipelines, "_build_spread", over_others)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(), slots=SimpleNamespace(taken=0), planning={})
+    whole.show_plan = whole.keep = lambda *_: None
+    order = PipelineOrder(PipelineSettings(search_seconds=0), pins=(Pin(NodeId("nobody")),))
+    pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), order), ["m" if meant else "x"], SystemClock())
+
+    async def bring() -> Any:
+        location: Any = SimpleNamespace(name="m")
+        return await whole.models.by_plan(location, NodeSettings("m"), lambda *at: told.append(at), too_large)
+
+    if meant:
+        with pytest.raises(ImpossiblePin, match="nobody"):
+            asyncio.run(bring())
+    else:
+        assert asyncio.run(bring()) == "node"
+        assert [choice.way for choice in spread] == [PIPELINE]
+        assert told == [(3, 4)]
+        assert "m" in whole.planning
 
 
 SPREAD = PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({PIPELINE}))
@@ -135,6 +176,7 @@ async def replanned(
         ),
         slots=SimpleNamespace(taken=0),
         show_plan=show,
+        planning={},
     )
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings()))
     eyes: Any = Eyes(CARDS)

@@ -33,6 +33,7 @@ from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import Speed, vocabulary_id
+from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, StageRequest
@@ -247,6 +248,7 @@ class BuiltPipeline:
     engine: Engine
     rebuild: Callable[[], Engine]
     """Makes another engine on the executor, in place of one that failed."""
+    location: ModelLocation
     executor: PipelineExecutor
     router: FleetRouter
     model: ServedModel
@@ -407,6 +409,7 @@ def build_engine_over(
         built = BuiltPipeline(
             make(),
             rebuild,
+            opened.location,
             executor,
             router,
             model,
