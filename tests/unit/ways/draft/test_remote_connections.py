@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import NodeUnreachable
+from paceline.core.errors import NodeUnreachable, RemoteProposerError
 from paceline.core.ids import NodeId, SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
+from paceline.ways.draft import connection
 from paceline.ways.draft.client import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED
-from paceline.ways.draft.connection import OnBlock
+from paceline.ways.draft.connection import OnBlock, RemoteProposer
 from paceline.ways.draft.finding import Drafter, OnEnd
 from paceline.ways.draft.pool import BlockAsk
 from paceline.ways.draft.remote import FORGIVEN, LEFT_OUT_S, DraftMeter, RemoteDrafts
@@ -33,10 +36,11 @@ class PassingLoop(asyncio.SelectorEventLoop):
         return self.passed_s
 
 
-def in_passing_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
-    def run() -> None:
+def in_passing_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
         with asyncio.Runner(loop_factory=PassingLoop) as runner:
-            runner.run(test())
+            runner.run(test(**fixtures))
 
     return run
 
@@ -235,3 +239,61 @@ async def test_a_sequence_that_ended_may_be_lost() -> None:
     connection.on_block(connection.asks[0].session, None)
     assert not connection.meter.failures
     await connection.source.detach()
+
+
+class Line:
+    """Stands for a call; a test answers what was asked over it."""
+
+    def __init__(self, asks: list[tuple[BlockAsk, OnBlock]], on_block: OnBlock) -> None:
+        self._asks, self._on_block = asks, on_block
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
+        del ended
+        assert ask is not None
+        self._asks.append((ask, self._on_block))
+
+    async def close(self) -> None:
+        pass
+
+
+@in_passing_loop
+async def test_a_block_is_there_within_its_bound_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bound for a block, however often its session has to be told anew. Time is counted, and none of it passes by itself."""
+    loop, asks = asyncio.get_running_loop(), list[tuple[BlockAsk, OnBlock]]()
+    assert isinstance(loop, PassingLoop)
+    monkeypatch.setattr(connection, "RemoteConnection", lambda _channel, _peer, on_block, _on_end: Line(asks, on_block))
+    channel: Any = None
+    proposer = RemoteProposer(loop, lambda: channel, "b", "m", 100, deadline_s=1000.0)
+
+    async def asked(times: int) -> None:
+        while len(asks) < times:  # noqa: ASYNC110 - another thread asks
+            await asyncio.sleep(0)
+
+    async def passes(seconds: float) -> None:
+        loop.passed_s += seconds
+        for _ in range(5):  # what is due then is done in the rounds after
+            await asyncio.sleep(0)
+
+    def answer(block: BlockProposal | None) -> None:
+        ask, on_block = asks[-1]
+        on_block(ask.session, block)
+
+    first = asyncio.create_task(asyncio.to_thread(proposer.propose_block, [1, 2], 2, 0))
+    await asked(1)
+    await passes(999.0)
+    answer(BlockProposal((7,)))
+    assert (await first).token_ids == (7,)
+
+    second = asyncio.create_task(asyncio.to_thread(proposer.propose_block, [1, 2, 7], 2, 0))
+    await asked(2)
+    assert asks[-1][0].first_position == 2
+    await passes(600.0)
+    answer(None)
+    await asked(3)
+    assert asks[-1][0].first_position == 0
+    await passes(399.0)
+    assert proposer.stats.failures == 0
+    await passes(2.0)
+    with pytest.raises(RemoteProposerError, match="b drafted nothing in 1000 s") as late:
+        await second
+    assert (late.value.status, proposer.stats.failures) == ("DEADLINE_EXCEEDED", 1)
