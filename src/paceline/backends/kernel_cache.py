@@ -26,12 +26,13 @@ from pathlib import Path
 from llvmlite import binding
 from numba.core import config
 
-from paceline.backends.cpu import Lowering, lowering_in_use
+from paceline.backends.cpu import Lowering, compiled_for, features, lowering_in_use
 from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "NUMBA_CACHE_DIR"
+_FEATURES = "NUMBA_CPU_FEATURES"
 _COMPLETE, _LOCK = "complete", "lock"
 _LAYERS = "team.enter-"
 """Begins the names of the files of the function that runs layers: it is compiled last, and with it nearly all that there is."""
@@ -58,7 +59,7 @@ def _version_of(lowering: Lowering | None) -> str:
     for source in sources():
         digest.update(source.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
-    digest.update(f"{binding.get_host_cpu_features().flatten()} {lowering}".encode())
+    digest.update(f"{sorted(features())} {lowering}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -81,6 +82,8 @@ def use(folder: Path | None) -> bool:
 
     Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles.
     """
+    if (asked := compiled_for()) is not None:
+        os.environ[_FEATURES] = asked
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
     target = root / _version()
     there = _is_whole(target)

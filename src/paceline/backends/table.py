@@ -6,6 +6,8 @@ cpu-avx512bf16            dense families on processors with AVX512-BF16
 cpu-avx512vnni            ... with AVX512-VNNI
 cpu-avxvnni               ... with AVX-VNNI
 cpu-avx2                  ... with AVX2, FMA and F16C
+cpu-neon-i8mm             ... on 64-bit ARM with the dot product and products of matrices of bytes
+cpu-neon                  ... on 64-bit ARM with the dot product
 torch-cpu                 everything else
 
 Those of `cpu` compute the same bytes (docs/arithmetic.md), and a processor that has the instructions of one has those of some after it.
@@ -31,6 +33,8 @@ class Kernels(StrEnum):
     AVX512_VNNI = "cpu-avx512vnni"
     AVX_VNNI = "cpu-avxvnni"
     AVX2 = "cpu-avx2"
+    NEON_I8MM = "cpu-neon-i8mm"
+    NEON = "cpu-neon"
     TORCH = "torch-cpu"
 
     @property
@@ -88,7 +92,7 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             return Kernels.CUDA
         if asked is not None:
             raise ConfigError(f"--device torch-cuda can't run this model: {missing}", "Leave --device out.")
-    reason = cpu.refuses(spec) if cpu.runs_here() else "this processor has no AVX2"
+    reason = cpu.refuses(spec) if cpu.runs_here() else f"this processor has no {'dot product' if cpu.is_arm() else 'AVX2'}"
     if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in cpu.lowerings_here():
         reason = f"this processor has no {asked.lowering}"
     if (asked is not None and asked.compiled) or (asked is None and reason is None):

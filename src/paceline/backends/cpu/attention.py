@@ -19,13 +19,20 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import Lowering, lowering, lowering_in_use, sizes
-from paceline.backends.cpu.lowering import lowered
+from paceline.backends.cpu import Lowering, lowering_in_use, sizes
+from paceline.backends.cpu.lowering import EMIT, lowered
+from paceline.backends.cpu.neon import Neon
 from paceline.backends.cpu.simd import F32, I32, I64, B, Emit, F, H, I, Value
 from paceline.backends.cpu.sizes import BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE
 
+CAREFUL = 2
+"""Of ways to compute products: right where results were flushed before they were rounded (`Emit.has_underflowed`)."""
 FUSED = int(lowering_in_use() is Lowering.AVX512_BF16 and binding.get_host_cpu_name().startswith("znver"))
 """1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors that have it; on Intel's it does half as much."""
+
+_FLUSHES_EARLY, WIDE = EMIT.flushes_early, EMIT is not Neon
+SCORES_4, SCORES_2, MIXES_4 = (4, 4, 2) if WIDE else (1, 2, 1)
+"""Blocks of keys, and slices of heads, that four (or two) rows take at once: as many as registers hold, of 128 bits four a sum."""
 
 record_bytes = njit(nogil=True)(sizes.record_bytes)
 scratch_bytes = njit(nogil=True)(sizes.scratch_bytes)
@@ -36,7 +43,7 @@ def flush_denormals(_):
     """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
-        return lowering.flush_denormals(e)
+        return e.flush_denormals()
 
     return lowered(body, types.int32)
 
@@ -44,16 +51,34 @@ def flush_denormals(_):
 @intrinsic
 def restore_denormals(_, before):
     def body(e: Emit, args: Sequence[Value]) -> None:
-        lowering.restore_denormals(e, args[0])
+        e.restore_denormals(args[0])
 
     return lowered(body, types.void, types.int32)
 
 
-class _Pairs:
-    """Products of a line of bf16 pairs with a pair of one row, in one of two ways with the same bits."""
+@intrinsic
+def _watch_underflow(_):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.watch_underflow()
 
-    def __init__(self, e: Emit, fused: bool) -> None:
+    return lowered(body, types.void)
+
+
+@intrinsic
+def _has_underflowed(_):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.has_underflowed()
+
+    return lowered(body, types.boolean)
+
+
+class _Pairs:
+    """Products of a line of bf16 pairs with a pair of one row, in one of three ways with the same bits."""
+
+    def __init__(self, e: Emit, way: int) -> None:
+        fused = way == 1
         self._e, self._fused = e, fused
+        self._fma = e.careful_fma if way == CAREFUL else e.fma
         self.row_bytes = 2 if fused else 4
         """Of a row's element: bf16, or the same widened."""
 
@@ -65,17 +90,18 @@ class _Pairs:
         odd = e.b.and_(line, e.const_i(-0x10000))
         return e.b.bitcast(odd, F), e.b.bitcast(e.b.shl(line, e.const_i(16)), F)
 
-    def pair(self, address: Value, offset: Value) -> tuple[Value, ...]:
+    def pair(self, address: Value, offset: Value, pair: int) -> tuple[Value, ...]:
+        """The pair at an offset, which is number `pair` of eight."""
         e = self._e
         if self._fused:
             return (e.load_pair(address, offset),)
-        return e.load_splat(address, e.b.add(offset, e.i64(4))), e.load_splat(address, offset)
+        return e.load_float_pair(address, offset, bool(pair % 2))
 
     def add(self, total: Value, line: tuple[Value, ...], pair: tuple[Value, ...]) -> Value:
         if self._fused:
             return self._e.dp(total, line[0], pair[0])
         for one, other in zip(line, pair, strict=True):
-            total = self._e.fma(one, other, total)
+            total = self._fma(one, other, total)
         return total
 
 
@@ -89,7 +115,7 @@ def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim,
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         table, blocks, keys, block_stride, q, head_dim, scores = args
-        b, pairs = e.b, _Pairs(e, bool(fused.literal_value))
+        b, pairs = e.b, _Pairs(e, fused.literal_value)
         acc = [[e.var(e.const(0.0)) for _ in range(n_blocks)] for _ in range(n_rows)]
         last = b.sub(blocks, e.i64(1))
         q_m = [e.at(q, QUERY_STRIDE * m) for m in range(n_rows)]
@@ -109,7 +135,7 @@ def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim,
                     line_n = [pairs.line(block, b.add(e.mul(d, 512), e.i64(64 * pair))) for block in block_n]
                     at = b.add(e.mul(d, 16 * pairs.row_bytes), e.i64(2 * pairs.row_bytes * pair))
                     for m in range(n_rows):
-                        x = pairs.pair(q_m[m], at)
+                        x = pairs.pair(q_m[m], at, pair)
                         for n in range(n_blocks):
                             b.store(pairs.add(b.load(acc[m][n]), line_n[n], x), acc[m][n])
             for m in range(n_rows):
@@ -120,34 +146,34 @@ def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim,
 
 
 @intrinsic(prefer_literal=True)
-def mix(_, fused, rows, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
-    """out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, fp32; two 16-lane slices of the head at a time."""
-    n_rows = rows.literal_value
+def mix(_, fused, rows, width, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
+    """out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, fp32; `width` 16-lane slices of the head, one or two, at a time."""
+    n_rows, n_slices = rows.literal_value, width.literal_value
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         table, blocks, values, block_stride, weights, head_dim, out, out_stride = args
-        b, pairs = e.b, _Pairs(e, bool(fused.literal_value))
-        acc = [[e.var(e.const(0.0)) for _ in range(2)] for _ in range(n_rows)]
+        b, pairs = e.b, _Pairs(e, fused.literal_value)
+        acc = [[e.var(e.const(0.0)) for _ in range(n_slices)] for _ in range(n_rows)]
         w_m = [e.at(weights, WEIGHT_STRIDE * m) for m in range(n_rows)]
-        with e.loop(b.lshr(head_dim, e.i64(5))) as slice_:
+        with e.loop(b.lshr(head_dim, e.i64(3 + n_slices))) as slice_:
             for row in acc:
                 for a in row:
                     b.store(e.const(0.0), a)
             with e.loop(blocks) as j:
                 block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
-                v = e.at(b.add(b.add(values, b.mul(block, block_stride)), e.mul(slice_, 1024)))
+                v = e.at(b.add(b.add(values, b.mul(block, block_stride)), e.mul(slice_, 512 * n_slices)))
                 for pair in range(8):
-                    line_n = [pairs.line(v, 512 * n + 64 * pair) for n in range(2)]
+                    line_n = [pairs.line(v, 512 * n + 64 * pair) for n in range(n_slices)]
                     at = b.add(e.mul(j, 16 * pairs.row_bytes), e.i64(2 * pairs.row_bytes * pair))
                     for m in range(n_rows):
-                        x = pairs.pair(w_m[m], at)
-                        for n in range(2):
+                        x = pairs.pair(w_m[m], at, pair)
+                        for n in range(n_slices):
                             b.store(pairs.add(b.load(acc[m][n]), line_n[n], x), acc[m][n])
             for m in range(n_rows):
-                for n in range(2):
-                    e.store(b.load(acc[m][n]), out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 128)), e.i64(64 * n)))
+                for n in range(n_slices):
+                    e.store(b.load(acc[m][n]), out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 64 * n_slices)), e.i64(64 * n)))
 
-    return lowered(body, types.void, fused, rows, *[types.int64] * 8)
+    return lowered(body, types.void, fused, rows, width, *[types.int64] * 8)
 
 
 def _lanes_below(e: Emit, count: Value) -> Value:
@@ -229,11 +255,11 @@ def _fold(_, record, later, head_dim):
         tops = [e.load_splat(place, at) for place in (record, later)]
         top = e.maximum(tops[1], tops[0])
         before, now = (e.exp2(b.fsub(one, top)) for one in tops)
-        total = e.fma(e.load_splat(record, behind), before, b.fmul(e.load_splat(later, behind), now))
+        total = e.careful_fma(e.load_splat(record, behind), before, e.careful_mul(e.load_splat(later, behind), now))
         with e.loop(b.lshr(head_dim, e.i64(4))) as i:
             place = e.mul(i, 64)
-            mixed = b.fmul(e.load(F, later, place), now)
-            e.store(e.fma(e.load(F, record, place), before, mixed), record, place)
+            mixed = e.careful_mul(e.load(F, later, place), now)
+            e.store(e.careful_fma(e.load(F, record, place), before, mixed), record, place)
         for value, place in ((top, at), (total, behind)):
             e.store(b.extract_element(value, ir.Constant(I32, 0)), record, place, align=4)
 
@@ -250,7 +276,7 @@ def _finish(_, record, head_dim, out):
         total = e.load(F32, record, b.add(e.mul(head_dim, 4), e.i64(4)), align=4)
         scale = e.splat(b.fdiv(ir.Constant(F32, 1.0), total), F)
         with e.loop(b.lshr(head_dim, e.i64(4))) as i:
-            y = b.fadd(b.fmul(e.load(F, record, e.mul(i, 64)), scale), e.const(0.0))
+            y = b.fadd(e.careful_mul(e.load(F, record, e.mul(i, 64)), scale), e.const(0.0))
             e.store(e.to_bf16(y), out, e.mul(i, 32))
 
     return lowered(body, types.void, *[types.int64] * 3)
@@ -277,6 +303,61 @@ def _take_query(_, fused, q, head_dim, out):
 def first_seen(position, window):
     """The first key that a row sees: all before it, or the last ones of a window."""
     return max(0, position + 1 - window) if window else 0
+
+
+@njit(nogil=True)
+def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
+    """Scores of M rows, or the mix of values by their weights."""
+    values = keys + 2 * BLOCK * head_dim
+    if rows == 8 and WIDE:
+        if scores:
+            score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            mix(FUSED, 8, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 4:
+        if scores:
+            score(FUSED, 4, SCORES_4, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            mix(FUSED, 4, MIXES_4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 3:
+        if scores:
+            score(FUSED, 3, SCORES_4, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            mix(FUSED, 3, MIXES_4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 2:
+        if scores:
+            score(FUSED, 2, SCORES_2, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            mix(FUSED, 2, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif scores:
+        score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+    else:
+        mix(FUSED, 1, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+
+
+@njit(nogil=True)
+def _careful_products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
+    """`_products`, right where results were flushed before they were rounded; row by row."""
+    values = keys + 2 * BLOCK * head_dim
+    for m in range(rows):
+        if scores:
+            score(CAREFUL, 1, 1, table, blocks, keys, block_stride, q + m * QUERY_STRIDE, head_dim, weights + m * WEIGHT_STRIDE)
+        else:
+            mix(CAREFUL, 1, 1, table, blocks, values, block_stride, weights + m * WEIGHT_STRIDE, head_dim, out + m * out_stride, out_stride)
+
+
+@njit(nogil=True)
+def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head_dim, scale_bits, records, stride):
+    """Scores of M rows to weights; the first is row `position` of all heads' rows. Keys are those from `begin` to `end`."""
+    for m in range(rows):
+        at = (position + m) // heads
+        valid = max(0, min(end, at + 1) - begin)
+        hidden = first_seen(at, window) - begin
+        if hidden >= valid:
+            valid = 0  # the first it sees is in a later segment: this one adds nothing
+        elif hidden > 0:
+            _hide(weights + m * WEIGHT_STRIDE, hidden)
+        _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, records + m * stride)
 
 
 @njit(nogil=True)
@@ -307,7 +388,7 @@ def attend(
         i = 0
         while i < n:
             left = n - i
-            take = 8 if left >= 8 else min(4, left)
+            take = 8 if left >= 8 and WIDE else min(4, left)
             seen = first + (i + take - 1) // heads - key + 1
             lowest = first_seen(first + i // heads, window)
             if seen > 0 and lowest < key + SEGMENT:
@@ -318,52 +399,22 @@ def attend(
                 aside = record_step == 0 and segment > lowest // SEGMENT
                 stride = size if record_step == 0 else record_step * size
                 target = weights + TILE * WEIGHT_STRIDE if aside else records + i * stride + (segment * size if record_step else 0)
-                _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, True, target, stride)
-                for m in range(take):
-                    position, begin = first + (i + m) // heads, key + passed * BLOCK
-                    valid = max(0, min(key + SEGMENT, position + 1) - begin)
-                    hidden = first_seen(position, window) - begin
-                    if hidden >= valid:
-                        valid = 0  # the first it sees is in a later segment: this one adds nothing
-                    elif hidden > 0:
-                        _hide(weights + m * WEIGHT_STRIDE, hidden)
-                    _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, target + m * stride)
-                _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, False, target, stride)
+                _watch_underflow()
+                query = scratch + i * QUERY_STRIDE
+                _products(take, table_, blocks, keys, block_stride, query, head_dim, weights, True, target, stride)
+                _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, head_dim, scale_bits,
+                             target, stride)  # fmt: skip
+                _products(take, table_, blocks, keys, block_stride, query, head_dim, weights, False, target, stride)
+                if _FLUSHES_EARLY and _has_underflowed():
+                    _careful_products(take, table_, blocks, keys, block_stride, query, head_dim, weights, True, target, stride)
+                    _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, head_dim, scale_bits,
+                                 target, stride)  # fmt: skip
+                    _careful_products(take, table_, blocks, keys, block_stride, query, head_dim, weights, False, target, stride)
                 for m in range(take):
                     if aside and first + (i + m) // heads >= key:
                         _fold(records + (i + m) * size, target + m * size, head_dim)
             i += take
     restore_denormals(mode)
-
-
-@njit(nogil=True)
-def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
-    """Scores of M rows, or the mix of values by their weights."""
-    values = keys + 2 * BLOCK * head_dim
-    if rows == 8:
-        if scores:
-            score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
-        else:
-            mix(FUSED, 8, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
-    elif rows == 4:
-        if scores:
-            score(FUSED, 4, 4, table, blocks, keys, block_stride, q, head_dim, weights)
-        else:
-            mix(FUSED, 4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
-    elif rows == 3:
-        if scores:
-            score(FUSED, 3, 4, table, blocks, keys, block_stride, q, head_dim, weights)
-        else:
-            mix(FUSED, 3, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
-    elif rows == 2:
-        if scores:
-            score(FUSED, 2, 4, table, blocks, keys, block_stride, q, head_dim, weights)
-        else:
-            mix(FUSED, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
-    elif scores:
-        score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
-    else:
-        mix(FUSED, 1, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
 
 
 @njit(nogil=True)

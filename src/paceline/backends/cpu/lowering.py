@@ -7,12 +7,15 @@ avx512bf16   VDPBF16PS, VPDPBUSD, VPDPWSSD, VCVTNEPS2BF16, VREDUCEPS, VSCALEFPS
 avx512vnni   VPDPBUSD, VPDPWSSD; products of bf16 pairs as two fused multiply-adds in fp32, with denormals flushed by MXCSR
 avxvnni      VPDPBUSD and VPDPWSSD on 8 lanes; the rest as avx2
 avx2         VPMADDUBSW, whose sums of two products of codes below 64 do not saturate, and VPMADDWD
+
+Those of ARM are in `neon`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +23,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import Lowering, lowering_in_use
+from paceline.backends.cpu import Lowering, is_arm, lowering_in_use
+from paceline.backends.cpu.neon import Neon, NeonI8mm
 from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, Emit, F, I, ProductSum, RunningSum, Value
 
 _FLUSH = 0x8040
@@ -29,22 +33,34 @@ _ALL_LANES, _CURRENT_ROUNDING = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
 _LOW, _HIGH = range(8), range(8, 16)
 
 
-def flush_denormals(e: Emit) -> Value:
-    """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
-    control = e.var(ir.Constant(I32, 0))
-    place = e.b.bitcast(control, BYTES)
-    e.call("llvm.x86.sse.stmxcsr", ir.VoidType(), place)
-    before = e.b.load(control)
-    e.b.store(e.b.or_(before, ir.Constant(I32, _FLUSH)), control)
-    e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), place)
-    return before
+class _X86(Emit):
+    """What all of x86 have."""
+
+    def flush_denormals(self) -> Value:
+        control = self.var(ir.Constant(I32, 0))
+        place = self.b.bitcast(control, BYTES)
+        self.call("llvm.x86.sse.stmxcsr", ir.VoidType(), place)
+        before = self.b.load(control)
+        self.b.store(self.b.or_(before, ir.Constant(I32, _FLUSH)), control)
+        self.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), place)
+        return before
+
+    def restore_denormals(self, before: Value) -> None:
+        self.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), self.b.bitcast(self.var(before), BYTES))
+
+    def pause(self) -> None:
+        self.call("llvm.x86.sse2.pause", ir.VoidType())
+
+    def word_sums(self, acc: Value) -> ProductSum:
+        return RunningSum(acc, self.dp_words)
+
+    @abstractmethod
+    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
+        ...
 
 
-def restore_denormals(e: Emit, before: Value) -> None:
-    e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), e.b.bitcast(e.var(before), BYTES))
-
-
-class _Halves(Emit):
+class _Halves(_X86):
     """Eight lanes an instruction."""
 
     def halves(self, value: Value) -> list[Value]:
@@ -63,41 +79,13 @@ class _Halves(Emit):
         return self.whole([self.call(name, result, *part) for part in zip(*map(self.halves, arguments), strict=True)])
 
 
-class _Widened(Emit):
-    """Products of bf16 pairs by FMA in fp32, and bf16 in whole numbers."""
-
-    def dp(self, acc: Value, a: Value, b: Value) -> Value:
-        (odd, even), (other_odd, other_even) = (self._widened(each) for each in (a, b))
-        return self.fma(even, other_even, self.fma(odd, other_odd, acc))
-
-    def _widened(self, pairs: Value) -> tuple[Value, Value]:
-        b, line = self.b, self.b.bitcast(pairs, I)
-        return b.bitcast(b.and_(line, self.const_i(-0x10000)), F), b.bitcast(b.shl(line, self.const_i(16)), F)
-
-    @contextmanager
-    def flushed(self) -> Generator[None]:
-        before = flush_denormals(self)
-        yield
-        restore_denormals(self, before)
-
-    def to_bf16(self, value: Value) -> Value:
-        b = self.b
-        bits = b.bitcast(value, I)
-        upper = b.lshr(bits, self.const_i(16))
-        rounded = b.lshr(b.add(b.add(bits, self.const_i(0x7FFF)), b.and_(upper, self.const_i(1))), self.const_i(16))
-        size = b.and_(bits, self.const_i(0x7FFFFFFF))
-        rounded = b.select(b.icmp_signed("<", size, self.const_i(0x00800000)), b.and_(upper, self.const_i(0x8000)), rounded)
-        rounded = b.select(b.icmp_signed(">", size, self.const_i(0x7F800000)), b.or_(upper, self.const_i(0x40)), rounded)
-        return b.trunc(rounded, ir.VectorType(I16, 16))
-
-
-class _Avx2(_Halves, _Widened):
+class _Avx2(_Halves):
     """Sums of bytes by words of 16 bits."""
 
     rows_at_once = 4
 
-    def byte_sums(self, acc: Value, most: int) -> ProductSum:
-        return _WordSums(self, acc, most)
+    def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:
+        return [_WordSums(self, acc, most) for acc in acc_M]
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         return self.b.add(acc, self.add_pairs(*(self.b.bitcast(each, ir.VectorType(I16, 32)) for each in (a, b))))
@@ -108,12 +96,6 @@ class _Avx2(_Halves, _Widened):
 
     def to_int(self, value: Value) -> Value:
         return self.by_halves("llvm.x86.avx.cvt.ps2dq.256", ir.VectorType(I32, 8), value)
-
-    def narrow(self, value: Value, bits: int) -> Value:
-        most = 2 ** (bits - 1) - 1
-        for limit, beyond in ((most, ">"), (-most - 1, "<")):
-            value = self.b.select(self.b.icmp_signed(beyond, value, self.const_i(limit)), self.const_i(limit), value)
-        return self.b.trunc(value, ir.VectorType(ir.IntType(bits), 16))
 
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
         kind, once = ir.VectorType(I32, 8), ir.Constant(I8, 1)
@@ -162,18 +144,18 @@ class _WordSums:
 class _AvxVnni(_Avx2):
     """As AVX2, with sums of bytes and of words in one instruction: the VPDPBUSD and VPDPWSSD of 256 bits."""
 
-    def byte_sums(self, acc: Value, most: int) -> ProductSum:  # noqa: ARG002 - sums of 32 bits
-        return RunningSum(acc, partial(self.by_halves, "llvm.x86.avx512.vpdpbusd.256", ir.VectorType(I32, 8)))
+    def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:  # noqa: ARG002 - sums of 32 bits
+        return [RunningSum(acc, partial(self.by_halves, "llvm.x86.avx512.vpdpbusd.256", ir.VectorType(I32, 8))) for acc in acc_M]
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         return self.by_halves("llvm.x86.avx512.vpdpwssd.256", ir.VectorType(I32, 8), acc, a, b)
 
 
-class _Avx512(Emit):
-    """What all with 512 bits and VNNI have."""
+class _Avx512(_X86):
+    """512 bits and VNNI."""
 
-    def byte_sums(self, acc: Value, most: int) -> ProductSum:  # noqa: ARG002 - sums of 32 bits
-        return RunningSum(acc, partial(self.call, "llvm.x86.avx512.vpdpbusd.512", I))
+    def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:  # noqa: ARG002 - sums of 32 bits
+        return [RunningSum(acc, partial(self.call, "llvm.x86.avx512.vpdpbusd.512", I)) for acc in acc_M]
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
         # Written out, since LLVM makes two instructions of its intrinsic where sums form chains, at half the speed.
@@ -198,10 +180,6 @@ class _Avx512(Emit):
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, whole, self.const(0.0), kept, _CURRENT_ROUNDING)
 
 
-class _Avx512Vnni(_Widened, _Avx512):
-    pass
-
-
 class _Avx512Bf16(_Avx512):
     def dp(self, acc: Value, a: Value, b: Value) -> Value:
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", F, acc, a, b)
@@ -215,11 +193,13 @@ class _Avx512Bf16(_Avx512):
 
 _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
     Lowering.AVX512_BF16: _Avx512Bf16,
-    Lowering.AVX512_VNNI: _Avx512Vnni,
+    Lowering.AVX512_VNNI: _Avx512,
     Lowering.AVX_VNNI: _AvxVnni,
     Lowering.AVX2: _Avx2,
+    Lowering.NEON_I8MM: NeonI8mm,
+    Lowering.NEON: Neon,
 }
-EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use() or Lowering.AVX2]
+EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use() or (Lowering.NEON if is_arm() else Lowering.AVX2)]
 """Where a processor has none, what runs needs no instruction of any: the sampler's kernels."""
 
 Body = Callable[[Emit, Sequence[Value]], Value | None]

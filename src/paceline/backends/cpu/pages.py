@@ -28,7 +28,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.lowering import lowered
-from paceline.backends.cpu.simd import I32, Emit, H, I, Value
+from paceline.backends.cpu.simd import I32, Emit, Value
 from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
 from paceline.core.ids import BlockId
 
@@ -54,16 +54,10 @@ def _put_value(_, values, slot, v, head_dim):
         values, slot, v, head_dim = args
         b = e.b
         odd = b.and_(slot, e.i64(1))
-        shift = e.splat(b.trunc(e.mul(odd, 16), I32), I)
-        halves = ir.VectorType(ir.IntType(1), 32)
-        evens, odds = (ir.Constant(halves, [ir.Constant(ir.IntType(1), i % 2 == parity) for i in range(32)]) for parity in (0, 1))
-        mask = b.select(b.trunc(odd, ir.IntType(1)), odds, evens)
         line = e.at(values, e.mul(b.lshr(slot, e.i64(1)), 64))
         with e.loop(b.lshr(head_dim, e.i64(4))) as slice_:
-            dims = b.zext(e.load(ir.VectorType(ir.IntType(16), 16), v, e.mul(slice_, 32)), I)
-            words = b.bitcast(b.shl(dims, shift), H)
-            address = e.at(line, e.mul(slice_, 512))
-            e.call("llvm.masked.store.v32i16.p0", ir.VoidType(), words, address, ir.Constant(I32, 2), mask)
+            dims = e.load(ir.VectorType(ir.IntType(16), 16), v, e.mul(slice_, 32))
+            e.store_every_second(dims, e.at(line, e.mul(slice_, 512)), odd)
 
     return lowered(body, types.void, *[types.int64] * 4)
 

@@ -10,8 +10,8 @@ Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses ar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,6 +123,10 @@ class Emit(ABC):
             flags = [ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)]
             self.call("llvm.prefetch.p0", ir.VoidType(), self.at(address, at), *flags)
 
+    def word(self, address: Value, row: int, word: int) -> Value:
+        """The 32-bit word `word` of the row of activations at `address` + `row`, as `byte_sums`, `word_sums` and `pair_sums` take it: I here."""
+        return self.splat(self.load(I32, address, row + 4 * word), I)
+
     def splat(self, scalar: Value, kind: Any) -> Value:
         undefined = ir.Constant(kind, ir.Undefined)
         lane = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
@@ -136,6 +140,10 @@ class Emit(ABC):
         """One float, repeated: F."""
         return self.splat(self.load(F32, address, offset), F)
 
+    def load_float_pair(self, address: Value, offset: Value, odd: bool) -> tuple[Value, Value]:  # noqa: ARG002 - where memory is read in fours
+        """The second and the first of two neighbouring floats, each repeated: F. `odd`: they are the third and fourth of sixteen bytes."""
+        return self.load_splat(address, self.b.add(offset, self.i64(4))), self.load_splat(address, offset)
+
     def load_bf16(self, address: Value, offset: Value | int = 0) -> Value:
         """Sixteen bf16 values, widened: F."""
         halves = self.load(ir.VectorType(I16, 16), address, offset)
@@ -144,6 +152,15 @@ class Emit(ABC):
     def load_half(self, address: Value, offset: Value | int = 0) -> Value:
         """Sixteen IEEE half floats, widened: F."""
         return self.b.fpext(self.load(HALF, address, offset), F)
+
+    def store_every_second(self, halves: Value, address: Value, odd: Value) -> None:
+        """Sixteen halves (16 x i16), every second one in memory from `address` on, from the second on where `odd` is 1; what lies between is not touched."""
+        b = self.b
+        words = b.bitcast(b.shl(b.zext(halves, I), self.splat(b.trunc(self.mul(odd, 16), I32), I)), H)
+        kind = ir.VectorType(ir.IntType(1), 32)
+        evens, odds = (ir.Constant(kind, [ir.Constant(ir.IntType(1), i % 2 == parity) for i in range(32)]) for parity in (0, 1))
+        mask = b.select(b.trunc(odd, ir.IntType(1)), odds, evens)
+        self.call("llvm.masked.store.v32i16.p0", ir.VoidType(), words, address, ir.Constant(I32, 2), mask)
 
     def var(self, value: Value) -> Value:
         """A mutable local (a register, once LLVM is done with it)."""
@@ -157,41 +174,94 @@ class Emit(ABC):
 
     rows_at_once = 8
     """Rows whose sums of one block of outputs stay in registers."""
+    flushes_early = False
+    """Whether a processor flushes results that are denormal before they are rounded, so that one may have been flushed that is none after."""
 
     @abstractmethod
+    def flush_denormals(self) -> Value:
+        """Treat denormals as zero from here on; returns what `restore_denormals` takes (i32)."""
+        ...
+
+    @abstractmethod
+    def restore_denormals(self, before: Value) -> None: ...
+
+    @contextmanager
+    def flushed(self) -> Generator[None]:
+        """Within it, `pair_sums` take denormals as zero."""
+        before = self.flush_denormals()
+        yield
+        self.restore_denormals(before)
+
+    def watch_underflow(self) -> None:
+        """Forget what was flushed so far."""
+        return
+
+    def has_underflowed(self) -> Value:
+        """Whether a result may have been flushed that rounds up to a normal number: i1. Then all since `watch_underflow` is to be computed again, carefully."""
+        return ir.Constant(ir.IntType(1), 0)
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Tell the processor that the thread watches memory."""
+        ...
+
     def dp(self, acc: Value, a: Value, b: Value) -> Value:
         """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1], the odd product first, each fused: VDPBF16PS. Denormals are zero, where `flushed` holds."""
+        (odd, even), (other_odd, other_even) = (self.widened(each) for each in (a, b))
+        return self.fma(even, other_even, self.fma(odd, other_odd, acc))
+
+    def widened(self, pairs: Value) -> tuple[Value, Value]:
+        """The odd and the even ones of pairs of bf16 (B or I): F."""
+        b, line = self.b, self.b.bitcast(pairs, I)
+        return b.bitcast(b.and_(line, self.const_i(-0x10000)), F), b.bitcast(b.shl(line, self.const_i(16)), F)
+
+    def pair_sums(self, acc: Value, careful: bool) -> ProductSum:  # noqa: ARG002 - as it is
+        """A sum from `acc` (F) on of pairs of bf16, by `dp`; `careful`: right where `has_underflowed` holds, too."""
+        return RunningSum(acc, lambda total, a, b: self.dp(total, self.b.bitcast(a, B), self.b.bitcast(b, B)))
+
+    @abstractmethod
+    def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:
+        """For each row a sum from `acc` (I) on of the four bytes a lane of a (unsigned, `most` at most) times those of b (signed).
+
+        Words of a row come in order, and each to all rows of `rows_at_once` before the next one.
+        """
         ...
 
     @abstractmethod
-    def flushed(self) -> AbstractContextManager[None]:
-        """Within it, `dp` takes denormals as zero."""
+    def word_sums(self, acc: Value) -> ProductSum:
+        """A sum from `acc` (I) on of two signed words a lane of a (`words`) times those of b; words of a row come in order, all of its group."""
         ...
 
-    @abstractmethod
-    def byte_sums(self, acc: Value, most: int) -> ProductSum:
-        """A sum from `acc` (I) on of the four bytes a lane of a (unsigned, `most` at most) times those of b (signed)."""
-        ...
+    def words(self, codes: Value) -> Value:
+        """Signed bytes (32 x i8), two a lane, as `word_sums` takes them: here words of 16 bits, I."""
+        return self.b.bitcast(self.b.sext(codes, H), I)
 
-    @abstractmethod
-    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
-        ...
+    def nibbles(self, line: Value, high: bool) -> Value:
+        """The low or the high four bits of each byte: I."""
+        return self.b.and_(self.b.lshr(line, self.const_i(4)) if high else line, self.const_i(0x0F0F0F0F))
 
-    @abstractmethod
     def to_bf16(self, value: Value) -> Value:
-        """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16."""
-        ...
+        """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16. Here in whole numbers."""
+        b = self.b
+        bits = b.bitcast(value, I)
+        upper = b.lshr(bits, self.const_i(16))
+        rounded = b.lshr(b.add(b.add(bits, self.const_i(0x7FFF)), b.and_(upper, self.const_i(1))), self.const_i(16))
+        size = b.and_(bits, self.const_i(0x7FFFFFFF))
+        rounded = b.select(b.icmp_signed("<", size, self.const_i(0x00800000)), b.and_(upper, self.const_i(0x8000)), rounded)
+        rounded = b.select(b.icmp_signed(">", size, self.const_i(0x7F800000)), b.or_(upper, self.const_i(0x40)), rounded)
+        return b.trunc(rounded, ir.VectorType(I16, 16))
 
     @abstractmethod
     def to_int(self, value: Value) -> Value:
         """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
         ...
 
-    @abstractmethod
     def narrow(self, value: Value, bits: int) -> Value:
         """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
-        ...
+        most = 2 ** (bits - 1) - 1
+        for limit, beyond in ((most, ">"), (-most - 1, "<")):
+            value = self.b.select(self.b.icmp_signed(beyond, value, self.const_i(limit)), self.const_i(limit), value)
+        return self.b.trunc(value, ir.VectorType(ir.IntType(bits), 16))
 
     @abstractmethod
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
@@ -202,6 +272,13 @@ class Emit(ABC):
     def exp2(self, x: Value) -> Value:
         """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md)."""
         ...
+
+    def careful_fma(self, a: Value, b: Value, c: Value) -> Value:
+        """`fma`, `careful_mul`: right where `has_underflowed` holds, too."""
+        return self.fma(a, b, c)
+
+    def careful_mul(self, a: Value, b: Value) -> Value:
+        return self.b.fmul(a, b)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.call("llvm.fma.v16f32", F, a, b, c)

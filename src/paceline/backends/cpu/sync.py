@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
@@ -57,7 +56,7 @@ def store_release(_, address, value):
 @intrinsic
 def pause(_):
     def body(e: Emit, args: Sequence[Value]) -> None:
-        e.call("llvm.x86.sse2.pause", ir.VoidType())
+        e.pause()
 
     return lowered(body, types.void)
 

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.shares import MOST_SEGMENTS
-from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, ProductSum, RunningSum, Value
+from paceline.backends.cpu.simd import I8, I32, I64, Emit, F, I, ProductSum, Value
 from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
@@ -54,11 +54,10 @@ class _Record:
         e, bits = self._e, self._layout.bits
         b = e.b
         if bits == 8:
-            return b.bitcast(b.sext(e.load(ir.VectorType(I8, 32), self._codes, 32 * word), H), I)
+            return e.words(e.load(ir.VectorType(I8, 32), self._codes, 32 * word))
         if bits == 16:
             return e.load(I, self._codes, 64 * word)
-        low = e.load(I, self._codes, 64 * (word // 2))
-        low = b.and_(b.lshr(low, e.const_i(4)) if word % 2 else low, e.const_i(0x0F0F0F0F))
+        low = e.nibbles(e.load(I, self._codes, 64 * (word // 2)), bool(word % 2))
         if bits == 4:
             return low
         # A byte of a plane holds the upper bits of one input of eight words, or of four.
@@ -127,14 +126,20 @@ class _Expanded:
 
 
 class _Tile:
-    """Writes the code of one tile."""
+    """Writes the code of one tile.
 
-    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int, record: type[_Record | _Expanded]) -> None:
+    Args:
+        panel: rows that lie together, of which the tile has the first, and is computed carefully. None: those of the tile.
+    """
+
+    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int, record: type[_Record | _Expanded], panel: Value = None) -> None:
         self._e, self._layout, self._record = e, layout, record
         self._rows: Final = range(rows)
         self._blocks: Final = range(blocks)
         self._words = _WORDS[layout.inputs]
         self._row_bytes = GROUP_BYTES[layout.inputs]
+        self._careful: Final = panel is not None
+        self._group_bytes = e.i64(self._row_bytes * rows) if panel is None else e.mul(panel, self._row_bytes)
         self.total = [[e.var(e.const(0.0)) for _ in self._blocks] for _ in self._rows]
 
     def write(self, args: Sequence[Value]) -> None:
@@ -190,7 +195,7 @@ class _Tile:
             ahead = layout.bytes_of_eight_groups // 8
             e.prefetch(e.at(w_n[-1], b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
         record_n = [self._record(e, layout, block, group) for block in w_n]
-        x_g = e.at(x, e.mul(group, self._row_bytes * len(self._rows)))
+        x_g = e.at(x, b.mul(group, self._group_bytes))
         if layout.scales is Scales.NONE:
             acc = [[b.load(total) for total in row] for row in self.total]
             for row, values in zip(self.total, self._sums(record_n, x_g, range(self._words), acc), strict=True):
@@ -231,38 +236,56 @@ class _Tile:
     def _sums(self, record_n: list[_Record] | list[_Expanded], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
         """`acc` plus the products of some words, [M][NB]."""
         e = self._e
-        sums = [[self._sum(value) for value in row] for row in acc]
+        columns = [self._sums_from([row[n] for row in acc]) for n in self._blocks]
+        sums = [[column[m] for column in columns] for m in self._rows]
         for first in range(0, len(self._rows), e.rows_at_once):
             for word in words:
                 codes = [record.codes(word) for record in record_n]
                 for m in self._rows[first : first + e.rows_at_once]:
-                    repeated = e.splat(e.load(I32, x_g, self._at(m, 4 * word)), I)
+                    repeated = e.word(x_g, self._at(m, 0), word)
                     for n in self._blocks:
                         sums[m][n].add(codes[n], repeated)
         return [[value.total() for value in row] for row in sums]
 
-    def _sum(self, acc: Value) -> ProductSum:
+    def _sums_from(self, acc_M: list[Value]) -> Sequence[ProductSum]:
         e = self._e
         match self._layout.inputs:
             case Inputs.INT8:
-                return e.byte_sums(acc, (1 << self._layout.bits) - 1)
+                return e.byte_sums(acc_M, (1 << self._layout.bits) - 1)
             case Inputs.INT16:
-                return RunningSum(acc, e.dp_words)
+                return [e.word_sums(acc) for acc in acc_M]
             case Inputs.BF16:
-                return RunningSum(acc, lambda total, a, b: e.dp(total, e.b.bitcast(a, B), e.b.bitcast(b, B)))
+                return [e.pair_sums(acc, self._careful) for acc in acc_M]
 
 
 @intrinsic(prefer_literal=True)
 def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
-    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
+    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1].
+
+    Returns whether it is to be computed again, by `careful_row`.
+    """
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
     record = _Expanded if expanded.literal_value else _Record
 
-    def body(e: Emit, args: Sequence[Value]) -> None:
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        e.watch_underflow()
         _Tile(e, layout, n_rows, n_blocks, record).write(args)
+        return e.has_underflowed() if layout.inputs is Inputs.BF16 else ir.Constant(ir.IntType(1), 0)
 
-    return lowered(body, types.void, form, expanded, rows, blocks, *[types.int64] * 7)
+    return lowered(body, types.boolean, form, expanded, rows, blocks, *[types.int64] * 7)
+
+
+@intrinsic(prefer_literal=True)
+def careful_row(_, form, panel, w, x, out, bounds, segments):
+    """A tile of one row of a panel and one block of outputs, right where results were flushed before they were rounded."""
+    layout = LAYOUT[Form(form.literal_value)]
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        panel, w, x, out, bounds, segments = args
+        _Tile(e, layout, 1, 1, _Record, panel).write([w, e.i64(0), x, out, e.i64(0), bounds, segments])
+
+    return lowered(body, types.void, form, *[types.int64] * 6)
 
 
 @intrinsic(prefer_literal=True)

@@ -47,10 +47,10 @@ def score_and_mix(
     mode = flush_denormals()
     if fused:
         score(1, 8, 2, table, blocks, keys, stride, q, head_dim, scores)
-        mix(1, 8, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
+        mix(1, 8, 2, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
     else:
         score(0, 8, 2, table, blocks, keys, stride, q, head_dim, scores)
-        mix(0, 8, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
+        mix(0, 8, 2, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
     restore_denormals(mode)
 
 

@@ -99,6 +99,16 @@ def test_what_is_not_finite_is_not_hidden_by_quantising(poison: float) -> None:
     assert not np.isfinite(scales[0, 1]).any()
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_what_no_scale_has_an_inverse_for_counts_as_the_least_code(bits: int) -> None:
+    x = np.full((1, 32), 1e-37, np.float32)
+    x[0, ::2] = -1e-37
+    x[0, 3] = 0
+    codes, scales, _ = quantized(round_to_bf16(x), bits)
+    assert (codes == -(2 ** (bits - 1))).all()
+    assert 0 < scales[0, 0, 0] < 1e-38
+
+
 class Product:
     """Random weights and activations of one form, and the compiled product of them."""
 
