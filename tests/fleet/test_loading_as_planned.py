@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import MODEL, client_of
 from tests.fleet.test_pipeline import SMALL, found_fleet
@@ -42,6 +44,11 @@ def test_a_pipeline_is_unloaded_between_answers_and_loaded_again_as_one(tmp_path
         o.up("--ways", "pipeline", "--on-demand", "--draft", "off", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}", *SMALL)
         (first,) = plans(o)
         assert "-> h [" in first
+        # One name in status, on the page of metrics, and in the log.
+        (called,) = re.findall(r"; pipeline ([0-9a-f]{8})$", first)
+        page = httpx.get(f"{o.node.url}/metrics", timeout=60).text
+        assert f'paceline_pipeline_machines{{model="{MODEL}",pipeline="{called}"}} 1.0' in page
+        assert any(f"pipeline {called}" in line for line in o.node.said)
         whole = text(o)
 
         # In the middle of an answer it stays.
@@ -54,10 +61,12 @@ def test_a_pipeline_is_unloaded_between_answers_and_loaded_again_as_one(tmp_path
         assert "No model is loaded" in o.run("ps")
         until(lambda: not any(streams(o)))
         until(lambda: plans(o) == [])
+        assert "paceline_pipeline_machines{" not in httpx.get(f"{o.node.url}/metrics", timeout=60).text
 
         # A request that names it has it planned, and so has its owner.
         assert text(o) == whole
         assert "-> h [" in plans(o)[0]
+        assert called not in plans(o)[0]
         o.run("unload", MODEL)
         assert f"{MODEL} is loaded" in o.run("load", MODEL)
         assert "-> h [" in plans(o)[0]

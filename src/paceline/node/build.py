@@ -28,8 +28,8 @@ class BuiltNode(HostedModel):
     """For the owner of the node to attach."""
     peer_kv: PeerKv | None = None
     """Likewise."""
-    is_spread: bool = False
-    """Others run layers of it, or did."""
+    pipeline_id: str = ""
+    """Empty where this machine alone runs it."""
     spans: Callable[[], tuple[LayerSpan, ...]] = tuple
     """The layers that a pipeline runs now behind this machine's own; from any thread."""
 

@@ -164,7 +164,7 @@ async def _built_as_planned(
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
                 asked, made = replace(asked, ways=frozenset({PIPELINE})), None
             else:
-                return node, partial(_follow, whole, settings, asked, access, location, made, clock)
+                return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
     if not asked.order.settings.enabled:
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
@@ -177,10 +177,11 @@ async def _built_as_planned(
         made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
     node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
-    return node, partial(_follow, whole, settings, asked, access, location, made, clock)
+    return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
 
 
 def _follow(
+    node: BuiltNode,
     whole: FleetServing,
     settings: NodeSettings,
     asked: Constraints,
@@ -190,7 +191,7 @@ def _follow(
     clock: Clock,
 ) -> None:
     if made is not None:
-        whole.show_plan(location.name, made.chosen, in_words(made))
+        whole.show_plan(location.name, in_words(made) + _called(node))
         _Replanning(whole, settings, asked, access, location, made, clock).start()
 
 
@@ -370,16 +371,25 @@ class _Replanning:
             words += f"; would rather be {_brief(rather)}"
         elif made is not None and (other := next((each for each in (made.chosen, *made.runners_up) if not is_same(each, running)), None)):
             words += f"; otherwise {_brief(other)}"
-        self._whole.show_plan(self._location.name, running, words)
+        self._whole.show_plan(self._location.name, words + _called(self._node))
 
     @property
     def _spans(self) -> tuple[LayerSpan, ...]:
         """What others run of it now."""
-        return next((node.spans() for node in self._whole.models.nodes if node.model.name == self._location.name), ())
+        return () if self._node is None else self._node.spans()
+
+    @property
+    def _node(self) -> BuiltNode | None:
+        return next((node for node in self._whole.models.nodes if node.model.name == self._location.name), None)
 
 
 def _others(choice: Choice) -> tuple[LayerSpan, ...]:
     return tuple(LayerSpan(stage.node_id, stage.layers) for stage in choice.stages[1:])
+
+
+def _called(node: BuiltNode | None) -> str:
+    """What a plan's words end with: the id by which logs and metrics know the pipeline."""
+    return "" if node is None or not node.pipeline_id else f"; pipeline {node.pipeline_id}"
 
 
 def _nothing(*_: object) -> None:
@@ -402,23 +412,28 @@ def _brief(choice: Choice) -> str:
 
 def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, clock: Clock, on_end: Callable[[], None]) -> BuiltNode:
     """Behind a host with the engine in a thread of its own. `on_end` is called once the pipeline has ended."""
+    executor = built.executor
+    meter.open[executor.pipeline_id, built.model.name] = lambda: 0 if executor.is_alone else len(executor.stages)
 
     def release() -> None:
         try:
             built.close()
         finally:
+            del meter.open[executor.pipeline_id, built.model.name]
             on_end()
 
     def rebuild() -> MeteredEngine:
         return MeteredEngine(built.rebuild(), meter, clock)
 
     def ways() -> frozenset[str]:
-        return frozenset({ALONE if built.executor.is_alone else PIPELINE})
+        return frozenset({ALONE if executor.is_alone else PIPELINE})
 
     def spans() -> tuple[LayerSpan, ...]:
-        return tuple(LayerSpan(stage.node_id, stage.layers) for stage in built.executor.stages)
+        return tuple(LayerSpan(stage.node_id, stage.layers) for stage in executor.stages)
 
     kept = drafts if built.drafts is drafts else None
     engine = MeteredEngine(built.engine, meter, clock)
     host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
-    return BuiltNode(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, is_spread=True, spans=spans)
+    return BuiltNode(
+        host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, pipeline_id=executor.pipeline_id, spans=spans
+    )

@@ -20,7 +20,6 @@ from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
-from paceline.fleet.plan import Choice
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
@@ -144,8 +143,6 @@ class FleetServing:
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
-        self.plans: dict[str, Choice] = {}
-        """What runs, by model."""
         self.planning: dict[str, object] = {}
         """What plans each again."""
         self._kept: list[asyncio.Task[None]] = []
@@ -211,18 +208,18 @@ class FleetServing:
             settling.result()
         settling.cancel()
 
-    def show_plan(self, model: str, runs: Choice, words: str) -> None:
+    def show_plan(self, model: str, words: str) -> None:
         """Say how a model is served, and what would be rather."""
-        self.plans[model], self.fleet.plans[model] = runs, words
+        self.fleet.plans[model] = words
 
     def forget_plan(self, model: str) -> None:
         """It is served no more."""
-        for known in (self.plans, self.fleet.plans, self.planning):
+        for known in (self.fleet.plans, self.planning):
             known.pop(model, None)
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Work that goes on until this node stops."""
-        self._kept.append(self.fleet.background.keep(work, name))
+        self._kept = [task for task in self._kept if not task.done()] + [self.fleet.background.keep(work, name)]
 
     async def attach(self, node: BuiltNode) -> None:
         """Serve a model that was built while this node ran already: a pipeline's."""
@@ -245,7 +242,7 @@ class FleetServing:
     def _as_served(self, model: WarmModel) -> WarmModel:
         """With what its engine saw. Steps of a pipeline are not this machine's."""
         node = next((node for node in self.models.nodes if node.warm is model), None)
-        if node is None or node.is_spread:
+        if node is None or node.pipeline_id:
             return model
         stats = node.host.stats()
         return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))

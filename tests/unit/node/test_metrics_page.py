@@ -83,6 +83,7 @@ async def test_a_page_of_a_node_in_a_fleet_with_a_pipeline_layers_for_others_and
         node.drafting._pool.add("draft", Scripted())  # pyright: ignore[reportPrivateUsage]
         drafts.meter.of("draft")
         drafts.meter.failures["other", "UNAVAILABLE"] += 1
+        node.pipelines.open["0a1b2c3d", "echo"] = lambda: 1
         assert node.shards is not None
         node.shards.meter.latency.observe("echo:0-5", 1.0)
         for counts in (node.fleet.rpcs.answered, node.fleet.rpcs.failed, node.fleet.rpcs.open):

@@ -37,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
 
     async def over_others(*given: Any) -> Any:
         spread.append(next(each for each in given if isinstance(each, Choice)))
-        return SimpleNamespace(model=SimpleNamespace(name="m"))
+        return SimpleNamespace(model=SimpleNamespace(name="m"), pipeline_id="0a1b2c3d")
 
     async def offer(*_: object) -> None: ...
 
@@ -87,13 +87,13 @@ def test_where_pipelines_are_switched_off_none_is_looked_for(monkeypatch: pytest
 def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_given_for(
     monkeypatch: pytest.MonkeyPatch, *, meant: bool
 ) -> None:
-    told, spread = list[tuple[int, int]](), list[Choice]()
+    told, spread, shown = list[tuple[int, int]](), list[Choice](), list[str]()
 
     async def over_others(*given: Any) -> Any:
         told_of = next(each for each in given if isinstance(each, LoadTold))
         told_of.opening(Opening(3, 4))
         spread.append(next(each for each in given if isinstance(each, Choice)))
-        return "node"
+        return SimpleNamespace(pipeline_id="0a1b2c3d")
 
     async def too_large() -> Any:
         raise OutOfMemory("The weights need 90.0 GiB")
@@ -104,7 +104,8 @@ def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_
     monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
     monkeypatch.setattr(pipelines, "_build_spread", over_others)
     whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(), slots=SimpleNamespace(taken=0), planning={})
-    whole.show_plan = whole.keep = lambda *_: None
+    whole.keep = lambda *_: None
+    whole.show_plan = lambda _name, words: shown.append(words)
     order = PipelineOrder(PipelineSettings(search_seconds=0), pins=(Pin(NodeId("nobody")),))
     pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), order), ["m" if meant else "x"], SystemClock())
 
@@ -116,7 +117,8 @@ def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_
         with pytest.raises(ImpossiblePin, match="nobody"):
             asyncio.run(bring())
     else:
-        assert asyncio.run(bring()) == "node"
+        assert asyncio.run(bring()).pipeline_id == "0a1b2c3d"
+        assert shown[0].endswith("; pipeline 0a1b2c3d")
         assert [choice.way for choice in spread] == [PIPELINE]
         assert told == [(3, 4)]
         assert "m" in whole.planning
@@ -163,8 +165,8 @@ async def replanned(
         await build()
         return True
 
-    def show(_name: str, runs: Choice, words: str) -> None:
-        shown.append(f"{runs.way}: {words}")
+    def show(_name: str, words: str) -> None:
+        shown.append(words)
         if len(shown) == 3:
             done.set()
 
@@ -172,7 +174,9 @@ async def replanned(
     monkeypatch.setattr(pipelines, "_build_spread", lambda *_: build(PIPELINE))
     whole: Any = SimpleNamespace(
         models=SimpleNamespace(
-            change=change, is_loaded=lambda _: True, nodes=[SimpleNamespace(model=SimpleNamespace(name="m"), spans=lambda: over)]
+            change=change,
+            is_loaded=lambda _: True,
+            nodes=[SimpleNamespace(model=SimpleNamespace(name="m"), spans=lambda: over, pipeline_id="0a1b2c3d")],
         ),
         slots=SimpleNamespace(taken=0),
         show_plan=show,
@@ -193,7 +197,7 @@ async def replanned(
 def test_what_is_better_for_long_is_built_in_the_place_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     built, shown = asyncio.run(replanned(monkeypatch))
     assert built == [ALONE]
-    assert shown[-1].startswith("alone: own alone: ")
+    assert shown[-1].startswith("own alone: ")
     assert "; otherwise own [" in shown[-1]
 
 
@@ -201,7 +205,7 @@ def test_a_better_pipeline_is_built_in_the_place_of_another(monkeypatch: pytest.
     best, *others = candidates()
     built, shown = asyncio.run(replanned(monkeypatch, ways={PIPELINE}, runs=others[-1]))
     assert built == [PIPELINE]
-    assert shown[-1].startswith(f"pipeline: {headline(best)}: ")
+    assert shown[-1].startswith(f"{headline(best)}: ")
 
 
 def test_where_its_route_went_to_what_is_better_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +213,7 @@ def test_where_its_route_went_to_what_is_better_nothing_is_built(monkeypatch: py
     over = tuple(LayerSpan(stage.node_id, stage.layers) for stage in best.stages[1:])
     built, shown = asyncio.run(replanned(monkeypatch, ways={PIPELINE}, runs=others[-1], over=over))
     assert built == []
-    assert shown[-1].startswith(f"pipeline: {headline(best)}: ")
+    assert shown[-1].startswith(f"{headline(best)}: ")
     assert "now over" not in shown[-1]
 
 
@@ -222,5 +226,5 @@ def test_a_pipeline_that_runs_over_others_than_planned_says_so(monkeypatch: pyte
 def test_what_can_t_be_built_leaves_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     built, shown = asyncio.run(replanned(monkeypatch, [ALONE]))
     assert built == [ALONE, PIPELINE]
-    assert shown[-1].startswith("pipeline: own ")
+    assert shown[-1].startswith("own [")
     assert "; would rather be own alone: " in shown[-1]

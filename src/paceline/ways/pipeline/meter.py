@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
-from paceline.core.stats import EngineStats, Histogram, LabelledHistograms, Metrics, Row, counter, histogram
+from paceline.core.stats import EngineStats, Histogram, LabelledHistograms, Metrics, Row, counter, gauge, histogram
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.events import PipelineWatch
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
@@ -88,6 +88,8 @@ class PipelineMeter(PipelineWatch):
         self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
         self.tokens_per_second = Histogram(RATE_BOUNDS)
         self.losses = self.failovers = self.fallbacks = 0
+        self.open: dict[tuple[str, str], Callable[[], int]] = {}
+        """How many other machines run layers of each pipeline, by its id and its model."""
         self._listeners: list[Callable[[Opening], None]] = []
 
     def corrupt(self) -> None:
@@ -132,6 +134,8 @@ ROWS: tuple[Row[PipelineMeter], ...] = (
             lambda meter: meter.hop_ms.all(), "node", "shard_id"),
     histogram("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.", lambda meter: meter.first_token_ms),
     histogram("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.", lambda meter: meter.tokens_per_second),
+    gauge("paceline_pipeline_machines", "Other machines that run layers of a pipeline; 0 while they are looked for.",
+            lambda meter: {key: count() for key, count in tuple(meter.open.items())}, "pipeline", "model"),
     counter("paceline_pipelines_lost", "Times that a pipeline in use broke.", lambda meter: meter.losses),
     counter("paceline_failovers", "Times that other machines took over.", lambda meter: meter.failovers),
     counter("paceline_fallback_to_local", "Times that this machine took over alone.", lambda meter: meter.fallbacks),

@@ -5,6 +5,7 @@ others take over, the log and clients that ask.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -73,6 +74,8 @@ class RouteEvents:
 
     def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch, clock: Clock) -> None:
         self._layers, self._numerics_id, self._watch, self._clock = layers, numerics_id, watch, clock
+        self.pipeline_id = os.urandom(4).hex()
+        """What logs, metrics and status call the pipeline, over whatever routes it goes."""
         self._said_at = 0.0
         self._notices: list[Notice] = []
         self._fault: PipelineFault | None = None
@@ -88,7 +91,7 @@ class RouteEvents:
         return taken
 
     def lost(self, fault: PipelineFault) -> None:
-        logger.warning("the pipeline broke: %s: %s", fault.node_id or "an unknown node", fault.message)
+        logger.warning("pipeline %s broke: %s: %s", self.pipeline_id, fault.node_id or "an unknown node", fault.message)
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
         self._fault = fault
         self._watch.lost(fault)
@@ -100,7 +103,9 @@ class RouteEvents:
         if self._fault is None or not opening.nodes or now - self._said_at < LOADING_S:
             return
         self._said_at = now
-        logger.info("layers %s are being loaded by %s: %s", self._layers, " and ".join(opening.nodes), opening)
+        logger.info(
+            "pipeline %s: layers %s are being loaded by %s: %s", self.pipeline_id, self._layers, " and ".join(opening.nodes), opening
+        )
         left = {} if opening.seconds_left is None else {"seconds_left": f"{opening.seconds_left:.0f}"}
         self._note("shard_status", status="loading", nodes=", ".join(opening.nodes), percent=str(opening.percent), **left)
 
@@ -109,11 +114,11 @@ class RouteEvents:
         self._watch.constructed(seconds, failover=self._fault is not None)
         shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
         if any(stage.numerics_id not in {"", self._numerics_id} for stage in route.stages):
-            logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
+            logger.warning("machines of pipeline %s compute other bytes than this one: %s", self.pipeline_id, shards)
             self._note("shard_status", status="other numerics", route=shards)
         fault, self._fault = self._fault, None
         if fault is not None:
-            logger.warning("the pipeline goes on over %s", shards)
+            logger.warning("pipeline %s goes on over %s", self.pipeline_id, shards)
             self._note("shard_failover", lost=fault.node_id or "unknown", route=shards)
             self.failovers += 1
 
@@ -137,7 +142,7 @@ class RouteEvents:
         self._fault = None
 
     def restored(self) -> None:
-        logger.warning("layers %s run on other machines again", self._layers)
+        logger.warning("pipeline %s: layers %s run on other machines again", self.pipeline_id, self._layers)
         self._note("shard_status", status="restored", layers=self._layers)
 
     def _note(self, kind: str, **detail: str) -> None:

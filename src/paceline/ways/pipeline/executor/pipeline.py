@@ -124,6 +124,10 @@ class PipelineExecutor:
             pass
 
     @property
+    def pipeline_id(self) -> str:
+        return self._events.pipeline_id
+
+    @property
     def failovers(self) -> int:
         return self._events.failovers
 

@@ -376,7 +376,7 @@ def build_engine_over(
         stages = ", ".join(map(str, executor.stages))
         here = f"layers {own.words} here" if own else "no layers here"
         context = context_of(config, executor)
-        summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
+        summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}, pipeline {executor.pipeline_id}"
         # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
         drafts = drafts if head.holds_identity else None
         drafting = setup.drafting(head, drafts)
