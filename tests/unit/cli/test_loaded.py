@@ -55,6 +55,11 @@ def test_what_is_loaded_is_shown_and_changed_by_the_owner_alone(home: Home, star
     elsewhere = str(write_gguf(home.root / "three.gguf", TINY, "Q8_0", 3))
     assert "three is loaded" in paceline("load", elsewhere)
     assert "three is loaded" in paceline("load", "three"), "by the name that ps shows, too"
+    damaged = home.root / "four.gguf"
+    damaged.write_bytes(Path(elsewhere).read_bytes()[:-4096])
+    assert "Traceback" not in (refused := paceline("load", str(damaged), code=2))
+    assert "four.gguf" in refused
+    assert "can't be asked" not in refused
     assert "paceline unload three" in paceline("rm", elsewhere, code=2)
     assert "two is removed" in paceline("rm", "two")
     assert not (home.models / "two").exists()
