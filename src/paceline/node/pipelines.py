@@ -84,7 +84,8 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     Raises:
         UserError: it can't be had, and why.
     """
-    node, follow = await _built_as_planned(whole, settings, asked, clock, told, partial(_build_here, whole, settings, told))
+    access, alone = _access(whole, asked), partial(_build_here, whole, settings, told)
+    node, follow = await _built_as_planned(whole, settings, asked, access, clock, told, alone)
     try:
         await whole.attach(node)
     except PacelineError:
@@ -100,6 +101,7 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
     Args:
         named: models that pins and layers were meant for.
     """
+    access = _access(whole, asked)
 
     async def bring(
         place: ModelLocation, settings: NodeSettings, progress: LoadProgress, alone: Callable[[], Awaitable[BuiltNode]]
@@ -113,7 +115,7 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
                 progress(opening.bytes_done, opening.bytes_total)
 
         told = LoadTold(progress, progress, others, logger.info)
-        node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), clock, told, alone)
+        node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), access, clock, told, alone)
         is_built = True
         follow()
         return node
@@ -121,10 +123,15 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
     whole.models.by_plan = bring
 
 
+def _access(whole: FleetServing, asked: Constraints) -> NodeFleetAccess:
+    return NodeFleetAccess(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
+
+
 async def _built_as_planned(
     whole: FleetServing,
     settings: NodeSettings,
     asked: Constraints,
+    access: NodeFleetAccess,
     clock: Clock,
     told: LoadTold,
     alone: Callable[[], Awaitable[BuiltNode]],
@@ -137,7 +144,6 @@ async def _built_as_planned(
     Raises:
         UserError: it can't be had, and why.
     """
-    access = NodeFleetAccess(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
     asked = _with_free_slots(whole, asked)
     await whole.offer(location, None)
@@ -255,15 +261,20 @@ async def _build_spread(
     order = replace(asked.order, planned=chosen, settings=pipelines)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
+
+        def end() -> None:
+            give_back()
+            whole.pipelines.unlisten(told.opening)
+
         try:
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
             build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             bounded = replace(settings, bound=whole.models.bound)
             built = await asyncio.to_thread(build, bounded, order, access, ends, loop, clock)
-            return _hosted(built, whole.pipelines, drafts, clock, give_back)
+            return _hosted(built, whole.pipelines, drafts, clock, end)
         except BaseException:
-            give_back()
+            end()
             raise
     except UserError:
         raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
@@ -100,10 +101,15 @@ class PipelineMeter(PipelineWatch):
         """Have routes on their way told to a further listener, in the engine's thread."""
         self._listeners.append(listener)
 
+    def unlisten(self, listener: Callable[[Opening], None]) -> None:
+        """Nothing where it was not told, or is not any more. From any thread."""
+        with suppress(ValueError):
+            self._listeners.remove(listener)
+
     # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread
 
     def opening(self, opening: Opening) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener(opening)
 
     def constructed(self, seconds: float, *, failover: bool) -> None:
