@@ -18,7 +18,7 @@ import torch
 from gguf.quants import dequantize
 from tests.fakes.seeded_models import shape, write_gguf
 
-from paceline.backends.cpu import step
+from paceline.backends.cpu import places
 from paceline.backends.cpu.forms import LAYOUT, Form
 from paceline.backends.cpu.rows import embed_rows
 from paceline.backends.cpu.weights import MATRICES
@@ -47,7 +47,7 @@ def bytes_a_token(model: Path) -> Iterator[Row]:
                     if form >= 0:
                         name = (
                             (HEAD if not spec.tied_head else "model.embed_tokens.weight")
-                            if place == step.HEAD
+                            if place == places.HEAD
                             else f"model.layers.{layer + row}.{MATRICES[place]}.weight"
                         )
                         n, k = shapes[name]
@@ -111,7 +111,10 @@ def as_loaded(path: Path) -> npt.NDArray[np.float32]:
         spec = setup.opened.spec
         out = np.empty((spec.hidden, spec.ffn), np.uint16)
         embed_rows(
-            Form(int(packed.forms[LAYER, step.DOWN])), int(packed.addresses[LAYER, step.DOWN]), np.arange(spec.hidden, dtype=np.int32), out
+            Form(int(packed.forms[LAYER, places.DOWN])),
+            int(packed.addresses[LAYER, places.DOWN]),
+            np.arange(spec.hidden, dtype=np.int32),
+            out,
         )
         return (out.astype(np.uint32) << 16).view(np.float32)
     finally:

@@ -14,7 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends.options import LoadOptions
@@ -36,6 +48,10 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+}  # fmt: skip
+
 FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama3 rope": lambda: LlamaConfig(**_SIZES, rope_parameters=dict(_LLAMA3_ROPE)),
@@ -53,6 +69,32 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
         },
     ),
+    "olmo2": lambda: Olmo2Config(**_SIZES, pad_token_id=1),
+    "yarn": lambda: Qwen3Config(**_SIZES, head_dim=64, rope_parameters=dict(_YARN)),
+    "phi3": lambda: Phi3Config(**_SIZES, pad_token_id=1),
+    "phi3 long": lambda: Phi3Config(
+        **_SIZES | {"hidden_size": 256},
+        pad_token_id=1,
+        original_max_position_embeddings=640,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "long_factor": [4.0] * 16,
+            "short_factor": [1.0 + 0.1 * i for i in range(16)],
+            "original_max_position_embeddings": 640,
+        },
+    ),
+    "granite": lambda: GraniteConfig(
+        **_SIZES,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.12,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    ),
+    "glm4": lambda: Glm4Config(**_SIZES, head_dim=64, pad_token_id=1),
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(

@@ -178,7 +178,15 @@ def cpu_working_bytes(
     context = min(spec.max_context, n_blocks * BLOCK)
     # As if all layers had matrices that take their inputs in each of the ways.
     held = sum(GROUP_BYTES[kind] for kind in inputs) / GROUP
-    row = 10 * spec.hidden + 2 * attended + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
+    whole_norm = 4 * (attended + spec.n_kv_heads * spec.head_dim) if spec.qk_norm_whole else 0
+    row = (
+        10 * spec.hidden
+        + 2 * attended
+        + whole_norm
+        + held * (spec.hidden + attended + spec.ffn)
+        + 4 * math.ceil(context / BLOCK)
+        + 4 * (4 + N_PIECE)
+    )
     split = cutter.split_records
     pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)
     rope = 4 * context * spec.head_dim * len({spec.rope_of(layer) for layer in range(spec.n_layers)})

@@ -61,6 +61,8 @@ def torch_refuses(spec: ModelSpec) -> str | None:
     """Why torch can't run a model; None where it can."""
     if spec.norms is not Norms.BEFORE:
         return "norms behind attention and feed-forward have no code"
+    if spec.qk_norm_whole:
+        return "a norm over all heads together has no code"
     if spec.activation is not Activation.SILU:
         return f"the activation {spec.activation} has no code"
     if spec.scales != PLAIN:
@@ -103,7 +105,8 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
         raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
     if missing is not None:
         raise UnsupportedModel(
-            f"Nothing here runs this model: {reason}; and on torch {missing}", "Serve it on an x86 processor since AVX2."
+            f"Nothing here runs this model: {reason}; and on torch {missing}",
+            "Serve it on a processor with compiled kernels: x86 since AVX2, ARM with the dot product.",
         )
     if find_spec("torch") is None:
         raise UnsupportedModel(

@@ -161,7 +161,12 @@ def run_supported(*, as_json: bool) -> None:
         print_json(rows)
         return
     table = table_of(
-        "family", "GGUF", "models", "x86 kernels", "torch, GPUs too", left=("family", "GGUF", "models", "x86 kernels", "torch, GPUs too")
+        "family",
+        "GGUF",
+        "models",
+        "compiled kernels",
+        "torch, GPUs too",
+        left=("family", "GGUF", "models", "compiled kernels", "torch, GPUs too"),
     )
     for row in rows:
         table.add_row(row["family"], row["gguf"], row["models"], *("yes" if row[by] == "yes" else "no" for by in ("compiled", "torch")))

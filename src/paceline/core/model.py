@@ -93,6 +93,21 @@ class LayerSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnSpec:
+    """YaRN's scaling of rope: frequencies of many rotations within the original context stay, those of few are slowed down."""
+
+    factor: float
+    original: int
+    """Tokens of context that the model was first trained with."""
+    fast: float = 32.0
+    """Rotations from which on a frequency stays."""
+    slow: float = 1.0
+    """Rotations up to which it is divided by the factor."""
+    whole: bool = True
+    """Between the two, the ramp begins and ends at whole frequencies."""
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding, half-split ("NeoX") pairing.
 
@@ -104,6 +119,11 @@ class RopeSpec:
     linear_factor: float = 1.0
     dims: int | None = None
     """Of a head that turn, the first ones; None: all."""
+    yarn: YarnSpec | None = None
+    divisors: tuple[float, ...] = ()
+    """Of each frequency, where a model has such."""
+    gain: float = 1.0
+    """Of what turns: sines and cosines are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +199,8 @@ class ModelSpec:
     tied_head: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    """Such a norm is over all heads together."""
     moe: MoeSpec | None = None
     window: WindowSpec | None = None
     norms: Norms = Norms.BEFORE

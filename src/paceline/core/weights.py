@@ -144,8 +144,8 @@ def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
             yield f"self_attn.{name}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (spec.hidden, heads)
     if spec.qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
+        yield "self_attn.q_norm.weight", (heads if spec.qk_norm_whole else spec.head_dim,)
+        yield "self_attn.k_norm.weight", (kv if spec.qk_norm_whole else spec.head_dim,)
     blocks = [("mlp", spec.ffn)]
     if spec.moe is not None:
         yield "mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
@@ -221,15 +221,29 @@ class EncoderSource(Protocol):
         ...
 
 
+def yarn_gain(factor: float, weight: float = 1.0) -> float:
+    """What YaRN multiplies sines and cosines by, unless a model says it."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
     """Dimensions of a head that turn, the first ones."""
     return rope.dims or head_dim
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
-    """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`)."""
+    """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`), YaRN as in its paper and in transformers."""
     dims = rotary_dims(rope, head_dim)
     plain = rope.theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims) / rope.linear_factor
+    if rope.divisors:
+        return plain / np.array(rope.divisors, np.float64)
+    if (yarn := rope.yarn) is not None:
+        low, high = (
+            dims * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta)) for turns in (yarn.fast, yarn.slow)
+        )
+        low, high = max(0, math.floor(low) if yarn.whole else low), min(dims - 1, math.ceil(high) if yarn.whole else high)
+        slowed = np.clip((np.arange(dims // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        return plain / yarn.factor * slowed + plain * (1 - slowed)
     if rope.llama3 is None:
         return plain
     factor, low, high, original = rope.llama3
@@ -241,4 +255,4 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64
 def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """(cos, sin) of every position and frequency, float32 [C, I], computed in float64."""
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(rope, head_dim)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return (np.cos(angles) * rope.gain).astype(np.float32), (np.sin(angles) * rope.gain).astype(np.float32)

@@ -43,10 +43,15 @@ class Family:
     windows: Windows = Windows.ALL
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     root_embedding: bool = False
     """A token's embedding is multiplied by the root of the hidden size."""
     permuted: bool = False
     """llama.cpp's converter makes neighbours of the pairs of rope."""
+    neighbours: bool = False
+    """They are neighbours in every file."""
+    fused: bool = False
+    """llama.cpp's ffn_up has gate and up."""
     norms_less_one: bool = False
     """Safetensors hold norms' weights less one."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -66,6 +71,11 @@ _GEMMA3: Final = {
 }  # fmt: skip
 """Of transformers' Gemma3TextConfig: files leave out what it has."""
 
+_GLM4: Final = {
+    "post_self_attn_layernorm": "post_attention_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}  # fmt: skip
+
 FAMILIES: Final = (
     Family("llama", "llama", "Llama 1 to 3.3, SmolLM2, TinyLlama", permuted=True),
     Family("mistral", "llama", "Mistral 7B, Mistral Nemo and Small", permuted=True, defaults={"sliding_window": 4096}),
@@ -75,6 +85,11 @@ FAMILIES: Final = (
     Family("qwen3_moe", "qwen3moe", "Qwen3-MoE: 30B-A3B, 235B-A22B", windows=Windows.LATER, qk_norm=True),
     Family("gemma3_text", "gemma3", "Gemma 3: 270M to 27B, texts alone", Norms.AROUND, Activation.GELU_TANH, Windows.PATTERN, qk_norm=True,
            root_embedding=True, norms_less_one=True, defaults=_GEMMA3, local_theta=1e4),
+    Family("olmo2", "olmo2", "OLMo 2", Norms.AFTER, qk_norm=True, qk_norm_whole=True, defaults={"rms_norm_eps": 1e-5}),
+    Family("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", fused=True, defaults={"rms_norm_eps": 1e-5}),
+    Family("granite", "granite", "Granite 3, dense", permuted=True, example={"embedding_multiplier": 12.0}),
+    Family("glm4", "glm4", "GLM-4-0414: 9B, 32B", Norms.AROUND, qkv_bias=True, neighbours=True, fused=True,
+           defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}, tensors=_GLM4),
 )  # fmt: skip
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}

@@ -1,6 +1,6 @@
 """A GGUF model as a source of tensors under Hugging Face's names.
 
-Blocks come as they lie; F32, F16 and BF16 as dense tensors. llama.cpp permutes the q and k rows of its `llama` architecture for
+Blocks come as they lie; F32, F16 and BF16 as dense tensors. llama.cpp permutes the q and k rows of some architectures for
 interleaved rope: the rows are put back, which moves whole quantised rows and changes no value.
 
 Shapes: N outputs (rows), B bytes of a row.
@@ -10,6 +10,7 @@ Its header gives the `ModelSpec`: sizes, and the rope scaling that llama.cpp bak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,25 +18,25 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec
-from paceline.core.weights import NORM_NAMES, inverse_frequencies
+from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.weights import NORM_NAMES, inverse_frequencies, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_ARCH, BY_NAME, Family, Windows, apart
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import ArrayRef, GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
-from paceline.store.tensor_files import MAX_LAYERS, Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
+from paceline.store.tensor_files import MAX_LAYERS, StoredAt, TensorFiles, check_sizes, check_tensors
 from paceline.store.tokenizer_files import build_encoder
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
-def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> ModelSpec:
+def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float]]) -> ModelSpec:
     """Sizes of the model in a GGUF file.
 
     Args:
         header: of the file (the first, of a split model).
-        rope_factors: the values of `rope_freqs.weight`, if the file has it.
+        rope_factors: the values of the tensors that say something of rope, as far as they are here.
 
     Raises:
         ModelFileError: metadata is missing or absurd.
@@ -62,13 +63,13 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
         raise damaged(path, f"it has {n_heads} heads")
     n_kv_heads = header.integer(f"{arch}.attention.head_count_kv")
     head_dim = header.integer(f"{arch}.attention.key_length") or hidden // n_heads
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if header.integer(f"{arch}.{key}") not in {None, head_dim}:
-            raise unsupported(path, f"its {key} differs from its head size {head_dim}")
+    if header.integer(f"{arch}.attention.value_length") not in {None, head_dim}:
+        raise unsupported(path, f"its attention.value_length differs from its head size {head_dim}")
     eps = header.number(f"{arch}.attention.layer_norm_rms_epsilon")
     if eps is None:
         raise damaged(path, f"metadata {arch}.attention.layer_norm_rms_epsilon is missing")
-    n_layers, context = needed("block_count"), needed("context_length")
+    n_layers = needed("block_count")
+    rope, context = _rope(header, arch, head_dim, rope_factors, needed("context_length"))
     spec = ModelSpec(
         model_type=family.name,
         n_layers=n_layers,
@@ -80,15 +81,16 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
         vocab=embedding.shape[0],
         max_context=context,
         rms_eps=eps,
-        rope=_rope(header, arch, head_dim, rope_factors),
+        rope=rope,
         tied_head="output.weight" not in header.tensors,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=family.qkv_bias and (not family.defaults.get("attention_bias") or "blk.0.attn_q.bias" in header.tensors),
         qk_norm=family.qk_norm,
+        qk_norm_whole=family.qk_norm_whole,
         moe=_moe(header, arch),
         window=_window(header, family, n_layers, context),
         norms=family.norms,
         activation=family.activation,
-        scales=_scales(family, n_layers, hidden, n_heads),
+        scales=_scales(header, family, n_layers, hidden, n_heads),
     )
     check_sizes(path, spec)
     return spec
@@ -117,10 +119,16 @@ _GEMMA3_27B = 62
 """Its layers: llama.cpp knows it by them, and by nothing that a file says."""
 
 
-def _scales(family: Family, n_layers: int, hidden: int, n_heads: int) -> Multipliers:
+def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_heads: int) -> Multipliers:
     by_hidden = family.name == "gemma3_text" and n_layers == _GEMMA3_27B
-    attention = (hidden / n_heads) ** -0.5 if by_hidden and hidden > 0 else None
-    return Multipliers(max(0, hidden) ** 0.5 if family.root_embedding else 1.0, attention)
+    keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    named = [header.number(f"{family.arch}.{key}") for key in keys]
+    if not all(value is None or 0 <= value < math.inf for value in named):
+        raise damaged(header.path, f"its {', '.join(keys)} are {named}")
+    embedding, attention, residual, logits = named
+    attention = (hidden / n_heads) ** -0.5 if by_hidden and hidden > 0 else attention or None
+    embedding = max(0, hidden) ** 0.5 if family.root_embedding else embedding
+    return Multipliers(embedding or 1.0, attention, residual or 1.0, 1 / (logits or 1.0))
 
 
 def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:
@@ -138,18 +146,31 @@ def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:
     return MoeSpec(n_experts, top_k, ffn, norm_topk=True)
 
 
-def _rope(header: GgufHeader, arch: str, head_dim: int, factors: Sequence[float] | None) -> RopeSpec:
+def _rope(header: GgufHeader, arch: str, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int) -> tuple[RopeSpec, int]:
+    """Rope, and as much of the context as it serves."""
+    dims, factors = header.integer(f"{arch}.rope.dimension_count"), tensors.get(_ROPE_FREQS)
+    dims = None if dims == head_dim else dims
     theta = header.number(f"{arch}.rope.freq_base")
     theta = 10000.0 if theta is None else theta
     scaling = header.text(f"{arch}.rope.scaling.type") or "none"
     factor = header.number(f"{arch}.rope.scaling.factor") or header.number(f"{arch}.rope.scale_linear") or 1.0
     if scaling == "none" and header.number(f"{arch}.rope.scale_linear"):
         scaling = "linear"
+    original = header.integer(f"{arch}.rope.scaling.original_context_length") or context
+    gain = header.number(f"{arch}.rope.scaling.attn_factor") or 1.0
+    if _ROPE_SHORT in header.tensors:
+        # Beyond the first context, other divisors would hold for all positions: what was computed before would be wrong.
+        return RopeSpec(theta, dims=dims, divisors=tuple(tensors.get(_ROPE_SHORT, ())), gain=gain), min(context, original)
+    if scaling == "yarn":
+        fast, slow = (header.number(f"{arch}.rope.scaling.yarn_beta_{end}") for end in ("fast", "slow"))
+        return RopeSpec(
+            theta, dims=dims, yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0), gain=gain * yarn_gain(factor)
+        ), context
     if scaling not in {"none", "linear"}:
         raise unsupported(header.path, f"rope scaling {scaling!r}")
     linear = factor if scaling == "linear" else 1.0
     if factors is None:
-        return RopeSpec(theta, linear_factor=linear)
+        return RopeSpec(theta, linear_factor=linear, dims=dims), context
     if not theta > 0 or head_dim <= 0:
         raise damaged(header.path, f"its rope base is {theta}, its head size {head_dim}")
     if len(factors) != head_dim // 2:
@@ -159,18 +180,19 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, factors: Sequence[float]
         expected = inverse_frequencies(RopeSpec(theta), head_dim) / inverse_frequencies(rope, head_dim)
     if not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
-    return rope
+    return rope, context
 
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER: Final = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _ROPE_FREQS: Final = "rope_freqs.weight"
+_ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 
 
 class GgufWeights(TensorFiles):
@@ -187,27 +209,14 @@ class GgufWeights(TensorFiles):
         """
         self.header: Final = headers[0]
         stored = {name: at for header in headers for name, at in header.tensors.items()}
-        spec = spec_from_gguf(replace(self.header, tensors=stored), _rope_factors(stored.get(_ROPE_FREQS)))
-        super().__init__(spec, dict(_renamed(stored.values(), spec)), [header.path for header in headers], digests)
-        self._rope_freqs = {_ROPE_FREQS: stored[_ROPE_FREQS]} if _ROPE_FREQS in stored else {}
-        self._permuted_heads = (
-            {"q_proj.weight": spec.n_heads, "k_proj.weight": spec.n_kv_heads} if BY_NAME[spec.model_type].permuted else {}
-        )
+        self._of_rope: Final = {name: stored[name] for name in (_ROPE_FREQS, _ROPE_SHORT) if name in stored}
+        spec = spec_from_gguf(replace(self.header, tensors=stored), {name: _rope_factors(at) for name, at in self._of_rope.items()})
+        family, tensors = BY_NAME[spec.model_type], dict(_renamed(stored.values(), spec))
+        super().__init__(spec, tensors, [header.path for header in headers], digests, neighbours=family.permuted or family.neighbours)
 
     @property
     def places(self) -> Mapping[str, StoredAt]:
-        return {**super().places, **self._rope_freqs}
-
-    def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:
-        heads = self._permuted_heads.get(name.rpartition(".self_attn.")[2])
-        if heads is None or start == stop:
-            return super()._raw_rows(name, at, start, stop)
-        # Rows are permuted within a head: whole heads are read.
-        a_head = at.shape[0] // heads
-        first, last = start // a_head, -(-stop // a_head)
-        raw = _unpermuted(at.rows(first * a_head, last * a_head).read(), last - first, a_head)
-        row_bytes = at.nbytes // at.shape[0]
-        return raw[(start - first * a_head) * row_bytes : (stop - first * a_head) * row_bytes]
+        return {**super().places, **self._of_rope}
 
 
 def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
@@ -249,10 +258,10 @@ def check_beginning(path: Path, size: int) -> bool:
         return False
     if (header.integer("split.count") or 1) == 1:
         # Whether its rope factors are known ones is seen once they are here.
-        spec = spec_from_gguf(header, None)
+        spec = spec_from_gguf(header, {})
         check_tensors(path, spec, {name: at.shape for name, at in _renamed(header.tensors.values(), spec)})
     elif "token_embd.weight" in header.tensors:
-        spec_from_gguf(header, None)
+        spec_from_gguf(header, {})
     build_encoder(header)
     return True
 
@@ -265,6 +274,8 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
     n_experts = 0 if spec.moe is None else spec.moe.n_experts
     layers = set(map(str, range(spec.n_layers)))
     names = {**_IN_LAYER, "ffn_norm": NORM_NAMES[spec.norms][2]}
+    if BY_NAME[spec.model_type].fused:
+        names["ffn_up"] = "mlp.gate_up_proj"
     for at in stored:
         stem, _, kind = at.name.rpartition(".")
         layer, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", "")
@@ -277,19 +288,11 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
                 yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_
         elif part in names:
             yield from apart(f"model.layers.{layer}.{names[part]}.{kind}", at, spec)
-        elif at.name != _ROPE_FREQS:
+        elif at.name not in {_ROPE_FREQS, _ROPE_SHORT, _ROPE_LONG}:
             yield at.name, at
 
 
-def _rope_factors(at: StoredAt | None) -> list[float] | None:
-    if at is None:
-        return None
+def _rope_factors(at: StoredAt) -> list[float]:
     if at.type.name != "F32" or at.nbytes > 1 << 16:
-        raise damaged(at.path, f"tensor {_ROPE_FREQS} is of type {at.type.name} and {at.nbytes} bytes")
+        raise damaged(at.path, f"tensor {at.name} is of type {at.type.name} and {at.nbytes} bytes")
     return at.read().view(np.float32).tolist()
-
-
-def _unpermuted(raw: Bytes, heads: int, a_head: int) -> Bytes:
-    """Rows of whole heads from llama.cpp's interleaved order (pair, half) back to Hugging Face's (half, pair)."""
-    rows_NB = raw.reshape(heads, a_head // 2, 2, -1)
-    return np.ascontiguousarray(rows_NB.swapaxes(1, 2)).reshape(-1)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec
-from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor
+from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
@@ -44,6 +44,13 @@ class JsonObject(Fields):
         if values is not None and not all(isinstance(value, str) for value in values):
             raise damaged(self.path, f"{key} is not a list of strings")
         return values
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers; empty for an absent field."""
+        found = self.typed(key, list, "a list") or []
+        if not all(isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < math.inf for item in found):
+            raise damaged(self.path, f"{key} is not a list of numbers")
+        return [float(item) for item in found]
 
     def integers(self, key: str) -> list[int]:
         """One integer or a list of them; empty for an absent field."""
@@ -114,7 +121,7 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", like=family)
     config = JsonObject(config.path, {**kind.defaults, **config.fields})
     for field in _UNUSED_BY_DEFAULT:
-        if config.fields.get(field):
+        if config.fields.get(field) and not (kind.qkv_bias and field == "attention_bias"):
             raise unsupported(config.path, f"{field} is set")
     activation = config.text("hidden_activation") or config.text("hidden_act") or "silu"
     if _ACTIVATIONS.get(activation) is not kind.activation:
@@ -125,21 +132,24 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
     n_layers, context = config.needed("num_hidden_layers"), config.needed("max_position_embeddings")
     n_kv_heads, eps = config.integer("num_key_value_heads"), config.number("rms_norm_eps")
     tied = config.flag("tie_word_embeddings")
+    head_dim = config.integer("head_dim") or hidden // n_heads
+    rope, context = _rope(config, head_dim, context)
     spec = ModelSpec(
         model_type=family,
         n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
-        head_dim=config.integer("head_dim") or hidden // n_heads,
+        head_dim=head_dim,
         ffn=config.needed("intermediate_size"),
         vocab=config.needed("vocab_size"),
         max_context=context,
         rms_eps=1e-6 if eps is None else eps,
-        rope=_rope(config),
+        rope=rope,
         tied_head=bool(tied),
-        qkv_bias=kind.qkv_bias,
+        qkv_bias=kind.qkv_bias and config.flag("attention_bias") is not False,
         qk_norm=kind.qk_norm,
+        qk_norm_whole=kind.qk_norm_whole,
         moe=_moe(config) if family == "qwen3_moe" else None,
         window=_window(config, kind, n_layers, context),
         norms=kind.norms,
@@ -157,9 +167,13 @@ _ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_
 
 def _scales(config: JsonObject, kind: Family, hidden: int) -> Multipliers:
     scalar = config.number("query_pre_attn_scalar")
-    if scalar is not None and not 0 < scalar < math.inf:
-        raise damaged(config.path, f"query_pre_attn_scalar is {scalar}")
-    return Multipliers(max(0, hidden) ** 0.5 if kind.root_embedding else 1.0, None if scalar is None else scalar**-0.5)
+    named = {key: config.number(key) for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")}
+    for key, value in {"query_pre_attn_scalar": scalar, **named}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise damaged(config.path, f"{key} is {value}")
+    embedding, attention, residual, logits = named.values()
+    embedding = max(0, hidden) ** 0.5 if kind.root_embedding else embedding
+    return Multipliers(embedding or 1.0, attention if scalar is None else scalar**-0.5, residual or 1.0, 1 / (logits or 1.0))
 
 
 def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> WindowSpec | None:
@@ -204,33 +218,58 @@ def _moe(config: JsonObject) -> MoeSpec:
     )
 
 
-def _rope(config: JsonObject) -> RopeSpec:
-    """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, int]:
+    """Rope, and as much of the context as it serves. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     both = config.child("rope_parameters")
     scaling = (both and both.child("full_attention")) or both or config.child("rope_scaling") or JsonObject(config.path, {})
     theta = scaling.number("rope_theta")
     theta = config.number("rope_theta") if theta is None else theta
     theta = 10000.0 if theta is None else theta
-    partial = scaling.number("partial_rotary_factor") or config.number("partial_rotary_factor")
-    if partial not in {None, 1.0}:
-        raise unsupported(config.path, f"rope covers only {partial} of each head")
+    partial = scaling.number("partial_rotary_factor") or config.number("partial_rotary_factor") or 1.0
+    if not 0 < partial <= 1:
+        raise damaged(config.path, f"rope covers {partial} of each head")
+    plain = RopeSpec(theta, dims=None if partial == 1 else int(head_dim * partial))
+    if scaling.fields.get("llama_4_scaling_beta"):
+        raise unsupported(config.path, "llama_4_scaling_beta is set")
     kind = scaling.text("rope_type") or scaling.text("type") or "default"
+    original = scaling.integer("original_max_position_embeddings") or config.integer("original_max_position_embeddings")
     match kind:
         case "default":
-            return RopeSpec(theta)
+            return plain, context
         case "linear":
-            return RopeSpec(theta, linear_factor=_needed_number(scaling, "factor"))
+            return replace(plain, linear_factor=_needed_number(scaling, "factor")), context
         case "llama3":
-            context = scaling.integer("original_max_position_embeddings")
-            if context is None:
-                raise damaged(config.path, "original_max_position_embeddings of its rope scaling is missing")
+            original = _original(config, original)
             factors = (_needed_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
             factor, low, high = factors
-            if not (0 < factor < math.inf and 0 < low < high < math.inf and context > 0):
+            if not (0 < factor < math.inf and 0 < low < high < math.inf and original > 0):
                 raise damaged(config.path, "the factors of its rope scaling contradict one another")
-            return RopeSpec(theta, llama3=(factor, low, high, context))
+            return replace(plain, llama3=(factor, low, high, original)), context
+        case "yarn":
+            factor = _needed_number(scaling, "factor")
+            yarn = YarnSpec(factor, _original(config, original or context), scaling.number("beta_fast") or 32.0, scaling.number("beta_slow") or 1.0,
+                            scaling.flag("truncate") is not False)  # fmt: skip
+            gain = scaling.number("attention_factor")
+            if gain is None:
+                own, all_dims = scaling.number("mscale"), scaling.number("mscale_all_dim")
+                gain = yarn_gain(factor, own) / yarn_gain(factor, all_dims) if own and all_dims else yarn_gain(factor)
+            return replace(plain, yarn=yarn, gain=gain), context
+        case "longrope" | "su":
+            first = _original(config, original)
+            ratio = scaling.number("factor") or context / max(1, first)
+            gain = scaling.number("attention_factor")
+            if gain is None:
+                gain = math.sqrt(1 + math.log(ratio) / math.log(max(2, first))) if ratio > 1 else 1.0
+            # Beyond the first context, other divisors would hold for all positions: what was computed before would be wrong.
+            return replace(plain, divisors=tuple(scaling.numbers("short_factor")), gain=gain), min(context, first)
         case _:
             raise unsupported(config.path, f"rope scaling {kind!r}")
+
+
+def _original(config: JsonObject, original: int | None) -> int:
+    if original is None:
+        raise damaged(config.path, "original_max_position_embeddings of its rope scaling is missing")
+    return original
 
 
 def _needed_number(scaling: JsonObject, key: str) -> float:
@@ -264,7 +303,7 @@ class SafetensorsWeights(TensorFiles):
         spec = spec_from_config(load_object(folder / CONFIG))
         files = weight_files(folder)
         tensors = dict(_renamed((at for path in files for at in read_head(path) if not at.name.endswith(_COMPUTED)), spec))
-        super().__init__(spec, tensors, files, digests, beside=[folder / CONFIG])
+        super().__init__(spec, tensors, files, digests, beside=[folder / CONFIG], neighbours=BY_NAME[spec.model_type].neighbours)
         self._less_one: Final = BY_NAME[spec.model_type].norms_less_one
 
     def read(self, name: str, rows: slice | None = None) -> StoredTensor:

@@ -16,8 +16,8 @@ from typing import ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec
-from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, tensor_shapes
+from paceline.core.model import ModelSpec, YarnSpec
+from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, rotary_dims, tensor_shapes
 from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.faults import damaged, unreadable, unsupported
 
@@ -72,6 +72,15 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
     if spec.n_layers > MAX_LAYERS or spec.n_layers * n_experts > MAX_EXPERTS:
         experts = "" if spec.moe is None else f" of {n_experts} experts"
         raise damaged(path, f"its configuration says {spec.n_layers} layers{experts}")
+    rope, turning = spec.rope, rotary_dims(spec.rope, spec.head_dim)
+    if (
+        not 0 < turning <= spec.head_dim
+        or turning % 2
+        or (rope.divisors and (len(rope.divisors) != turning // 2 or min(rope.divisors) <= 0))
+    ):
+        raise damaged(path, f"its rope turns {turning} of {spec.head_dim} dimensions by {len(rope.divisors)} divisors")
+    if not 0 < rope.gain < math.inf or (rope.yarn and not _is_sound(rope.yarn, rope.theta)):
+        raise damaged(path, "the factors of its rope scaling contradict one another")
     if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:
         raise damaged(path, f"{spec.n_heads} heads, {spec.n_kv_heads} KV heads and head size {spec.head_dim} don't go together")
     if spec.moe is not None and spec.moe.top_k > spec.moe.n_experts:
@@ -79,6 +88,10 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
     if not (0 < spec.rope.theta < math.inf and 0 <= spec.rms_eps < math.inf and 0 < spec.rope.linear_factor < math.inf):
         scaling = f", its rope's factor {spec.rope.linear_factor}" if spec.rope.linear_factor != 1 else ""
         raise damaged(path, f"its rope base is {spec.rope.theta} and its norm's epsilon {spec.rms_eps}{scaling}")
+
+
+def _is_sound(yarn: YarnSpec, theta: float) -> bool:
+    return 0 < yarn.factor < math.inf and yarn.original > 0 and 0 < yarn.slow < yarn.fast < math.inf and theta > 1
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -166,7 +179,14 @@ class TensorFiles:
     format: ClassVar[str]
 
     def __init__(
-        self, spec: ModelSpec, tensors: Mapping[str, StoredAt], files: Sequence[Path], digests: DigestCache, beside: Sequence[Path] = ()
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, StoredAt],
+        files: Sequence[Path],
+        digests: DigestCache,
+        beside: Sequence[Path] = (),
+        *,
+        neighbours: bool = False,
     ) -> None:
         """Check the tensors against the spec.
 
@@ -174,6 +194,7 @@ class TensorFiles:
             tensors: by Hugging Face's names.
             digests: of files, remembered.
             beside: files without tensors that the digest covers too.
+            neighbours: the files have the pairs of rope as neighbouring rows of queries and keys.
 
         Raises:
             ModelFileError: tensors are missing or of the wrong shape.
@@ -186,6 +207,7 @@ class TensorFiles:
         self._beside: Final = beside
         self._digest: str | None = None
         self.files: Final = tuple(files)
+        self._permuted: Final = {"q_proj": spec.n_heads, "k_proj": spec.n_kv_heads} if neighbours else {}
 
     @property
     def digest(self) -> str:
@@ -227,9 +249,19 @@ class TensorFiles:
         at = whole.rows(start, stop)
         return stored_tensor(at, self._raw_rows(name, whole, start, stop))
 
-    def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:  # noqa: ARG002  (a format may go by the name)
-        """Bytes of rows [start, stop) of a tensor, in the order of Hugging Face's."""
-        return at.rows(start, stop).read()
+    def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:
+        """Bytes of rows [start, stop) of a tensor, the halves of what turns in a head one after the other."""
+        heads = self._permuted.get(name.rpartition(".self_attn.")[2].partition(".")[0])
+        if heads is None or start == stop:
+            return at.rows(start, stop).read()
+        # Rows are permuted within a head: whole heads are read.
+        a_head = at.shape[0] // heads
+        first, last = start // a_head, -(-stop // a_head)
+        rows_NB = at.rows(first * a_head, last * a_head).read().reshape(last - first, a_head, -1)
+        turning = rotary_dims(self.spec.rope, self.spec.head_dim)
+        pairs = rows_NB[:, :turning].reshape(last - first, turning // 2, 2, -1)
+        rows_NB[:, :turning] = pairs.swapaxes(1, 2).reshape(last - first, turning, -1).copy()
+        return rows_NB.reshape(-1, rows_NB.shape[-1])[start - first * a_head : stop - first * a_head].reshape(-1)
 
     def _at(self, name: str) -> StoredAt:
         at = self._tensors.get(name)

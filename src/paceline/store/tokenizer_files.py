@@ -160,15 +160,21 @@ _TEKKEN_CUT: Final = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT4O_CUT: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2")
 _QWEN2: Final = ("qwen2", "deepseek-r1-qwen", "kormo", "megrez")
 CUTS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "a.x-4.0", "mellum"), (_GPT2_CUT,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "a.x-4.0", "mellum"), (_GPT2_CUT,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2_CUT)),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
-    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3_CUT,)),
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3_CUT,)),
     **dict.fromkeys(_QWEN2, (_QWEN2_CUT,)),
     "tekken": (_TEKKEN_CUT,),
+    "gpt-4o": (_GPT4O_CUT,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 """Regular expressions that cut text one after the other, by llama.cpp's name. Source: `llama-vocab.cpp` and the models' own files."""

@@ -29,8 +29,12 @@ NORMS = {
         "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
 }  # fmt: skip
+NORMS["glm4"] = NORMS["gemma3"]
 """By architecture: llama.cpp's names of a layer's norms, and ours."""
+TURNING = {"llama": HEAD, "granite": HEAD, "glm4": HEAD // 2}
+"""Rows of each head whose halves are neighbours in the file."""
 
 Array = npt.NDArray[Any]
 
@@ -49,6 +53,8 @@ class GgufModel:
             "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.freq_base": 10000.0,
             "attention.layer_norm_rms_epsilon": 1e-5,
         }  # fmt: skip
+        if arch == "glm4":
+            self.metadata["rope.dimension_count"] = TURNING[arch]
         self.general: dict[str, Any] = {}
         self.vocabulary = True
         self._fill(head)
@@ -65,19 +71,41 @@ class GgufModel:
             self.matrix(f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", HEADS * HEAD, HIDDEN, heads=HEADS)
             self.matrix(f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", KV_HEADS * HEAD, HIDDEN, heads=KV_HEADS)
             self.matrix(f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", KV_HEADS * HEAD, HIDDEN)
+            if self.arch == "phi3":
+                self.fuse(f"{ours}.attn_qkv", *(f"{ours}.attn_{part}" for part in "qkv"))
             self.matrix(f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", HIDDEN, HEADS * HEAD)
-            if self.arch == "qwen2":
-                for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
-                    self.vector(f"{ours}.attn_{name}", f"{theirs}.self_attn.{name}_proj", rows, kind="bias")
-            if self.arch.startswith("qwen3") or self.arch == "gemma3":
-                self.vector(f"{ours}.attn_q_norm", f"{theirs}.self_attn.q_norm", HEAD)
-                self.vector(f"{ours}.attn_k_norm", f"{theirs}.self_attn.k_norm", HEAD)
+            if self.arch in {"qwen2", "glm4"}:
+                for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                    self.vector(f"{ours}.attn_{name}", f"{theirs}.self_attn.{name}_proj", heads * HEAD, kind="bias")
+                    if name != "v":
+                        values, kind = self.stored[f"{ours}.attn_{name}.bias"]
+                        self.stored[f"{ours}.attn_{name}.bias"] = (self.permuted(values[:, None], heads).ravel(), kind)
+            if self.arch.startswith("qwen3") or self.arch in {"gemma3", "olmo2"}:
+                whole = self.arch == "olmo2"
+                self.vector(f"{ours}.attn_q_norm", f"{theirs}.self_attn.q_norm", HEADS * HEAD if whole else HEAD)
+                self.vector(f"{ours}.attn_k_norm", f"{theirs}.self_attn.k_norm", KV_HEADS * HEAD if whole else HEAD)
             if self.arch == "qwen3moe":
                 self.experts(i)
             else:
                 self.matrix(f"{ours}.ffn_gate", f"{theirs}.mlp.gate_proj", FFN, HIDDEN)
                 self.matrix(f"{ours}.ffn_up", f"{theirs}.mlp.up_proj", FFN, HIDDEN)
                 self.matrix(f"{ours}.ffn_down", f"{theirs}.mlp.down_proj", HIDDEN, FFN)
+                if self.arch in {"phi3", "glm4"}:
+                    self.fuse(f"{ours}.ffn_up", f"{ours}.ffn_gate", f"{ours}.ffn_up")
+
+    def fuse(self, name: str, *parts: str) -> None:
+        """Put matrices one below the other, as one."""
+        rows = [self.stored.pop(f"{part}.weight")[0] for part in parts]
+        self.stored[f"{name}.weight"] = (np.concatenate(rows), self.quant)
+
+    def permuted(self, rows_NB: Array, heads: int) -> Array:
+        """Rows of heads as this architecture's files have them: of what turns, halves become neighbours."""
+        turning, by_head = TURNING.get(self.arch, 0), rows_NB.reshape(heads, HEAD, -1).copy()
+        if not turning:
+            return rows_NB
+        halves = by_head[:, :turning].reshape(heads, 2, turning // 2, -1)
+        by_head[:, :turning] = halves.swapaxes(1, 2).reshape(heads, turning, -1).copy()
+        return by_head.reshape(rows_NB.shape)
 
     def experts(self, layer: int, n: int = 3) -> None:
         self.metadata |= {"expert_count": n, "expert_used_count": 2, "expert_feed_forward_length": FFN}
@@ -97,9 +125,8 @@ class GgufModel:
     def matrix(self, name: str, hf_name: str, rows: int, columns: int, heads: int | None = None) -> None:
         raw, values = self.encoded(rows, columns)
         self.tensors[f"{hf_name}.weight"] = values
-        if heads is not None and self.arch == "llama":
-            # As llama.cpp's converter permutes: halves become neighbours.
-            raw = raw.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(rows, -1)
+        if heads is not None:
+            raw = self.permuted(raw, heads)
         self.stored[f"{name}.weight"] = (raw, self.quant)
 
     def vector(self, name: str, hf_name: str, n: int, kind: str = "weight") -> None:

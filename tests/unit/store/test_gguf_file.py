@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import struct
 from pathlib import Path
@@ -12,10 +13,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
-from paceline.store.gguf_file import open_gguf
+from paceline.store.gguf_file import check_beginning, open_gguf
 from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
 
@@ -28,7 +29,7 @@ def as_float32(tensor: StoredTensor) -> np.ndarray:
     return tensor.data.astype(np.float32)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "olmo2", "phi3", "granite", "glm4"])
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
 def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, quant: Any) -> None:
     model = gguf_model(arch, quant, head=arch == "qwen3")
@@ -37,8 +38,15 @@ def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: P
     for name, expected in model.tensors.items():
         np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
     assert source.spec.tied_head == (arch != "qwen3")
-    assert source.spec.qkv_bias == (arch == "qwen2")
-    assert source.spec.qk_norm == (arch.startswith("qwen3") or arch == "gemma3")
+    assert source.spec.qkv_bias == (arch in {"qwen2", "glm4"})
+    assert source.spec.qk_norm == (arch.startswith("qwen3") or arch in {"gemma3", "olmo2"})
+    assert source.spec.rope.dims == (8 if arch == "glm4" else None)
+    for name, part in (("self_attn.q_proj", slice(5, 43)), ("self_attn.k_proj", slice(30, None)), ("mlp.up_proj", slice(1, 2))):
+        if arch == "qwen3moe" and name.startswith("mlp"):
+            continue
+        np.testing.assert_array_equal(
+            as_float32(source.read(f"model.layers.1.{name}.weight", part)), model.tensors[f"model.layers.1.{name}.weight"][part]
+        )
     assert source.spec.moe == (MoeSpec(3, 2, 96, norm_topk=True) if arch == "qwen3moe" else None)
 
 
@@ -179,6 +187,33 @@ def test_gemma_is_read_as_llama_cpp_has_it(gguf_model: Any, tmp_path: Path, dige
     assert spec.window == WindowSpec(48, (True, False), RopeSpec(5e3))
 
 
+def test_yarn_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("qwen3")
+    model.metadata |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+    rope = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec.rope
+    assert rope == RopeSpec(10000.0, yarn=YarnSpec(4.0, 32), gain=0.1 * math.log(4) + 1)
+
+
+def test_long_rope_serves_the_context_that_its_first_divisors_are_for(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("phi3")
+    model.metadata |= {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25}
+    for name, factors in (("short", np.linspace(1, 2, 8)), ("long", np.full(8, 8))):
+        model.stored[f"rope_factors_{name}.weight"] = (factors.astype(np.float32), gguf.GGMLQuantizationType.F32)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    assert (source.spec.max_context, source.spec.rope.gain) == (64, 1.25)
+    np.testing.assert_allclose(source.spec.rope.divisors, np.linspace(1, 2, 8), rtol=1e-6)
+    assert check_beginning(tmp_path / "m.gguf", (tmp_path / "m.gguf").stat().st_size)
+    model.stored["rope_factors_short.weight"] = (np.ones(7, np.float32), gguf.GGMLQuantizationType.F32)
+    with pytest.raises(ModelFileError, match="7 divisors"):
+        open_gguf(model.write(tmp_path / "n.gguf"), digests)
+
+
+def test_multipliers_are_read(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("granite")
+    model.metadata |= {"embedding_scale": 12.0, "attention.scale": 0.125, "residual_scale": 0.25, "logit_scale": 8.0}
+    assert open_gguf(model.write(tmp_path / "m.gguf"), digests).spec.scales == Multipliers(12.0, 0.125, 0.25, 0.125)
+
+
 def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     with pytest.raises(UnsupportedModel, match="'gemma2'") as caught:
         open_gguf(gguf_model("gemma2").write(tmp_path / "m.gguf"), digests)
@@ -195,8 +230,10 @@ def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: D
         ("attention.head_count_kv", 3, ModelFileError, "go together"),
         ("context_length", "many", ModelFileError, "context_length is not an integer"),
         ("rope.freq_base", -1.0, ModelFileError, "rope base"),
-        ("rope.scaling.type", "yarn", UnsupportedModel, "yarn"),
-        ("rope.dimension_count", 8, UnsupportedModel, "rope.dimension_count"),
+        ("rope.scaling.type", "dynamic", UnsupportedModel, "dynamic"),
+        ("rope.dimension_count", 7, ModelFileError, "rope turns 7 of 16"),
+        ("rope.dimension_count", 32, ModelFileError, "rope turns 32 of 16"),
+        ("logit_scale", -1.0, ModelFileError, "logit_scale"),
         ("expert_count", 8, UnsupportedModel, "experts"),
     ],
 )

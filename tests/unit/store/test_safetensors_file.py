@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec
+from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
@@ -82,6 +83,28 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeSpec(1e4, linear_factor=2.0)),
         ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeSpec(5e5, llama3=(8.0, 1.0, 4.0, 8192))),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, RopeSpec(5e5, llama3=(8.0, 1.0, 4.0, 8192))),
+        ({"partial_rotary_factor": 0.5}, RopeSpec(1e4, dims=8)),
+        ({"model_type": "glm4"}, RopeSpec(1e4, dims=8)),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 2048,
+                    "attention_factor": 1.5,
+                    "truncate": False,
+                }
+            },
+            RopeSpec(1e4, yarn=YarnSpec(4.0, 2048, whole=False), gain=1.5),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}},
+            RopeSpec(1e4, yarn=YarnSpec(4.0, 8192, fast=16.0), gain=0.1 * math.log(4) + 1),
+        ),
+        (
+            {"model_type": "phi3", "original_max_position_embeddings": 2048, "rope_scaling": {"type": "su", "short_factor": [1.0] * 8}},
+            RopeSpec(1e4, divisors=(1.0,) * 8, gain=math.sqrt(1 + math.log(4) / math.log(2048))),
+        ),
     ],
 )
 def test_rope_is_read_from_old_and_new_configurations(tmp_path: Path, changes: Any, expected: Any) -> None:
@@ -110,6 +133,23 @@ def test_gemma_of_texts_and_images_is_read_for_its_texts(tmp_path: Path, digests
     norm = source.read("model.layers.1.pre_feedforward_layernorm.weight")
     assert isinstance(norm, DenseTensor)
     np.testing.assert_array_equal(norm.data, tensors["language_model.model.layers.1.pre_feedforward_layernorm.weight"] + np.float32(1))
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [("phi3", {"q": ("qkv_proj", 0), "v": ("qkv_proj", 96), "up": ("gate_up_proj", 96)}), ("glm4", {"gate": ("gate_up_proj", 0)})],
+)
+def test_fused_matrices_come_apart(family: Any, theirs: Any, tmp_path: Path, digests: DigestCache) -> None:
+    pytest.importorskip("torch")
+    model = transformers_model(family, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    source = SafetensorsWeights(tmp_path, digests)
+    stored = {name.rpartition("layers.1.")[2]: tensor.numpy() for name, tensor in model.state_dict().items()}
+    for name, (fused, start) in theirs.items():
+        where = "self_attn" if name in "qkv" else "mlp"
+        part = source.read(f"model.layers.1.{where}.{name}_proj.weight")
+        assert isinstance(part, DenseTensor)
+        np.testing.assert_array_equal(part.data, stored[f"{where}.{fused}.weight"][start : start + len(part.data)])
 
 
 ALL, LAST = (True, True), (False, True)
@@ -142,10 +182,16 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
         ({"attention_bias": True}, UnsupportedModel, "attention_bias"),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantization_config"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, UnsupportedModel, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, UnsupportedModel, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, ModelFileError, "contradict"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 64.0}}, ModelFileError, "contradict"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ModelFileError, "original_max"),
+        ({"model_type": "granite", "logits_scaling": -1.0}, ModelFileError, "logits_scaling"),
         ({"rope_scaling": {"rope_type": "llama3"}}, ModelFileError, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "linear"}}, ModelFileError, "factor"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "0.5"),
+        ({"partial_rotary_factor": 1.5}, ModelFileError, "1.5"),
+        ({"partial_rotary_factor": 0.45}, ModelFileError, "rope turns 7 of 16"),
+        ({"model_type": "glm4", "rope_parameters": {"llama_4_scaling_beta": 0.1}}, UnsupportedModel, "llama_4"),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["sliding_attention"]}, ModelFileError, "2 layers and 1 layer_types"),
         ({"hidden_size": "64"}, ModelFileError, "hidden_size is '64'"),
         ({"vocab_size": ...}, ModelFileError, "vocab_size is missing"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import step
+from paceline.backends.cpu import places
 from paceline.backends.cpu.exchange import Exchange, padded
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import KvPages
@@ -80,7 +80,7 @@ class CpuRunner:
         self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
         self._sizes = self._lay_out_sizes(spec, threads)
-        self._batch = np.zeros(step.N_BATCH, np.int64)
+        self._batch = np.zeros(places.N_BATCH, np.int64)
         self._places = _describe_weights(model)
         if model.embedding_form is not None:
             reader(model.embedding_form)  # now, beside the other kernels, and not in the first request
@@ -89,38 +89,39 @@ class CpuRunner:
         self._closed = False
 
     def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
-        sizes = np.zeros(step.N_SIZES, np.int64)
+        sizes = np.zeros(places.N_SIZES, np.int64)
         block = 4 * BLOCK * spec.head_dim
         kv_blocks = -(-self.n_blocks // NEIGHBOURS) * NEIGHBOURS
         for place, value in (
-            (step.HIDDEN, spec.hidden),
-            (step.Q_HEADS, spec.n_heads),
-            (step.KV_HEADS, spec.n_kv_heads),
-            (step.HEAD_DIM, spec.head_dim),
-            (step.FFN, spec.ffn),
-            (step.VOCAB, LANES * len(self._model.share.vocab)),
-            (step.EPS, _bits(spec.rms_eps)),
-            (step.SCALE, _bits((spec.head_dim**-0.5 if spec.scales.attention is None else spec.scales.attention) * math.log2(math.e))),
-            (step.RESIDUAL_SCALE, _bits(spec.scales.residual)),
-            (step.LOGITS_SCALE, 0 if spec.scales.logits == 1 else _bits(spec.scales.logits)),
-            (step.GELU, spec.activation is Activation.GELU_TANH),
-            (step.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
-            (step.N_LAYERS, len(self._model.layers)),
-            (step.OUT_SEGMENTS, len(self._model.share.out)),
-            (step.DOWN_SEGMENTS, len(self._model.share.down)),
-            (step.OUT_INPUTS, len(self._model.attended)),
-            (step.OUT_FROM, self._model.share.attended(self._model.spec).start - self._model.attended.start),
-            (step.DOWN_INPUTS, len(self._model.inner)),
-            (step.DOWN_FROM, self._model.share.inner(self._model.spec).start - self._model.inner.start),
-            (step.LOGITS_STRIDE, 4 * padded(spec.vocab)),
-            (step.RANK, 0 if self._exchange is None else self._exchange.rank),
-            (step.RANKS, 1 if self._exchange is None else len(self._exchange.shares)),
-            (step.TEAM, threads),
-            (step.BLOCK_STRIDE, block),
-            (step.HEAD_STRIDE, NEIGHBOURS * block),
-            (step.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
-            (step.SCRATCH_STRIDE, thread_bytes(self._model.spec, self._cutter)),
-            (step.EXPANDED, product_bytes(spec)),
+            (places.HIDDEN, spec.hidden),
+            (places.Q_HEADS, spec.n_heads),
+            (places.KV_HEADS, spec.n_kv_heads),
+            (places.HEAD_DIM, spec.head_dim),
+            (places.FFN, spec.ffn),
+            (places.VOCAB, LANES * len(self._model.share.vocab)),
+            (places.EPS, _bits(spec.rms_eps)),
+            (places.SCALE, _bits((spec.head_dim**-0.5 if spec.scales.attention is None else spec.scales.attention) * math.log2(math.e))),
+            (places.RESIDUAL_SCALE, _bits(spec.scales.residual)),
+            (places.LOGITS_SCALE, 0 if spec.scales.logits == 1 else _bits(spec.scales.logits)),
+            (places.WHOLE_NORM, spec.qk_norm_whole),
+            (places.GELU, spec.activation is Activation.GELU_TANH),
+            (places.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
+            (places.N_LAYERS, len(self._model.layers)),
+            (places.OUT_SEGMENTS, len(self._model.share.out)),
+            (places.DOWN_SEGMENTS, len(self._model.share.down)),
+            (places.OUT_INPUTS, len(self._model.attended)),
+            (places.OUT_FROM, self._model.share.attended(self._model.spec).start - self._model.attended.start),
+            (places.DOWN_INPUTS, len(self._model.inner)),
+            (places.DOWN_FROM, self._model.share.inner(self._model.spec).start - self._model.inner.start),
+            (places.LOGITS_STRIDE, 4 * padded(spec.vocab)),
+            (places.RANK, 0 if self._exchange is None else self._exchange.rank),
+            (places.RANKS, 1 if self._exchange is None else len(self._exchange.shares)),
+            (places.TEAM, threads),
+            (places.BLOCK_STRIDE, block),
+            (places.HEAD_STRIDE, NEIGHBOURS * block),
+            (places.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
+            (places.SCRATCH_STRIDE, thread_bytes(self._model.spec, self._cutter)),
+            (places.EXPANDED, product_bytes(spec)),
         ):
             sizes[place] = value
         return sizes
@@ -139,7 +140,7 @@ class CpuRunner:
         """What a shared sum needs beside its bounds."""
         if self._exchange is None:
             return {}
-        parts, joins = (step.DOWN_PARTS, step.DOWN_JOINS) if down else (step.OUT_PARTS, step.OUT_JOINS)
+        parts, joins = (places.DOWN_PARTS, places.DOWN_JOINS) if down else (places.OUT_PARTS, places.OUT_JOINS)
         return {parts: self._exchange.parts(down, bounds), joins: self._exchange.joins(down)}
 
     def _allocate(self, spec: ModelSpec, threads: int) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -153,45 +154,46 @@ class CpuRunner:
         pieces = int32(rows + split, N_PIECE)
         ropes = {rope: rope_tables(rope, spec.head_dim, self._max_context) for rope in map(spec.rope_of, range(spec.n_layers))}
         for slot, layer in enumerate(range(self.layers.start, self.layers.stop)):
-            for place, table in zip((step.COS, step.SIN), ropes[spec.rope_of(layer)], strict=True):
-                self._places[slot, place, step.AT] = table.ctypes.data
+            for place, table in zip((places.COS, places.SIN), ropes[spec.rope_of(layer)], strict=True):
+                self._places[slot, place, places.AT] = table.ctypes.data
         control = aligned(8 * control_words(threads)).view(np.int64)
         unfinished = aligned(8 * split * spec.n_heads)
-        layer_bytes = int(self._sizes[step.LAYER_STRIDE])
+        layer_bytes = int(self._sizes[places.LAYER_STRIDE])
         kv = aligned(len(self._model.layers) * layer_bytes)
-        self._kv = KvPages(kv, layer_bytes, int(self._sizes[step.HEAD_STRIDE]) * spec.n_kv_heads, self.n_blocks, spec.n_kv_heads)
+        self._kv = KvPages(kv, layer_bytes, int(self._sizes[places.HEAD_STRIDE]) * spec.n_kv_heads, self.n_blocks, spec.n_kv_heads)
         held = {
-            step.X: aligned(4 * rows * hidden),
-            step.X_BF16: x_bf16,
-            **self._activations(step.H, (step.Q, step.K, step.V, step.GATE, step.UP, step.HEAD), rows * hidden),
-            **self._activations(step.ATT, (step.OUT,), rows * len(self._model.attended)),
-            **self._activations(step.ACT, (step.DOWN,), rows * len(self._model.inner)),
-            step.Q_BF16: aligned(2 * rows * n_att),
-            step.KV: kv,
-            step.TABLES: tables,
-            step.ROW_POSITION: row_position,
-            step.ROW_TABLE: row_table,
-            step.ROW_LEFT: row_left,
-            step.PIECES: pieces,
-            step.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.head_dim)),
-            step.UNFINISHED: unfinished,
-            step.HEAD_ROWS: head_rows,
-            step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
-            step.ZEROS: aligned(2 * spec.head_dim),
-            **({} if spec.norms is Norms.BEFORE else {step.ADDED: aligned(4 * rows * hidden)}),
-            step.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
-            step.OUT_BOUNDS: (out_bounds := self._bounds(down=False)),
-            step.DOWN_BOUNDS: (down_bounds := self._bounds(down=True)),
-            step.CONTROL: control,
+            places.X: aligned(4 * rows * hidden),
+            places.X_BF16: x_bf16,
+            **self._activations(places.H, (places.Q, places.K, places.V, places.GATE, places.UP, places.HEAD), rows * hidden),
+            **self._activations(places.ATT, (places.OUT,), rows * len(self._model.attended)),
+            **self._activations(places.ACT, (places.DOWN,), rows * len(self._model.inner)),
+            places.Q_BF16: aligned(2 * rows * n_att),
+            places.KV: kv,
+            places.TABLES: tables,
+            places.ROW_POSITION: row_position,
+            places.ROW_TABLE: row_table,
+            places.ROW_LEFT: row_left,
+            places.PIECES: pieces,
+            places.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.head_dim)),
+            places.UNFINISHED: unfinished,
+            places.HEAD_ROWS: head_rows,
+            places.SCRATCH: aligned(threads * int(self._sizes[places.SCRATCH_STRIDE])),
+            places.ZEROS: aligned(2 * spec.head_dim),
+            **({} if spec.norms is Norms.BEFORE else {places.ADDED: aligned(4 * rows * hidden)}),
+            **({places.TO_NORM: aligned(4 * rows * (n_att + spec.n_kv_heads * spec.head_dim))} if spec.qk_norm_whole else {}),
+            places.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
+            places.OUT_BOUNDS: (out_bounds := self._bounds(down=False)),
+            places.DOWN_BOUNDS: (down_bounds := self._bounds(down=True)),
+            places.CONTROL: control,
             **self._exchanged(False, out_bounds),
             **self._exchanged(True, down_bounds),
         }
-        buffers = np.zeros(step.N_BUFFERS, np.int64)
+        buffers = np.zeros(places.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
         if self._exchange is not None:
-            buffers[step.ARRIVED] = self._exchange.arrived
-            buffers[step.LOGITS] = self._logits.ctypes.data + 4 * LANES * self._model.share.vocab.start
+            buffers[places.ARRIVED] = self._exchange.arrived
+            buffers[places.LOGITS] = self._logits.ctypes.data + 4 * LANES * self._model.share.vocab.start
         arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows,
                          (*held.values(), *(table for tables in ropes.values() for table in tables)))  # fmt: skip
         return arrays, buffers, control
@@ -219,9 +221,9 @@ class CpuRunner:
         if len(plan.tables_SB) == 0 or not part:
             return x_TD
         self._describe(x_TD, plan, part.start, part.stop)
-        self._batch[step.WATCH] = 0 if plan.watch is None else plan.watch.address
+        self._batch[places.WATCH] = 0 if plan.watch is None else plan.watch.address
         self._team.run_layers()
-        self._batch[step.WATCH] = 0
+        self._batch[places.WATCH] = 0
         if plan.watch is not None and plan.watch.gives_up:
             self._arrays.unfinished[:] = 0  # of tiles that some threads had begun
         return self._arrays.x_bf16[:rows]
@@ -230,15 +232,15 @@ class CpuRunner:
         # A step of no layers: all that is touched is written anew by the next.
         self._describe(x_TD, plan, part.start, part.start)
         self._team.run_layers()
-        self._bring_near(self._places[part.start - self.layers.start, step.Q, step.AT])
+        self._bring_near(self._places[part.start - self.layers.start, places.Q, places.AT])
 
     def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
         # Of no rows, likewise.
         self._arrays.x_bf16[: len(x_TD)] = x_TD
         self._arrays.head_rows[: len(rows_R)] = rows_R
-        self._batch[step.LOGIT_ROWS] = 0
+        self._batch[places.LOGIT_ROWS] = 0
         self._team.run_head()
-        self._bring_near(self._places[-1, step.HEAD, step.AT])
+        self._bring_near(self._places[-1, places.HEAD, places.AT])
 
     def _bring_near(self, address: np.int64) -> None:
         """Read the first weights of what comes next, as far as the second-level cache holds them."""
@@ -263,17 +265,17 @@ class CpuRunner:
                 arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
         pieces = self._cutter.cut(plan.row_start_S, plan.n_rows_S, plan.first_position_S, arrays.pieces)
         arrays.x_bf16[:rows] = x_TD
-        batch[step.ROWS], batch[step.N_PIECES], batch[step.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
-        batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
+        batch[places.ROWS], batch[places.N_PIECES], batch[places.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
+        batch[places.FIRST_LAYER], batch[places.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
 
     @property
     def exchange_number(self) -> int:
         """Of the exchange that the group is at, as this rank counts them: alike in all ranks before a batch."""
-        return int(self._batch[step.EXCHANGE])
+        return int(self._batch[places.EXCHANGE])
 
     @exchange_number.setter
     def exchange_number(self, number: int) -> None:
-        self._batch[step.EXCHANGE] = number
+        self._batch[places.EXCHANGE] = number
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
         arrays, n = self._arrays, len(rows_R)
@@ -287,11 +289,11 @@ class CpuRunner:
             vocab = self._logits.shape[1]
             self._logits = self._logits[:0].copy()  # so that never two are held
             self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
-            self._buffers[step.LOGITS] = self._logits.ctypes.data
+            self._buffers[places.LOGITS] = self._logits.ctypes.data
         if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:
             arrays.x_bf16[: len(x_TD)] = x_TD
         arrays.head_rows[:n] = rows_R
-        self._batch[step.LOGIT_ROWS] = n
+        self._batch[places.LOGIT_ROWS] = n
         self._team.run_head()
         return self._logits[:n, : self._model.spec.vocab]
 
@@ -329,12 +331,12 @@ def _bits(value: float) -> int:
 
 
 def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:
-    """[layer, place, part] as `step` names them. Compiles the products that are missing."""
-    places = np.zeros((*model.addresses.shape, step.N_PARTS), np.int64)
-    places[:, :, step.AT] = model.addresses
-    places[:-1, step.WINDOW, step.AT] = [model.spec.window_of(layer) for layer in range(model.layers.start, model.layers.stop)]
+    """[layer, place, part] as `places` names them. Compiles the products that are missing."""
+    described = np.zeros((*model.addresses.shape, places.N_PARTS), np.int64)
+    described[:, :, places.AT] = model.addresses
+    described[:-1, places.WINDOW, places.AT] = [model.spec.window_of(layer) for layer in range(model.layers.start, model.layers.stop)]
     for row, place in np.argwhere(model.forms >= 0):
         form = Form(model.forms[row, place])
         layout = LAYOUT[form]
-        places[row, place, step.PRODUCT :] = product(form), layout.bytes_of_eight_groups, layout.inputs
-    return places
+        described[row, place, places.PRODUCT :] = product(form), layout.bytes_of_eight_groups, layout.inputs
+    return described

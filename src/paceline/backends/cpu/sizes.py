@@ -31,7 +31,7 @@ TILE_BLOCKS = 2
 
 CHUNK = 2
 """Blocks of 16 outputs a task of a matrix product takes, and of the gate and up products each: few enough not to wait for one thread's
-last. A task of the q, k, v products takes a head; of the head `step.HEAD_CHUNK`."""
+last. A task of the q, k, v products takes a head; of the head `phases.HEAD_CHUNK`."""
 
 PART = 192
 """Rows a task of a matrix product takes at most, whole panels: its inputs stay in the second-level cache."""

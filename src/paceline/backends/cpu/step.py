@@ -17,25 +17,122 @@ from numba import njit
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
-from paceline.backends.cpu.pages import write_key, write_value
-from paceline.backends.cpu.products import WIDE_FROM, call_product
+from paceline.backends.cpu.heads import norm_heads, place_heads
+from paceline.backends.cpu.phases import (
+    ATTEND,
+    END,
+    HEAD_CHUNK,
+    LAST_BY_ROWS,
+    NORM_ATTENTION,
+    NORM_FFN,
+    NORM_HEAD,
+    NORM_HEADS,
+    PROJECT_DOWN,
+    PROJECT_GATE,
+    PROJECT_HEAD,
+    PROJECT_QKV,
+    START,
+    chunks_a_task,
+    chunks_of,
+)
+from paceline.backends.cpu.places import (
+    ACT,
+    ADDED,
+    ARRIVED,
+    AT,
+    ATT,
+    ATTN_NORM,
+    ATTN_OUT_NORM,
+    BLOCK_STRIDE,
+    CONTROL,
+    DOWN,
+    DOWN_BOUNDS,
+    DOWN_FROM,
+    DOWN_INPUTS,
+    DOWN_JOINS,
+    DOWN_PARTS,
+    DOWN_SEGMENTS,
+    EIGHT_GROUPS,
+    EPS,
+    EXCHANGE,
+    EXPANDED,
+    FFN,
+    FFN_NORM,
+    FFN_OUT_NORM,
+    FINAL_NORM,
+    FIRST_LAYER,
+    GATE,
+    GELU,
+    HEAD,
+    HEAD_DIM,
+    HEAD_ROWS,
+    HEAD_SPLIT,
+    HEAD_STRIDE,
+    HIDDEN,
+    INPUTS,
+    KV,
+    KV_HEADS,
+    LAYER_STRIDE,
+    LOGIT_ROWS,
+    LOGITS,
+    LOGITS_SCALE,
+    LOGITS_STRIDE,
+    N_PIECES,
+    OUT,
+    OUT_BOUNDS,
+    OUT_FROM,
+    OUT_INPUTS,
+    OUT_JOINS,
+    OUT_PARTS,
+    OUT_SEGMENTS,
+    PIECES,
+    PRODUCT,
+    Q_BF16,
+    Q_HEADS,
+    RANK,
+    RANKS,
+    RECORDS,
+    RESIDUAL_SCALE,
+    ROW_POSITION,
+    ROW_TABLE,
+    ROWS,
+    ROWS_A_TASK,
+    SCALE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    STOP_LAYER,
+    TABLE_STRIDE,
+    TABLES,
+    TEAM,
+    TO_NORM,
+    UNFINISHED,
+    UP,
+    VOCAB,
+    WATCH,
+    WHOLE_BOUNDS,
+    WHOLE_NORM,
+    WINDOW,
+    X_BF16,
+    H,
+    K,
+    Q,
+    V,
+    X,
+)
+from paceline.backends.cpu.products import call_product
 from paceline.backends.cpu.rows import (
     add,
-    add_into,
     add_normed,
     add_scaled,
     deal_bf16,
     gate,
-    head_norm,
     multiply_by,
     quantize,
     rms_norm,
-    rotate,
     round_bf16,
     widen_bf16,
 )
 from paceline.backends.cpu.sizes import (
-    BLOCK,
     CHUNK,
     N_PIECE,
     PART,
@@ -48,41 +145,6 @@ from paceline.backends.cpu.sizes import (
     PIECE_TILE,
     SEGMENT,
 )
-
-# Places in `sizes` (int64): what never changes. Of what `*_INPUTS` inputs of a shared sum are held, a rank's own begin at `*_FROM`.
-(HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, ROTARY, GELU, RESIDUAL_SCALE, LOGITS_SCALE,
- N_SIZES) = range(29)  # fmt: skip
-
-# Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor. COS and SIN are a layer's tables of
-# rotary embedding, WINDOW how many keys a row sees; the norms behind attention and feed-forward are `*_OUT_NORM`.
-(ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, WINDOW,
- COS, SIN, ATTN_OUT_NORM, FFN_OUT_NORM, N_WEIGHTS) = range(20)  # fmt: skip
-
-# Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
-AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
-
-# Places in `buffers` (addresses). H, ATT and ACT hold activations for products in panels, each as int8, int16 and bf16 where a matrix takes
-# them so (`forms.Inputs`). ADDED has what attention or feed-forward adds, where that is normed first. Q_BF16 has queries; each gives its place to what attention mixed for it. Of a group of ranks, `*_PARTS` has this rank's
-# partial sums (`_multiply_parts`), `*_JOINS` how those of all ranks are added (`_add_partials`), ARRIVED, a cache line a rank, the exchange that each has reached.
-(X, X_BF16, H, H_16, H_BF16, ATT, ATT_16, ATT_BF16, ACT, ACT_16, ACT_BF16, Q_BF16, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES,
- RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, ADDED, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, OUT_PARTS, DOWN_PARTS, OUT_JOINS, DOWN_JOINS, ARRIVED, N_BUFFERS) = range(35)  # fmt: skip
-
-# Places in `batch` (int64): what changes with each batch. EXCHANGE: the number of the one that the group is at; only grows.
-ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, EXCHANGE, N_BATCH = range(11)
-
-# Kinds of phases: by rows, by heads, matrix products.
-START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
-LAST_BY_ROWS = END
-
-LAYERS, HEADS = 0, 1
-"""Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
-
-HEAD_CHUNK = 4
-"""`CHUNK`, of the head."""
-
-TASKS_A_THREAD = 16
-"""Of a product of few rows, at least: a thread's last one may keep the others waiting."""
 
 _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 _GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
@@ -112,51 +174,6 @@ def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_st
     row_bytes = k // 32 * _GROUP_BYTES[kind]
     call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * row_bytes,
                  PANEL * row_bytes, rows, out, out_stride, bounds, segments, expanded)  # fmt: skip
-
-
-@njit(nogil=True)
-def _turn(x, position, layer, dim, rotary, weights, out):
-    """out = bf16 of a head (fp32), whose first `rotary` dimensions turn."""
-    at = position * rotary * 2
-    rotate(x, weights[layer, COS, AT] + at, weights[layer, SIN, AT] + at, rotary // 2, out)
-    if rotary < dim:
-        round_bf16(x + 4 * rotary, dim - rotary, out + 2 * rotary)
-
-
-@njit(nogil=True)
-def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
-    """What follows a task of the q, k, v products, whose outputs are one head of a part of the rows (fp32, in the scratch).
-
-    Bias, head norm, rotary embedding; a query goes to its row, a key or a value to its block.
-    """
-    dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
-    n_heads = q_heads + 2 * kv_heads
-    head, first = task % n_heads, task // n_heads * PART
-    bias = weights[layer, QKV_BIAS, AT]
-    is_query, is_value = head < q_heads, head >= q_heads + kv_heads
-    norm = 0 if is_value else weights[layer, Q_NORM if is_query else K_NORM, AT]
-    place = scratch + PART * 4 * dim
-    pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * sizes[HEAD_STRIDE]
-    for m in range(min(PART, batch[ROWS] - first)):
-        row, x = first + m, scratch + m * 4 * dim
-        position = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
-        if bias:
-            add_into(x, bias + 4 * dim * head, dim)
-        if norm:
-            head_norm(x, norm, dim, sizes[EPS])
-        out = buffers[Q_BF16] + 2 * dim * (row * q_heads + head) if is_query else place
-        if is_value:
-            round_bf16(x, dim, out)
-        else:
-            _turn(x, position, layer, dim, sizes[ROTARY], weights, out)
-        if not is_query:
-            table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
-            block = pool + sync.load_int32(table + 4 * (position // BLOCK)) * sizes[BLOCK_STRIDE]
-            if is_value:
-                left = sync.load_int32(buffers[ROW_LEFT] + 4 * row)
-                write_value(block + 2 * BLOCK * dim, position % BLOCK, left, out, dim, buffers[ZEROS])
-            else:
-                write_key(block, position % BLOCK, out, dim)
 
 
 @njit(nogil=True)
@@ -196,19 +213,6 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
             ATT,
             buffers,
         )
-
-
-@njit(nogil=True)
-def _chunks_a_task(chunks, rows, team):
-    """How many chunks of outputs, one behind the other in memory, a task of a product takes: of few rows many, since reading begins anew with each task."""
-    return 1 if rows >= WIDE_FROM else max(1, chunks // (TASKS_A_THREAD * team))
-
-
-@njit(nogil=True)
-def _tasks(chunks, rows, team):
-    """Tasks of a product whose outputs are so many chunks."""
-    many = _chunks_a_task(chunks, rows, team)
-    return (chunks + many - 1) // many * ((rows + PART - 1) // PART)
 
 
 @njit(nogil=True)
@@ -295,6 +299,9 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     else:
         norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
     for row in range(first, last):
+        if kind == NORM_HEADS:
+            norm_heads(row, layer, sizes, weights, buffers, batch, scratch)
+            continue
         x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
         if batch[STOP_LAYER] > batch[FIRST_LAYER] and kind in (NORM_ATTENTION, NORM_FFN, END):
             _end_half(row, kind != NORM_FFN, layer if kind == NORM_FFN else layer - 1, sizes, weights, buffers, scratch)
@@ -329,13 +336,19 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
     dim, q_heads, kv_heads, hidden = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS], sizes[HIDDEN]
     n_heads = q_heads + 2 * kv_heads
     head, row = task % n_heads, task // n_heads * PART
+    normed = sizes[WHOLE_NORM] and head < q_heads + kv_heads
+    out, stride = scratch, 4 * dim
+    if normed:  # once all heads are there
+        stride = 4 * dim * (q_heads + kv_heads)
+        out = buffers[TO_NORM] + stride * row + 4 * dim * head
     if head < q_heads:
         place = Q
     else:
         place, head = (K if head < q_heads + kv_heads else V), (head - q_heads) % kv_heads
-    _multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), scratch, 4 * dim,
+    _multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), out, stride,
               buffers[WHOLE_BOUNDS], 1, buffers, scratch + sizes[EXPANDED])  # fmt: skip
-    _place_heads(task, layer, sizes, weights, buffers, batch, scratch)
+    if not normed:
+        place_heads(task, layer, sizes, weights, buffers, batch, scratch)
 
 
 @njit(nogil=True)
@@ -356,20 +369,10 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
 
 
 @njit(nogil=True)
-def _chunks(kind, sizes):
-    """Chunks of a product's outputs."""
-    if kind == PROJECT_QKV:
-        return sizes[Q_HEADS] + 2 * sizes[KV_HEADS]
-    if kind == PROJECT_HEAD:
-        return (sizes[VOCAB] // 16 + HEAD_CHUNK - 1) // HEAD_CHUNK
-    return ((sizes[FFN] if kind == PROJECT_GATE else sizes[HIDDEN]) // 16 + CHUNK - 1) // CHUNK
-
-
-@njit(nogil=True)
 def _do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a matrix product: its chunks, one after the other."""
-    chunks = _chunks(kind, sizes)
-    many = _chunks_a_task(chunks, batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS], sizes[TEAM])
+    chunks = chunks_of(kind, sizes)
+    many = chunks_a_task(chunks, batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS], sizes[TEAM])
     tasks = (chunks + many - 1) // many
     part, first = task // tasks * chunks, task % tasks * many
     for chunk in range(first, min(first + many, chunks)):
@@ -437,45 +440,6 @@ def take_part(rank, sizes, weights, buffers, batch):
             else:
                 _do_products(rank, kind, layer, task, sizes, weights, buffers, batch)
             sync.finish(control)
-
-
-@njit(nogil=True)
-def prepare_batch(sizes, batch):
-    """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
-    rows, pieces, kv_heads = batch[ROWS], batch[N_PIECES], sizes[KV_HEADS]
-    batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
-    # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
-    few = pieces * kv_heads < 4 * sizes[TEAM]
-    batch[HEAD_SPLIT] = sizes[Q_HEADS] // max(1, kv_heads) if few else 1
-
-
-@njit(nogil=True)
-def phase(work, position, sizes, batch):
-    """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
-    rows, kv_heads = batch[ROWS], sizes[KV_HEADS]
-    if work == HEADS:
-        logit_rows, edges = batch[LOGIT_ROWS], sizes[N_LAYERS]
-        if position == 0:
-            return NORM_HEAD, edges, logit_rows
-        return (PROJECT_HEAD, edges, _tasks(_chunks(PROJECT_HEAD, sizes), logit_rows, sizes[TEAM])) if position == 1 else (-1, 0, 0)
-    row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
-    layer, at = batch[FIRST_LAYER] + position // 7, position % 7
-    if layer == batch[STOP_LAYER]:
-        return (END, layer, row_tasks) if at == 0 else (-1, 0, 0)
-    if at == 0:
-        return (NORM_ATTENTION if position else START), layer, row_tasks
-    if at == 2:
-        return ATTEND, layer, batch[N_PIECES] * kv_heads * batch[HEAD_SPLIT]
-    if at == 4:
-        return NORM_FFN, layer, row_tasks
-    kind = PROJECT_QKV if at == 1 else PROJECT_OUT if at == 3 else PROJECT_GATE if at == 5 else PROJECT_DOWN
-    return kind, layer, _tasks(_chunks(kind, sizes), rows, sizes[TEAM])
-
-
-@njit(nogil=True)
-def is_shared(kind):
-    """Whether all ranks work on what a phase makes."""
-    return kind in (PROJECT_OUT, PROJECT_DOWN, PROJECT_HEAD)
 
 
 @njit(nogil=True)

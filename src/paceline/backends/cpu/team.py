@@ -17,20 +17,9 @@ import numpy.typing as npt
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.step import (
-    CONTROL,
-    EXCHANGE,
-    FIRST_LAYER,
-    HEADS,
-    LAYERS,
-    RANKS,
-    WATCH,
-    is_shared,
-    meet,
-    phase,
-    prepare_batch,
-    take_part,
-)
+from paceline.backends.cpu.phases import HEADS, LAYERS, is_shared, phase, prepare_batch
+from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, RANKS, WATCH
+from paceline.backends.cpu.step import meet, take_part
 from paceline.backends.cpu.sync import WORD
 from paceline.backends.kernel_cache import in_use
 

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import step
+from paceline.backends.cpu import places
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.cpu.shares import Share, covered, whole
@@ -52,7 +52,7 @@ class PackedModel:
     """Likewise, of the feed-forward down matrices."""
     layers: LayerRange
     addresses: npt.NDArray[np.int64]
-    """[layer, place] as `step` names the places; the row after the last layer has the edges."""
+    """[layer, place] as `places` names them; the row after the last layer has the edges."""
     forms: npt.NDArray[np.int64]
     """[layer, place]: the `Form` of each matrix, -1 elsewhere."""
     embedding: int
@@ -165,7 +165,7 @@ def pack_model(
     shapes = tensor_shapes(spec)
     rows = [_layer_names(spec, layer) for layer in range(layers.start, layers.stop)]
     head = EMBEDDING if spec.tied_head else HEAD
-    rows.append({step.FINAL_NORM: [FINAL_NORM], step.HEAD: [head]} if edges else {})
+    rows.append({places.FINAL_NORM: [FINAL_NORM], places.HEAD: [head]} if edges else {})
     held = [name for row in rows for place, names in row.items() if place in MATRICES for name in names]
     if edges and EMBEDDING not in held:
         held.append(EMBEDDING)
@@ -196,17 +196,17 @@ def pack_model(
         for slab in slabs(shape_by_name[name])
     ]
     _pack_all(source, todo, threads, tell)
-    addresses = np.zeros((len(rows), step.N_WEIGHTS), np.int64)
+    addresses = np.zeros((len(rows), places.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
     kept: list[npt.NDArray[np.float32]] = []
-    for row, row_forms, places in zip(addresses, forms, rows, strict=True):
-        for place, names in places.items():
+    for row, row_forms, named in zip(addresses, forms, rows, strict=True):
+        for place, names in named.items():
             if place in MATRICES:
                 (name,) = names
                 row_forms[place], row[place] = form_by_name[name], records[name].ctypes.data
             else:
                 values = [to_float32(source.read(name)).ravel() for name in names]
-                if place == step.QKV_BIAS:
+                if place == places.QKV_BIAS:
                     parts = [_part_of(name.replace(".bias", ".weight"), spec, share, attended, inner).outputs for name in names]
                     values = [value[part.start : part.stop] for value, part in zip(values, parts, strict=True)]
                 kept.append(np.concatenate(values))
@@ -265,19 +265,19 @@ _SHARED = ("o_proj.weight", "down_proj.weight")
 """Matrices whose inputs ranks share."""
 
 MATRICES = {
-    step.Q: "self_attn.q_proj", step.K: "self_attn.k_proj", step.V: "self_attn.v_proj", step.OUT: "self_attn.o_proj",
-    step.GATE: "mlp.gate_proj", step.UP: "mlp.up_proj", step.DOWN: "mlp.down_proj", step.HEAD: "lm_head",
+    places.Q: "self_attn.q_proj", places.K: "self_attn.k_proj", places.V: "self_attn.v_proj", places.OUT: "self_attn.o_proj",
+    places.GATE: "mlp.gate_proj", places.UP: "mlp.up_proj", places.DOWN: "mlp.down_proj", places.HEAD: "lm_head",
 }  # fmt: skip
 """Places that hold a matrix, and its name."""
 
 
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
     """Tensor names by place; vectors that lie one after the other are several."""
-    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place != step.HEAD}
-    norms = zip((step.ATTN_NORM, step.ATTN_OUT_NORM, step.FFN_NORM, step.FFN_OUT_NORM), NORM_NAMES[spec.norms], strict=True)
+    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place != places.HEAD}
+    norms = zip((places.ATTN_NORM, places.ATTN_OUT_NORM, places.FFN_NORM, places.FFN_OUT_NORM), NORM_NAMES[spec.norms], strict=True)
     stems |= {place: [f"{name}.weight"] for place, name in norms if name is not None}
     if spec.qkv_bias:
-        stems[step.QKV_BIAS] = [f"self_attn.{p}_proj.bias" for p in "qkv"]
+        stems[places.QKV_BIAS] = [f"self_attn.{p}_proj.bias" for p in "qkv"]
     if spec.qk_norm:
-        stems |= {step.Q_NORM: ["self_attn.q_norm.weight"], step.K_NORM: ["self_attn.k_norm.weight"]}
+        stems |= {places.Q_NORM: ["self_attn.q_norm.weight"], places.K_NORM: ["self_attn.k_norm.weight"]}
     return {place: [f"model.layers.{layer}.{stem}" for stem in group] for place, group in sorted(stems.items())}

@@ -109,7 +109,10 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     """
     spec = source.spec
     if (reason := torch_refuses(spec)) is not None:
-        raise UnsupportedModel(f"torch does not run this model: {reason}", "Serve it on an x86 processor since AVX2.")
+        raise UnsupportedModel(
+            f"torch does not run this model: {reason}",
+            "Serve it on a processor with compiled kernels: x86 since AVX2, ARM with the dot product.",
+        )
     formats = torch_formats(spec, options.weights, source.type_of)
     one_path = formats[EMBEDDING] is WeightsFormat.BF16
     reader = TensorReader(source, formats, None if one_path else _scratch(source, options), device, progress)

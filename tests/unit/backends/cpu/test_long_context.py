@@ -17,7 +17,7 @@ from paceline.backends import cpu
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
 
-from paceline.backends.cpu import step
+from paceline.backends.cpu import places
 from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form, Inputs
 from paceline.backends.cpu.runner import CpuRunner
@@ -140,7 +140,7 @@ def test_working_memory_is_what_was_planned(threads: int) -> None:
         runner.logits(x, np.arange(40, dtype=np.int32))
         runner.logits(x, np.arange(90, dtype=np.int32))
         held = sum(array.nbytes for array in runner._arrays.rest) + runner._logits.nbytes
-        held -= int(runner._sizes[step.LAYER_STRIDE])
+        held -= int(runner._sizes[places.LAYER_STRIDE])
         inputs = {Inputs.INT8, Inputs.INT16}
         planned = cpu_working_bytes(model_spec, max_rows=500, threads=threads, n_blocks=200, logits_rows=90, inputs=inputs)
         assert held <= planned <= 1.3 * held

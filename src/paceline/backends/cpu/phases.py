@@ -1,0 +1,107 @@
+"""Which phases a forward pass has, one after the other, and into how many tasks each is cut. Changes no result."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from paceline.backends.cpu.places import (
+    FFN,
+    FIRST_LAYER,
+    HEAD_SPLIT,
+    HIDDEN,
+    KV_HEADS,
+    LOGIT_ROWS,
+    N_LAYERS,
+    N_PIECES,
+    Q_HEADS,
+    ROWS,
+    ROWS_A_TASK,
+    STOP_LAYER,
+    TEAM,
+    VOCAB,
+    WHOLE_NORM,
+)
+from paceline.backends.cpu.products import WIDE_FROM
+from paceline.backends.cpu.sizes import CHUNK, PART
+
+# Kinds of phases: by rows, by heads, matrix products.
+START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, NORM_HEADS, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = (
+    range(12)
+)
+LAST_BY_ROWS = NORM_HEADS
+
+LAYERS, HEADS = 0, 1
+"""Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
+
+HEAD_CHUNK = 4
+"""`CHUNK`, of the head."""
+
+TASKS_A_THREAD = 16
+"""Of a product of few rows, at least: a thread's last one may keep the others waiting."""
+
+
+@njit(nogil=True)
+def chunks_a_task(chunks, rows, team):
+    """How many chunks of outputs, one behind the other in memory, a task of a product takes: of few rows many, since reading begins anew with each task."""
+    return 1 if rows >= WIDE_FROM else max(1, chunks // (TASKS_A_THREAD * team))
+
+
+@njit(nogil=True)
+def _tasks(chunks, rows, team):
+    """Tasks of a product whose outputs are so many chunks."""
+    many = chunks_a_task(chunks, rows, team)
+    return (chunks + many - 1) // many * ((rows + PART - 1) // PART)
+
+
+@njit(nogil=True)
+def chunks_of(kind, sizes):
+    """Chunks of a product's outputs."""
+    if kind == PROJECT_QKV:
+        return sizes[Q_HEADS] + 2 * sizes[KV_HEADS]
+    if kind == PROJECT_HEAD:
+        return (sizes[VOCAB] // 16 + HEAD_CHUNK - 1) // HEAD_CHUNK
+    return ((sizes[FFN] if kind == PROJECT_GATE else sizes[HIDDEN]) // 16 + CHUNK - 1) // CHUNK
+
+
+@njit(nogil=True)
+def prepare_batch(sizes, batch):
+    """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
+    rows, pieces, kv_heads = batch[ROWS], batch[N_PIECES], sizes[KV_HEADS]
+    batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
+    # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
+    few = pieces * kv_heads < 4 * sizes[TEAM]
+    batch[HEAD_SPLIT] = sizes[Q_HEADS] // max(1, kv_heads) if few else 1
+
+
+@njit(nogil=True)
+def phase(work, position, sizes, batch):
+    """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
+    rows, kv_heads = batch[ROWS], sizes[KV_HEADS]
+    if work == HEADS:
+        logit_rows, edges = batch[LOGIT_ROWS], sizes[N_LAYERS]
+        if position == 0:
+            return NORM_HEAD, edges, logit_rows
+        return (PROJECT_HEAD, edges, _tasks(chunks_of(PROJECT_HEAD, sizes), logit_rows, sizes[TEAM])) if position == 1 else (-1, 0, 0)
+    row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
+    phases = 7 + sizes[WHOLE_NORM]
+    layer, at = batch[FIRST_LAYER] + position // phases, position % phases
+    if layer == batch[STOP_LAYER]:
+        return (END, layer, row_tasks) if at == 0 else (-1, 0, 0)
+    if at == 0:
+        return (NORM_ATTENTION if position else START), layer, row_tasks
+    if sizes[WHOLE_NORM] and at > 1:
+        if at == 2:
+            return NORM_HEADS, layer, row_tasks
+        at -= 1
+    if at == 2:
+        return ATTEND, layer, batch[N_PIECES] * kv_heads * batch[HEAD_SPLIT]
+    if at == 4:
+        return NORM_FFN, layer, row_tasks
+    kind = PROJECT_QKV if at == 1 else PROJECT_OUT if at == 3 else PROJECT_GATE if at == 5 else PROJECT_DOWN
+    return kind, layer, _tasks(chunks_of(kind, sizes), rows, sizes[TEAM])
+
+
+@njit(nogil=True)
+def is_shared(kind):
+    """Whether all ranks work on what a phase makes."""
+    return kind in (PROJECT_OUT, PROJECT_DOWN, PROJECT_HEAD)
