@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EX
 LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit soak format stubs wire lock schema land-schema wheel bench clean
+.PHONY: help run test install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,6 +74,10 @@ CONVERSATIONS ?= 500
 soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...), have 500 conversations on machines that share KV and are killed (CONVERSATIONS=...): no byte differs, nothing leaks
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
 	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) $(BIN)/python -m pytest -s tests/soak
+
+neon: install-dev  ## The compiled kernels for 64-bit ARM under qemu: the same bytes as on x86 (half an hour; takes Debian's qemu-user-static and debootstrap)
+	$(BIN)/python tools/arm64.py
+	$(BIN)/python -m pytest tests/neon
 
 clients: install-dev  ## Real sessions of libraries for agents, each in an environment of its own; some of them: CLIENTS="llm litellm"
 	$(BIN)/python tools/run_clients.py $(CLIENTS)

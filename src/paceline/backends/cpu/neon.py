@@ -1,7 +1,7 @@
 """The operations of `simd` in the instructions of 64-bit ARM processors: a vector of 16 lanes is four registers, and there are 32.
 
 neon        SDOT
-neon-i8mm   SMMLA for pairs of rows, SDOT for one
+neon-i8mm   SMMLA for pairs of four rows or more, SDOT for others
 
 Activations are read sixteen bytes at once and met by one of four words of them, as instructions take a lane of a register.
 """
@@ -57,29 +57,25 @@ class Neon(Emit):
         """One lane of a register in all of its lanes."""
         return self.b.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), _places([lane] * register.type.count))
 
-    def _assembly(self, text: str, constraints: str, result: ir.Type, *arguments: Value) -> Value:
-        kind = ir.FunctionType(result, [each.type for each in arguments])
-        return self.b.call(ir.InlineAsm(kind, text, constraints, side_effect=True), arguments)
-
     # --- the processor's state
 
     def flush_denormals(self) -> Value:
-        before = self._assembly("mrs $0, fpcr", "=r,~{memory}", I64)
-        self._assembly("msr fpcr, $0", "r,~{memory}", ir.VoidType(), self.b.or_(before, self.i64(_FLUSH)))
+        before = self.call("llvm.aarch64.get.fpcr", I64)
+        self.call("llvm.aarch64.set.fpcr", ir.VoidType(), self.b.or_(before, self.i64(_FLUSH)))
         return self.b.trunc(before, I32)
 
     def restore_denormals(self, before: Value) -> None:
-        self._assembly("msr fpcr, $0", "r,~{memory}", ir.VoidType(), self.b.zext(before, I64))
+        self.call("llvm.aarch64.set.fpcr", ir.VoidType(), self.b.zext(before, I64))
 
     def watch_underflow(self) -> None:
-        self._assembly("msr fpsr, $0", "r,~{memory}", ir.VoidType(), self.i64(0))
+        self.call("llvm.aarch64.set.fpsr", ir.VoidType(), self.i64(0))
 
     def has_underflowed(self) -> Value:
-        flags = self._assembly("mrs $0, fpsr", "=r,~{memory}", I64)
+        flags = self.call("llvm.aarch64.get.fpsr", I64)
         return self.b.icmp_unsigned("!=", self.b.and_(flags, self.i64(_UNDERFLOW)), self.i64(0))
 
     def pause(self) -> None:
-        self._assembly("isb", "~{memory}", ir.VoidType())
+        self.call("llvm.aarch64.isb", ir.VoidType(), ir.Constant(I32, 15))
 
     # --- products
 
@@ -171,7 +167,8 @@ class Neon(Emit):
 
 class NeonI8mm(Neon):
     def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:
-        pairs = [_RowPair(self, acc_M[i : i + 2]) for i in range(0, len(acc_M) - 1, 2)]
+        # What is won for two rows alone is lost to putting their sums in order.
+        pairs = [_RowPair(self, acc_M[i : i + 2]) for i in range(0, len(acc_M) - 1, 2)] if len(acc_M) >= 4 else []
         of_pairs = [_OfPair(pair, i) for pair in pairs for i in range(2)]
         return [*of_pairs, *super().byte_sums(acc_M[len(of_pairs) :], most)]
 

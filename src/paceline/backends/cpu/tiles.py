@@ -269,9 +269,11 @@ def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bound
     record = _Expanded if expanded.literal_value else _Record
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
-        e.watch_underflow()
+        flushes = layout.inputs is Inputs.BF16
+        if flushes:
+            e.watch_underflow()
         _Tile(e, layout, n_rows, n_blocks, record).write(args)
-        return e.has_underflowed() if layout.inputs is Inputs.BF16 else ir.Constant(ir.IntType(1), 0)
+        return e.has_underflowed() if flushes else ir.Constant(ir.IntType(1), 0)
 
     return lowered(body, types.boolean, form, expanded, rows, blocks, *[types.int64] * 7)
 
