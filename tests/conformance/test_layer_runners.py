@@ -69,6 +69,7 @@ CPU = [
         ("one head a KV head", INT8),
         ("qwen2", INT4),
         ("qwen3", INT4),
+        ("qwen3_moe", INT4),
     ]
 ]
 CUDA = [

@@ -29,7 +29,7 @@ from paceline.backends.cpu.sizes import (
 )
 from paceline.backends.table import Kernels
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, GROUP, HEAD, tensor_shapes
+from paceline.core.weights import EMBEDDING, GROUP, HEAD, ROUTER, tensor_shapes
 
 NEAREST: Final[Mapping[str, Form]] = {
     **{form.name: form for form in Form},
@@ -52,20 +52,20 @@ FormOf = Callable[[str], Form]
 
 
 def forms_by(weights: WeightsFormat, type_of: Callable[[str], str]) -> FormOf:
-    """The form of each matrix under a weights format.
+    """The form of each matrix under a weights format; a router is always in bf16.
 
     Args:
         type_of: GGML's name of the type a tensor is stored in.
     """
     if weights is WeightsFormat.STORED:
-        return lambda name: NEAREST[type_of(name)]
+        return lambda name: Form.BF16 if name.endswith(ROUTER) else NEAREST[type_of(name)]
     form = _UNIFORM[weights]
     head_form = Form.Q8_0 if form is Form.Q4_1 else form
-    return lambda name: head_form if name in {EMBEDDING, HEAD} else form
+    return lambda name: Form.BF16 if name.endswith(ROUTER) else head_form if name in {EMBEDDING, HEAD} else form
 
 
 def matrices(spec: ModelSpec) -> list[str]:
-    """Names of a dense model's matrices."""
+    """Names of a model's matrices."""
     return [name for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
 
 
@@ -75,7 +75,7 @@ def torch_formats(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[st
     Types of fewer than four bits become four: eight would take more than twice the file. A model is in bf16 as a whole or not at all, since its
     two paths are then one; the embedding and the head have eight bits at least; a router is always in bf16.
     """
-    routers = {name for name in matrices(spec) if name.endswith(".mlp.gate.weight")}
+    routers = {name for name in matrices(spec) if name.endswith(ROUTER)}
     layered = [name for name in matrices(spec) if name not in {EMBEDDING, HEAD} | routers]
     if weights is not WeightsFormat.STORED:
         formats = dict.fromkeys(layered, weights)
@@ -160,7 +160,7 @@ def thread_bytes(spec: ModelSpec, cutter: Cutter) -> int:
     """Scratch of one thread. Of an odd number of lines beyond whole pages, so that threads' scratches differ in their sets of a cache."""
     attention = scratch_bytes(cutter.most_queries, spec.head_dim)
     product = product_bytes(spec) + expanded_bytes(max(spec.hidden, spec.n_heads * spec.head_dim, spec.ffn))
-    return -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128
+    return -(-max(attention, product, 4 * spec.hidden) // 4096) * 4096 + 128
 
 
 def cpu_working_bytes(
@@ -179,11 +179,13 @@ def cpu_working_bytes(
     # As if all layers had matrices that take their inputs in each of the ways.
     held = sum(GROUP_BYTES[kind] for kind in inputs) / GROUP
     whole_norm = 4 * (attended + spec.n_kv_heads * spec.head_dim) if spec.qk_norm_whole else 0
+    inner = held * spec.ffn if spec.moe is None else spec.moe.top_k * (held * (spec.hidden + spec.moe.ffn) + 4 * spec.hidden + 16)
     row = (
         10 * spec.hidden
         + 2 * attended
         + whole_norm
-        + held * (spec.hidden + attended + spec.ffn)
+        + held * (spec.hidden + attended)
+        + inner
         + 4 * math.ceil(context / BLOCK)
         + 4 * (4 + N_PIECE)
     )

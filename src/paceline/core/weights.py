@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from paceline.core.model import ModelSpec, Norms, RopeSpec
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-"""The tensors outside the layers. A tied head has none of its own."""
+EMBEDDING, FINAL_NORM, HEAD, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", ".mlp.gate.weight"
+"""The tensors outside the layers; a tied head has none of its own. ROUTER ends the name of a mixture's router."""
 
 Shape = tuple[int, ...]
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
 
 MOST_HEAD_DIM = 256
+MOST_EXPERTS = 512
 """What attention's scratch has room for."""
 
 
@@ -128,14 +129,14 @@ def compiled(folder: Path) -> bool:
 
 def refuses(spec: ModelSpec) -> str | None:
     """Why these kernels can't run a model; None where they can."""
-    if spec.moe is not None:
-        return "mixture-of-experts layers have no compiled kernels"
+    if spec.moe is not None and spec.moe.n_experts > MOST_EXPERTS:
+        return f"layers of {spec.moe.n_experts} experts have no compiled kernels"
     if spec.head_dim > MOST_HEAD_DIM:
         return f"heads of {spec.head_dim} have no compiled kernels"
     if (rotary := rotary_dims(spec.rope, spec.head_dim)) % 32:
         return f"heads of which {rotary} dimensions turn have no compiled kernels"
-    odd = [name for name in ("hidden", "ffn", "head_dim") if getattr(spec, name) % 32]
-    return f"{odd[0]} is not a multiple of 32" if odd else None
+    sizes = {"hidden": spec.hidden, "ffn": spec.ffn if spec.moe is None else spec.moe.ffn, "head_dim": spec.head_dim}
+    return next((f"{name} is not a multiple of 32" for name, size in sizes.items() if size % 32), None)
 
 
 def prepare(lowering: Lowering | None, kernels: Path | None) -> None:

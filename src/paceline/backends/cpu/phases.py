@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from numba import njit
 
+from paceline.backends.cpu.forms import PANEL
 from paceline.backends.cpu.places import (
+    EXPERT_WIDTH,
+    EXPERTS,
     FFN,
     FIRST_LAYER,
     HEAD_SPLIT,
     HIDDEN,
     KV_HEADS,
     LOGIT_ROWS,
+    N_EXPERT_PARTS,
     N_LAYERS,
     N_PIECES,
     Q_HEADS,
@@ -29,6 +33,8 @@ START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, NORM_HEADS, ATTEND, PROJECT_QKV
     range(12)
 )
 LAST_BY_ROWS = NORM_HEADS
+ROUTE, GATHER, EXPERTS_GATE, EXPERTS_DOWN = range(12, 16)
+"""Of a mixture, in place of gate and down."""
 
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
@@ -55,12 +61,13 @@ def _tasks(chunks, rows, team):
 
 @njit(nogil=True)
 def chunks_of(kind, sizes):
-    """Chunks of a product's outputs."""
+    """Chunks of a product's outputs; of experts, of one of them."""
     if kind == PROJECT_QKV:
         return sizes[Q_HEADS] + 2 * sizes[KV_HEADS]
     if kind == PROJECT_HEAD:
         return (sizes[VOCAB] // 16 + HEAD_CHUNK - 1) // HEAD_CHUNK
-    return ((sizes[FFN] if kind == PROJECT_GATE else sizes[HIDDEN]) // 16 + CHUNK - 1) // CHUNK
+    n = sizes[FFN] if kind == PROJECT_GATE else sizes[EXPERT_WIDTH] if kind == EXPERTS_GATE else sizes[HIDDEN]
+    return (n // 16 + CHUNK - 1) // CHUNK
 
 
 @njit(nogil=True)
@@ -83,7 +90,7 @@ def phase(work, position, sizes, batch):
             return NORM_HEAD, edges, logit_rows
         return (PROJECT_HEAD, edges, _tasks(chunks_of(PROJECT_HEAD, sizes), logit_rows, sizes[TEAM])) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
-    phases = 7 + sizes[WHOLE_NORM]
+    phases = 7 + sizes[WHOLE_NORM] + (2 if sizes[EXPERTS] else 0)
     layer, at = batch[FIRST_LAYER] + position // phases, position % phases
     if layer == batch[STOP_LAYER]:
         return (END, layer, row_tasks) if at == 0 else (-1, 0, 0)
@@ -97,6 +104,15 @@ def phase(work, position, sizes, batch):
         return ATTEND, layer, batch[N_PIECES] * kv_heads * batch[HEAD_SPLIT]
     if at == 4:
         return NORM_FFN, layer, row_tasks
+    if sizes[EXPERTS] and at > 4:
+        if at == 5:
+            return ROUTE, layer, (rows + PANEL - 1) // PANEL
+        if at == 6:
+            return GATHER, layer, row_tasks
+        kind = EXPERTS_GATE if at == 7 else EXPERTS_DOWN
+        units = batch[N_EXPERT_PARTS] * chunks_of(kind, sizes)
+        many = chunks_a_task(units, rows, sizes[TEAM])
+        return kind, layer, (units + many - 1) // many
     kind = PROJECT_QKV if at == 1 else PROJECT_OUT if at == 3 else PROJECT_GATE if at == 5 else PROJECT_DOWN
     return kind, layer, _tasks(chunks_of(kind, sizes), rows, sizes[TEAM])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -24,6 +25,7 @@ from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
 
 ARITHMETIC: Final = 2
 """Of `docs/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
+_EXPERT: Final = re.compile(r"\.experts\.\d+")
 BEHIND: Final = 2 * SEGMENT - BLOCK
 """Keys before the rows that run again: they see two segments, then a third."""
 SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
@@ -38,8 +40,14 @@ class SeededBlocks(SeededWeights):
 
     def __init__(self, spec: ModelSpec, forms: Collection[Form]) -> None:
         super().__init__(spec)
-        turns = cycle(sorted(forms))
-        self.forms = {name: next(turns) for name in self.names() if len(self.shape_of(name)) == 2}
+        turns, places = cycle(sorted(forms)), dict[str, Form]()
+        self.forms = dict[str, Form]()
+        for name in self.names():
+            if len(self.shape_of(name)) == 2:
+                place = _EXPERT.sub("", name)  # experts of one layer are alike
+                if place not in places:
+                    places[place] = next(turns)
+                self.forms[name] = places[place]
 
     def read(self, name: str, rows: slice | None = None) -> StoredTensor:
         form = self.forms.get(name, Form.BF16)
@@ -63,7 +71,9 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
     """
     # Rows of whole superblocks.
     # The sums of its feed-forward have as many segments as any model's, of unlike lengths.
-    small = replace(numerics.small(spec), hidden=256, n_heads=8, ffn=768, max_context=BEHIND + 4 * BLOCK)
+    small = numerics.small(spec)
+    moe = small.moe and replace(small.moe, ffn=256)
+    small = replace(small, hidden=256, n_heads=8, ffn=768, max_context=BEHIND + 4 * BLOCK, moe=moe)
     source = SeededBlocks(small, forms)
     model = pack_model(source, small.all_layers, source.forms.__getitem__, edges=True)
 

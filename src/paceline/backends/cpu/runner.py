@@ -1,4 +1,4 @@
-"""Layers of a dense model in compiled kernels: weights packed, KV paged, one path for prompt and generated rows.
+"""Layers of a model in compiled kernels: weights packed, KV paged, one path for prompt and generated rows.
 
 Weights stay in their format for prompts too: unpacking a record costs little beside the products of even four rows, so there is no
 bf16 copy of the weights, and prompt and generated positions run the same kernels (`one_path`).
@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import places
 from paceline.backends.cpu.exchange import Exchange, padded
+from paceline.backends.cpu.experts import N_COUNT, N_PART
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.rows import embed_rows, reader
-from paceline.backends.cpu.shares import LANES
-from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, aligned, record_bytes
+from paceline.backends.cpu.shares import LANES, segment_bounds
+from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, PART, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
-from paceline.core.model import Activation, LayerRange, ModelSpec, Norms
+from paceline.core.model import Activation, LayerRange, ModelSpec, MoeSpec, Norms
 from paceline.core.weights import GROUP, rope_tables, rotary_dims
 from paceline.engine.local import Int32, RowPlan
 
@@ -79,6 +81,7 @@ class CpuRunner:
         self._weights = model.arrays[0].view(np.uint8)
         self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
+        self._routed = np.zeros(1, np.int64)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(places.N_BATCH, np.int64)
         self._places = _describe_weights(model)
@@ -107,6 +110,7 @@ class CpuRunner:
             (places.GELU, spec.activation is Activation.GELU_TANH),
             (places.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
             (places.N_LAYERS, len(self._model.layers)),
+            *_sizes_of_experts(spec),
             (places.OUT_SEGMENTS, len(self._model.share.out)),
             (places.DOWN_SEGMENTS, len(self._model.share.down)),
             (places.OUT_INPUTS, len(self._model.attended)),
@@ -164,9 +168,15 @@ class CpuRunner:
         held = {
             places.X: aligned(4 * rows * hidden),
             places.X_BF16: x_bf16,
-            **self._activations(places.H, (places.Q, places.K, places.V, places.GATE, places.UP, places.HEAD), rows * hidden),
+            **self._activations(
+                places.H, (places.Q, places.K, places.V, places.GATE, places.UP, places.ROUTER, places.HEAD), rows * hidden
+            ),
             **self._activations(places.ATT, (places.OUT,), rows * len(self._model.attended)),
-            **self._activations(places.ACT, (places.DOWN,), rows * len(self._model.inner)),
+            **(
+                self._activations(places.ACT, (places.DOWN,), rows * len(self._model.inner))
+                if spec.moe is None
+                else self._experts(spec.moe)
+            ),
             places.Q_BF16: aligned(2 * rows * n_att),
             places.KV: kv,
             places.TABLES: tables,
@@ -198,6 +208,26 @@ class CpuRunner:
                          (*held.values(), *(table for tables in ropes.values() for table in tables)))  # fmt: skip
         return arrays, buffers, control
 
+    def _experts(self, moe: MoeSpec) -> dict[int, npt.NDArray[np.generic]]:
+        """What a mixture's feed-forward needs in place of a dense one's."""
+        n, hidden = self._max_rows * moe.top_k, self._model.spec.hidden
+        segment_of = np.zeros(moe.n_experts, np.int32)
+        for segment, (start, stop) in enumerate(pairwise(segment_bounds(moe.n_experts))):
+            segment_of[start:stop] = segment
+        return {
+            **self._activations(places.EXPERT_ROWS, (places.GATE, places.UP), n * hidden),
+            **self._activations(places.ACT, (places.DOWN,), n * moe.ffn),
+            places.EXPERT_OUT: aligned(4 * n * hidden),
+            places.EXPERT_BOUNDS: np.array([0, moe.ffn // GROUP], np.int64),
+            places.EXPERT_SEGMENT: segment_of,
+            places.EXPERT_PARTS: np.zeros((min(n, moe.n_experts) + n // PART, N_PART), np.int32),
+            places.COUNTS: np.zeros((moe.n_experts, N_COUNT), np.int32),
+            places.CHOICES: np.zeros(n, np.int32),
+            places.SHARES: np.zeros(n, np.float32),
+            places.PLACED: np.zeros(n, np.int32),
+            places.ROUTED: self._routed,
+        }
+
     def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
         """Room for `count` activations at the places from `first` on, in every kind that a matrix at `readers` takes."""
         kinds = {LAYOUT[Form(form)].inputs for form in self._model.forms[:, readers].ravel().tolist() if form >= 0}
@@ -225,7 +255,7 @@ class CpuRunner:
         self._team.run_layers()
         self._batch[places.WATCH] = 0
         if plan.watch is not None and plan.watch.gives_up:
-            self._arrays.unfinished[:] = 0  # of tiles that some threads had begun
+            self._arrays.unfinished[:] = self._routed[:] = 0  # of tiles, and panels of rows, that some threads had begun
         return self._arrays.x_bf16[:rows]
 
     def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
@@ -323,6 +353,15 @@ class CpuRunner:
             self._closed = True
             self._team.close()
             self._kv.close()
+
+
+def _sizes_of_experts(spec: ModelSpec) -> list[tuple[int, int]]:
+    moe = spec.moe
+    if moe is None:
+        return []
+    return [
+        (places.EXPERTS, moe.n_experts), (places.TOP_K, moe.top_k), (places.EXPERT_WIDTH, moe.ffn), (places.NORMED_SHARES, moe.norm_topk),
+    ]  # fmt: skip
 
 
 def _bits(value: float) -> int:

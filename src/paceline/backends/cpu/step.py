@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from numba import njit
 
-from paceline.backends.cpu import sync
+from paceline.backends.cpu import experts, sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
-from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.heads import norm_heads, place_heads
+from paceline.backends.cpu.panels import hold, multiply
 from paceline.backends.cpu.phases import (
     ATTEND,
     END,
+    EXPERTS_DOWN,
+    GATHER,
     HEAD_CHUNK,
     LAST_BY_ROWS,
     NORM_ATTENTION,
@@ -31,6 +33,7 @@ from paceline.backends.cpu.phases import (
     PROJECT_GATE,
     PROJECT_HEAD,
     PROJECT_QKV,
+    ROUTE,
     START,
     chunks_a_task,
     chunks_of,
@@ -52,10 +55,10 @@ from paceline.backends.cpu.places import (
     DOWN_JOINS,
     DOWN_PARTS,
     DOWN_SEGMENTS,
-    EIGHT_GROUPS,
     EPS,
     EXCHANGE,
     EXPANDED,
+    EXPERTS,
     FFN,
     FFN_NORM,
     FFN_OUT_NORM,
@@ -77,6 +80,7 @@ from paceline.backends.cpu.places import (
     LOGITS,
     LOGITS_SCALE,
     LOGITS_STRIDE,
+    N_EXPERT_PARTS,
     N_PIECES,
     OUT,
     OUT_BOUNDS,
@@ -86,13 +90,13 @@ from paceline.backends.cpu.places import (
     OUT_PARTS,
     OUT_SEGMENTS,
     PIECES,
-    PRODUCT,
     Q_BF16,
     Q_HEADS,
     RANK,
     RANKS,
     RECORDS,
     RESIDUAL_SCALE,
+    ROUTER,
     ROW_POSITION,
     ROW_TABLE,
     ROWS,
@@ -119,15 +123,12 @@ from paceline.backends.cpu.places import (
     V,
     X,
 )
-from paceline.backends.cpu.products import call_product
 from paceline.backends.cpu.rows import (
     add,
     add_normed,
     add_scaled,
-    deal_bf16,
     gate,
     multiply_by,
-    quantize,
     rms_norm,
     round_bf16,
     widen_bf16,
@@ -145,35 +146,6 @@ from paceline.backends.cpu.sizes import (
     PIECE_TILE,
     SEGMENT,
 )
-
-_INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
-_GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
-
-
-@njit(nogil=True)
-def _hold(kinds, x, n, row, column, k, rows, place, buffers):
-    """Hold `n` bf16 activations from `x`, inputs `column`, ... of K of a row of `rows`, at `place` in every one of `kinds` (bits by `Inputs`)."""
-    panel = row // PANEL * PANEL
-    high = min(PANEL, rows - panel)
-    group = (panel * k + column * high) // 32 + row - panel
-    if kinds & (1 << _INT8):
-        quantize(8, x, n, buffers[place + _INT8] + group * _GROUP_BYTES[_INT8], high * _GROUP_BYTES[_INT8])
-    if kinds & (1 << _INT16):
-        quantize(16, x, n, buffers[place + _INT16] + group * _GROUP_BYTES[_INT16], high * _GROUP_BYTES[_INT16])
-    if kinds & (1 << _BF16):
-        deal_bf16(x, n, buffers[place + _BF16] + group * _GROUP_BYTES[_BF16], high * _GROUP_BYTES[_BF16])
-
-
-@njit(nogil=True)
-def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers, expanded):
-    """out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix from `block` on.
-
-    Rows begin with a panel. `expanded`: address of room for unpacked weights.
-    """
-    kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
-    row_bytes = k // 32 * _GROUP_BYTES[kind]
-    call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * row_bytes,
-                 PANEL * row_bytes, rows, out, out_stride, bounds, segments, expanded)  # fmt: skip
 
 
 @njit(nogil=True)
@@ -202,7 +174,7 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
         sync.store_release(unfinished, 0)
     finish(rows, n_heads, first, window, dim, records, apart, at, stride)
     for m in range(rows):
-        _hold(
+        hold(
             1 << weights[layer, OUT, INPUTS],
             at + m * stride,
             dim * n_heads,
@@ -210,6 +182,7 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
             sizes[OUT_FROM] + dim * first_head,
             sizes[OUT_INPUTS],
             batch[ROWS],
+            0,
             ATT,
             buffers,
         )
@@ -238,7 +211,7 @@ def _multiply_parts(weights, layer, place, block, blocks, x, k, row, rows, parts
         part = parts + 8 + 24 * i
         bounds, segments = sync.load_acquire(part), sync.load_acquire(part + 8)
         out = sync.load_acquire(part + 16) + stride * row + 64 * block
-        _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, stride, bounds, segments, buffers, scratch + sizes[EXPANDED])
+        multiply(weights, layer, place, block, blocks, x, k, row, rows, out, stride, bounds, segments, buffers, scratch + sizes[EXPANDED])
 
 
 @njit(nogil=True)
@@ -263,10 +236,15 @@ def _add_partials(row, down, sizes, buffers, scratch):
 def _end_half(row, down, layer, sizes, weights, buffers, scratch):
     """Add to a row's residual what attention (`down`: feed-forward) gave, where tasks of its product could not: all ranks' sums, and what is normed first."""
     norm, hidden = weights[layer, FFN_OUT_NORM if down else ATTN_OUT_NORM, AT], sizes[HIDDEN]
-    if sizes[RANKS] == 1 and not norm:
+    mixed = down and sizes[EXPERTS] > 0
+    if sizes[RANKS] == 1 and not norm and not mixed:
         return
     x, eps, scale = buffers[X] + 4 * hidden * row, sizes[EPS], sizes[RESIDUAL_SCALE]
-    added = _add_partials(row, down, sizes, buffers, scratch) if sizes[RANKS] > 1 else buffers[ADDED] + 4 * hidden * row
+    if mixed:
+        added = scratch
+        experts.mix(row, sizes, buffers, added)
+    else:
+        added = _add_partials(row, down, sizes, buffers, scratch) if sizes[RANKS] > 1 else buffers[ADDED] + 4 * hidden * row
     if norm and down:
         add_normed(1, x, added, norm, hidden, eps, scale)
     elif norm:
@@ -296,6 +274,8 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
         rows = batch[LOGIT_ROWS]
     elif kind == NORM_FFN:
         norm, kinds = FFN_NORM, 1 << weights[layer, GATE, INPUTS] | 1 << weights[layer, UP, INPUTS]
+        if sizes[EXPERTS]:
+            kinds |= 1 << weights[layer, ROUTER, INPUTS]
     else:
         norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
     for row in range(first, last):
@@ -316,7 +296,7 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
             rms_norm(x, weights[layer, norm, AT], hidden, sizes[EPS], scratch)
         else:
             round_bf16(x, hidden, scratch)
-        _hold(kinds, scratch, hidden, row, 0, hidden, rows, H, buffers)
+        hold(kinds, scratch, hidden, row, 0, hidden, rows, 0, H, buffers)
 
 
 @njit(nogil=True)
@@ -345,7 +325,7 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
         place = Q
     else:
         place, head = (K if head < q_heads + kv_heads else V), (head - q_heads) % kv_heads
-    _multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), out, stride,
+    multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), out, stride,
               buffers[WHOLE_BOUNDS], 1, buffers, scratch + sizes[EXPANDED])  # fmt: skip
     if not normed:
         place_heads(task, layer, sizes, weights, buffers, batch, scratch)
@@ -356,7 +336,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
     """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
     hidden = sizes[HIDDEN]
     for i in range(2):
-        _multiply(weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1,
+        multiply(weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1,
                   buffers, scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(part):
         outputs = scratch + 256 * m
@@ -364,7 +344,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
             gate(1, outputs, outputs)
         else:
             gate(0, outputs, outputs)
-        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, sizes[DOWN_FROM] + 16 * block, sizes[DOWN_INPUTS], batch[ROWS], ACT,
+        hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, sizes[DOWN_FROM] + 16 * block, sizes[DOWN_INPUTS], batch[ROWS], 0, ACT,
               buffers)  # fmt: skip
 
 
@@ -394,7 +374,7 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
     blocks, part = min(chunk, n // 16 - block), min(PART, rows - row)
     if kind == PROJECT_HEAD:
         out = buffers[LOGITS] + sizes[LOGITS_STRIDE] * row + 64 * block
-        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, sizes[LOGITS_STRIDE], buffers[WHOLE_BOUNDS], 1, buffers,
+        multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, sizes[LOGITS_STRIDE], buffers[WHOLE_BOUNDS], 1, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
         for m in range(part if sizes[LOGITS_SCALE] else 0):
             multiply_by(out + m * sizes[LOGITS_STRIDE], 16 * blocks, sizes[LOGITS_SCALE])
@@ -411,10 +391,26 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
         bounds, segments = (buffers[DOWN_BOUNDS], sizes[DOWN_SEGMENTS]) if down else (buffers[OUT_BOUNDS], sizes[OUT_SEGMENTS])
         normed = weights[layer, FFN_OUT_NORM if down else ATTN_OUT_NORM, AT] != 0
         out, stride = (buffers[ADDED] + 4 * (row * hidden + 16 * block), 4 * hidden) if normed else (scratch, CHUNK * 64)
-        _multiply(weights, layer, place, block, blocks, x, k, row, part, out, stride, bounds, segments, buffers,
+        multiply(weights, layer, place, block, blocks, x, k, row, part, out, stride, bounds, segments, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
         if not normed:
             _add(block, blocks, row, part, buffers[X], sizes, scratch, down)
+
+
+@njit(nogil=True)
+def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
+    """One task of a phase of a mixture's feed-forward."""
+    scratch, rows = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE], batch[ROWS]
+    if kind == ROUTE:
+        experts.route(task, layer, sizes, weights, buffers, batch, scratch)
+    elif kind == GATHER:
+        for row in range(task * batch[ROWS_A_TASK], min(rows, (task + 1) * batch[ROWS_A_TASK])):
+            experts.gather(row, layer, sizes, weights, buffers, batch)
+    else:
+        units = batch[N_EXPERT_PARTS] * chunks_of(kind, sizes)
+        many = chunks_a_task(units, rows, sizes[TEAM])
+        for unit in range(task * many, min(units, (task + 1) * many)):
+            experts.project(unit, kind == EXPERTS_DOWN, layer, sizes, weights, buffers, scratch)
 
 
 @njit(nogil=True)
@@ -435,6 +431,8 @@ def take_part(rank, sizes, weights, buffers, batch):
             kind, layer = sync.kind_and_layer(word)
             if kind <= LAST_BY_ROWS:
                 _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)
+            elif kind >= ROUTE:
+                _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch)
             elif kind == ATTEND:
                 _do_heads(rank, layer, task, sizes, weights, buffers, batch)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from paceline.core.weights import (
     GROUP,
     HEAD,
     NORM_NAMES,
+    ROUTER,
     TENSOR_TYPES,
     BlockTensor,
     DenseTensor,
@@ -96,8 +97,10 @@ class _Slab:
     rows: slice
     """Of the part."""
     form: Form
+    first: int
+    """Row of the records at which the part begins."""
     records: npt.NDArray[np.uint8]
-    """Of the whole part."""
+    """Of the whole part, or of several that lie one behind the other."""
 
     def read(self, source: WeightSource) -> StoredTensor:
         first = self.part.outputs.start
@@ -126,7 +129,7 @@ def _pack(source: WeightSource, slab: _Slab) -> int:
             blocks_of(tensor, name, whole, rows_NB)
         case name:
             raise UnsupportedModel(f"Tensor {slab.name} can't be held as {name}", "Ask for --weights int8 or bf16.")
-    pack_rows(slab.form, rows_NB, slab.rows.start, slab.records)
+    pack_rows(slab.form, rows_NB, slab.first + slab.rows.start, slab.records)
     return tensor.rows_NB.nbytes if isinstance(tensor, BlockTensor) else tensor.data.nbytes
 
 
@@ -187,14 +190,20 @@ def pack_model(
             progress(done, total)
 
     shape_by_name = {name: part.shape(shapes[name][1]) for name, part in part_by_name.items()}
-    size_by_name = {name: LAYOUT[form].packed_bytes(*shape_by_name[name]) for name, form in form_by_name.items()}
+    stacks = _stacks(rows, form_by_name)
+    size_by_name = {
+        names[0]: LAYOUT[form_by_name[names[0]]].packed_bytes(sum(shape_by_name[name][0] for name in names), shape_by_name[names[0]][1])
+        for names in stacks
+    }
     arena = _Arena(sum(size + CACHE_LINE for size in size_by_name.values()))
     records = {name: arena.take(size) for name, size in size_by_name.items()}
-    todo = [
-        _Slab(name, part_by_name[name], slab, form, records[name])
-        for name, form in form_by_name.items()
-        for slab in slabs(shape_by_name[name])
-    ]
+    todo = list[_Slab]()
+    for names in stacks:
+        first = 0
+        for name in names:
+            form = form_by_name[name]
+            todo += [_Slab(name, part_by_name[name], slab, form, first, records[names[0]]) for slab in slabs(shape_by_name[name])]
+            first += shape_by_name[name][0]
     _pack_all(source, todo, threads, tell)
     addresses = np.zeros((len(rows), places.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
@@ -202,8 +211,7 @@ def pack_model(
     for row, row_forms, named in zip(addresses, forms, rows, strict=True):
         for place, names in named.items():
             if place in MATRICES:
-                (name,) = names
-                row_forms[place], row[place] = form_by_name[name], records[name].ctypes.data
+                row_forms[place], row[place] = form_by_name[names[0]], records[names[0]].ctypes.data
             else:
                 values = [to_float32(source.read(name)).ravel() for name in names]
                 if place == places.QKV_BIAS:
@@ -227,6 +235,16 @@ def pack_model(
     )
 
 
+def _stacks(rows: Sequence[Mapping[int, Sequence[str]]], form_by_name: Mapping[str, Form]) -> list[Sequence[str]]:
+    """Names of matrices whose records lie one behind the other: of all experts at one place. Others are alone."""
+    stacks = [names for row in rows for place, names in row.items() if place in MATRICES and names[0] in form_by_name]
+    for names in stacks:
+        if len({form_by_name[name] for name in names}) > 1:
+            raise UnsupportedModel(f"Experts like {names[0]} are held in several forms", "Ask for --weights int8 or bf16.")
+    known = {names[0] for names in stacks}
+    return [*stacks, *((name,) for name in form_by_name if name == EMBEDDING and name not in known)]
+
+
 def _has_embedding(share: Share) -> bool:
     return share.vocab.start == 0
 
@@ -238,6 +256,8 @@ def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: r
         attended: inputs of the attention output that are held; `inner`: of feed-forward down.
     """
     heads = range(share.kv_heads.start * spec.head_dim, share.kv_heads.stop * spec.head_dim)
+    if ".mlp.experts." in name or name.endswith(ROUTER):
+        return _Part(range(tensor_shapes(spec)[name][0]))
     match name.split(".")[-2]:
         case "embed_tokens" if _has_embedding(share):
             return _Part(range(spec.vocab))
@@ -266,14 +286,19 @@ _SHARED = ("o_proj.weight", "down_proj.weight")
 
 MATRICES = {
     places.Q: "self_attn.q_proj", places.K: "self_attn.k_proj", places.V: "self_attn.v_proj", places.OUT: "self_attn.o_proj",
-    places.GATE: "mlp.gate_proj", places.UP: "mlp.up_proj", places.DOWN: "mlp.down_proj", places.HEAD: "lm_head",
+    places.GATE: "mlp.gate_proj", places.UP: "mlp.up_proj", places.DOWN: "mlp.down_proj", places.ROUTER: "mlp.gate", places.HEAD: "lm_head",
 }  # fmt: skip
 """Places that hold a matrix, and its name."""
 
 
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
     """Tensor names by place; vectors that lie one after the other are several."""
-    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place != places.HEAD}
+    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place not in (places.HEAD, places.ROUTER)}
+    if spec.moe is not None:
+        for place in (places.GATE, places.UP, places.DOWN):
+            stem = MATRICES[place].removeprefix("mlp.")
+            stems[place] = [f"mlp.experts.{expert}.{stem}.weight" for expert in range(spec.moe.n_experts)]
+        stems[places.ROUTER] = [f"{MATRICES[places.ROUTER]}.weight"]
     norms = zip((places.ATTN_NORM, places.ATTN_OUT_NORM, places.FFN_NORM, places.FFN_OUT_NORM), NORM_NAMES[spec.norms], strict=True)
     stems |= {place: [f"{name}.weight"] for place, name in norms if name is not None}
     if spec.qkv_bias:

@@ -29,6 +29,8 @@ def load_group(setup: Setup, kv: KvPlan, config: EngineConfig, progress: LoadPro
         raise ConfigError(f"--tensor needs compiled kernels, and {setup.kernels} would run this model", "Leave --tensor out.")
     if setup.opened.spec.qk_norm_whole:  # a rank has some of the heads
         raise ConfigError("--tensor can't run this model: its queries and keys are normed over all heads together", "Leave --tensor out.")
+    if setup.opened.spec.moe is not None:
+        raise ConfigError("--tensor deals no mixtures of experts yet", "Leave --tensor out, or spread its layers: --pipeline.")
     cpu.prepare(setup.kernels.lowering, Home.from_environment().kernels)
     from paceline.ways.tensor.group import GroupExecutor, TensorGroup
 

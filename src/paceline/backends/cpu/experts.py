@@ -1,0 +1,306 @@
+"""Mixture of experts: which of them a row goes through, rows brought together by expert, their products, and the sum of what they give.
+
+Each expert's weights are read once a batch, and only of those that some row goes through. Rows of an expert lie together, in their order, as if they were a
+batch of their own: which rows share one changes no byte. docs/arithmetic.md says what is computed.
+
+Shapes: T rows, E experts, K of them a row, D hidden, F an expert's width. Matrices of all experts lie one behind the other, as one of E x F or E x D outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.extending import intrinsic
+
+from paceline.backends.cpu import sync
+from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
+from paceline.backends.cpu.lowering import lowered, read, write
+from paceline.backends.cpu.panels import hold, multiply
+from paceline.backends.cpu.phases import EXPERTS_DOWN, EXPERTS_GATE, chunks_of
+from paceline.backends.cpu.places import (
+    ACT,
+    CHOICES,
+    COUNTS,
+    DOWN,
+    EXPANDED,
+    EXPERT_BOUNDS,
+    EXPERT_OUT,
+    EXPERT_PARTS,
+    EXPERT_ROWS,
+    EXPERT_SEGMENT,
+    EXPERT_WIDTH,
+    EXPERTS,
+    GATE,
+    GELU,
+    HIDDEN,
+    INPUTS,
+    N_EXPERT_PARTS,
+    NORMED_SHARES,
+    PLACED,
+    ROUTED,
+    ROUTER,
+    ROWS,
+    SHARES,
+    TOP_K,
+    UP,
+    WHOLE_BOUNDS,
+    H,
+)  # fmt: skip
+from paceline.backends.cpu.rows import gate
+from paceline.backends.cpu.shares import LANES, MOST_SEGMENTS
+from paceline.backends.cpu.simd import F32, I32, I64, Emit, F, Value
+from paceline.backends.cpu.sizes import CHUNK, PART
+
+# Places in a row of COUNTS (int32), of an expert: where its rows begin, how many it has, where the next one goes. Then in one of EXPERT_PARTS: the expert,
+# where its rows begin, the first of the part among them, how many rows the expert has.
+_FIRST, _COUNT, _NEXT, N_COUNT = range(4)
+_EXPERT, _BEFORE, _ROW, _N_ROWS, N_PART = range(5)
+
+
+@intrinsic
+def _load(_, address):
+    """The fp32 at an address."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.load(F32, args[0], align=4)
+
+    return lowered(body, types.float32, types.int64)
+
+
+@intrinsic
+def _store(_, address, value):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(args[1], args[0], align=4)
+
+    return lowered(body, types.void, types.int64, types.float32)
+
+
+@intrinsic
+def _exponentials(_, x, top, n, out):
+    """out = exp2((x - top) * log2(e)): fp32 [n], rounded up to whole vectors."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, top, n, out = args
+        top = e.splat(top, F)
+        with e.loop(e.b.lshr(e.b.add(n, e.i64(LANES - 1)), e.i64(4))) as i:
+            at = e.mul(i, 64)
+            e.store(e.exp2(e.b.fmul(e.b.fsub(e.load(F, x, at), top), e.const(1.44269504))), out, at)
+
+    return lowered(body, types.void, types.int64, types.float32, types.int64, types.int64)
+
+
+@intrinsic(prefer_literal=True)
+def _deal(_, n_bytes, x, x_apart, out, out_apart, n):
+    """Copy `n` groups of `n_bytes`, from one of which to the next it is so far."""
+    kind = ir.IntType(8 * n_bytes.literal_value)
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, x_apart, out, out_apart, n = args
+        with e.loop(n) as i:
+            e.store(e.load(kind, x, e.b.mul(i, x_apart), align=4), out, e.b.mul(i, out_apart), align=4)
+
+    return lowered(body, types.void, n_bytes, *[types.int64] * 5)
+
+
+@intrinsic
+def _mix(_, outputs, hidden, k, places, shares, choices, segment_of, out):
+    """out = sum of a row's experts' outputs times their shares: in each segment in the order of experts, and segments in their tree. fp32 [hidden]."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        outputs, hidden, k, places, shares, choices, segment_of, out = args
+        b = e.b
+        slots = b.ptrtoint(e.var(ir.Constant(ir.ArrayType(F, MOST_SEGMENTS), None)), I64)
+        with e.loop(b.lshr(hidden, e.i64(4))) as i:
+            for segment in range(MOST_SEGMENTS):
+                e.store(e.const(0.0), slots, 64 * segment, align=64)
+            with e.loop(k) as j:
+                at = e.mul(j, 4)
+                expert, place = (b.sext(e.load(I32, table, at, align=4), I64) for table in (choices, places))
+                segment = b.sext(e.load(I32, segment_of, e.mul(expert, 4), align=4), I64)
+                output = e.load(F, outputs, e.mul(b.add(b.mul(place, hidden), e.mul(i, LANES)), 4))
+                slot = e.mul(segment, 64)
+                e.store(e.fma(e.load_splat(shares, at), output, e.load(F, slots, slot, align=64)), slots, slot, align=64)
+            sums = [e.load(F, slots, 64 * segment, align=64) for segment in range(MOST_SEGMENTS)]
+            while len(sums) > 1:
+                sums = [b.fadd(left, right) for left, right in zip(sums[::2], sums[1::2], strict=True)]
+            e.store(sums[0], out, e.mul(i, 64))
+
+    return lowered(body, types.void, *[types.int64] * 8)
+
+
+@njit(nogil=True)
+def _is_among(expert, choices, count):
+    for j in range(count):  # noqa: SIM110 - compiled
+        if read(32, choices + 4 * j) == expert:
+            return True
+    return False
+
+
+@njit(nogil=True)
+def choose(logits, weights, experts, k, normed, choices, shares):
+    """The K experts of a row, in their order, and their shares: those of the largest logits, of equal ones the first.
+
+    Args:
+        logits: address of fp32 [E], which are lost; `weights`: of room for as many, and both for whole vectors.
+        choices: address for int32 [K]; `shares`: for fp32 [K].
+    """
+    lowest = np.float32(-np.inf)
+    top = lowest
+    for expert in range(experts):
+        value = _load(logits + 4 * expert)
+        top = max(top, value)
+    _exponentials(logits, top, experts, weights)
+    for j in range(k):
+        best, largest = -1, lowest
+        for expert in range(experts):
+            value = _load(logits + 4 * expert)
+            if value > largest:
+                best, largest = expert, value
+        if best < 0:  # what is left is no number above minus infinity
+            best = 0
+            while _is_among(best, choices, j):
+                best += 1
+        _store(logits + 4 * best, lowest)
+        at = j
+        while at > 0 and read(32, choices + 4 * (at - 1)) > best:
+            write(32, choices + 4 * at, read(32, choices + 4 * (at - 1)))
+            at -= 1
+        write(32, choices + 4 * at, best)
+    total = np.float32(0)
+    for j in range(k if normed else experts):
+        total += _load(weights + 4 * (read(32, choices + 4 * j) if normed else j))
+    for j in range(k):
+        _store(shares + 4 * j, _load(weights + 4 * read(32, choices + 4 * j)) / total)
+
+
+@njit(nogil=True)
+def _bring_together(sizes, buffers, batch):
+    """Give each row of each expert its place, and cut experts' rows into parts."""
+    experts, n, counts = sizes[EXPERTS], batch[ROWS] * sizes[TOP_K], buffers[COUNTS]
+    for expert in range(experts):
+        write(32, counts + 4 * (N_COUNT * expert + _COUNT), 0)
+    for i in range(n):
+        count = counts + 4 * (N_COUNT * read(32, buffers[CHOICES] + 4 * i) + _COUNT)
+        write(32, count, read(32, count) + 1)
+    before, parts = 0, 0
+    for expert in range(experts):
+        place = counts + 4 * N_COUNT * expert
+        rows = read(32, place + 4 * _COUNT)
+        write(32, place + 4 * _FIRST, before)
+        write(32, place + 4 * _NEXT, before)
+        for row in range(0, rows, PART):
+            part = buffers[EXPERT_PARTS] + 4 * N_PART * parts
+            write(32, part + 4 * _EXPERT, expert)
+            write(32, part + 4 * _BEFORE, before)
+            write(32, part + 4 * _ROW, row)
+            write(32, part + 4 * _N_ROWS, rows)
+            parts += 1
+        before += rows
+    for i in range(n):
+        place = counts + 4 * (N_COUNT * read(32, buffers[CHOICES] + 4 * i) + _NEXT)
+        at = read(32, place)
+        write(32, buffers[PLACED] + 4 * i, at)
+        write(32, place, at + 1)
+    batch[N_EXPERT_PARTS] = parts
+
+
+@njit(nogil=True)
+def route(task, layer, sizes, weights, buffers, batch, scratch):
+    """Choose the experts of a panel of rows. Whoever ends last brings rows together."""
+    experts, k, row = sizes[EXPERTS], sizes[TOP_K], task * PANEL
+    blocks, rows = (experts + LANES - 1) // LANES, min(PANEL, batch[ROWS] - row)
+    multiply(weights, layer, ROUTER, 0, blocks, H, sizes[HIDDEN], row, rows, scratch, 64 * blocks, buffers[WHOLE_BOUNDS], 1, buffers,
+             scratch + sizes[EXPANDED])  # fmt: skip
+    for m in range(rows):
+        at = 4 * k * (row + m)
+        choose(
+            scratch + 64 * blocks * m,
+            scratch + 64 * blocks * PANEL,
+            experts,
+            k,
+            sizes[NORMED_SHARES],
+            buffers[CHOICES] + at,
+            buffers[SHARES] + at,
+        )
+    if sync.fetch_add(buffers[ROUTED], 1) == (batch[ROWS] + PANEL - 1) // PANEL - 1:
+        sync.store_release(buffers[ROUTED], 0)
+        _bring_together(sizes, buffers, batch)
+
+
+_INT8, _INT16, _BF16 = (int(kind) for kind in Inputs)
+_INT8_BYTES, _INT16_BYTES, _BF16_BYTES = (GROUP_BYTES[kind] for kind in Inputs)
+
+
+@njit(nogil=True)
+def gather(row, layer, sizes, weights, buffers, batch):
+    """Copy what a row has for products to its place with each of its experts."""
+    k, groups = sizes[TOP_K], sizes[HIDDEN] // 32
+    kinds = 1 << weights[layer, GATE, INPUTS] | 1 << weights[layer, UP, INPUTS]
+    panel = row // PANEL * PANEL
+    high = min(PANEL, batch[ROWS] - panel)
+    source = panel * groups + row - panel
+    for i in range(k * row, k * row + k):
+        count = buffers[COUNTS] + 4 * N_COUNT * read(32, buffers[CHOICES] + 4 * i)
+        first, rows = read(32, count + 4 * _FIRST), read(32, count + 4 * _COUNT)
+        own = read(32, buffers[PLACED] + 4 * i) - first
+        own_panel = own // PANEL * PANEL
+        own_high = min(PANEL, rows - own_panel)
+        target = (first + own_panel) * groups + own - own_panel
+        if kinds & (1 << _INT8):
+            _deal(_INT8_BYTES, buffers[H + _INT8] + source * _INT8_BYTES, high * _INT8_BYTES,
+                  buffers[EXPERT_ROWS + _INT8] + target * _INT8_BYTES, own_high * _INT8_BYTES, groups)  # fmt: skip
+        if kinds & (1 << _INT16):
+            _deal(_INT16_BYTES, buffers[H + _INT16] + source * _INT16_BYTES, high * _INT16_BYTES,
+                  buffers[EXPERT_ROWS + _INT16] + target * _INT16_BYTES, own_high * _INT16_BYTES, groups)  # fmt: skip
+        if kinds & (1 << _BF16):
+            _deal(_BF16_BYTES, buffers[H + _BF16] + source * _BF16_BYTES, high * _BF16_BYTES,
+                  buffers[EXPERT_ROWS + _BF16] + target * _BF16_BYTES, own_high * _BF16_BYTES, groups)  # fmt: skip
+
+
+@njit(nogil=True)
+def project(unit, down, layer, sizes, weights, buffers, scratch):
+    """One chunk of an expert's outputs for a part of its rows: its inner activations, or (`down`) what it gives."""
+    hidden, width, chunks = sizes[HIDDEN], sizes[EXPERT_WIDTH], chunks_of(EXPERTS_DOWN if down else EXPERTS_GATE, sizes)
+    part, block = buffers[EXPERT_PARTS] + 4 * N_PART * (unit // chunks), unit % chunks * CHUNK
+    expert, before, row, n_rows = (
+        read(32, part + 4 * _EXPERT),
+        read(32, part + 4 * _BEFORE),
+        read(32, part + 4 * _ROW),
+        read(32, part + 4 * _N_ROWS),
+    )
+    first, rows, room = before + row, min(PART, n_rows - row), scratch + sizes[EXPANDED]
+    if down:
+        blocks, out = min(CHUNK, hidden // LANES - block), buffers[EXPERT_OUT] + 4 * (first * hidden + LANES * block)
+        multiply(weights, layer, DOWN, expert * hidden // LANES + block, blocks, ACT, width, first, rows, out, 4 * hidden, buffers[EXPERT_BOUNDS], 1,
+                 buffers, room)  # fmt: skip
+        return
+    for i in range(2):
+        multiply(weights, layer, UP if i else GATE, expert * width // LANES + block, CHUNK, EXPERT_ROWS, hidden, first, rows, scratch + 128 * i, 256,
+                 buffers[WHOLE_BOUNDS], 1, buffers, room)  # fmt: skip
+    for m in range(rows):
+        outputs = scratch + 256 * m
+        if sizes[GELU]:
+            gate(1, outputs, outputs)
+        else:
+            gate(0, outputs, outputs)
+        hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, LANES * block, width, n_rows, before, ACT, buffers)
+
+
+@njit(nogil=True)
+def mix(row, sizes, buffers, out):
+    """What a row's experts give: fp32 [D] at `out`."""
+    at, k = 4 * sizes[TOP_K] * row, sizes[TOP_K]
+    _mix(
+        buffers[EXPERT_OUT],
+        sizes[HIDDEN],
+        k,
+        buffers[PLACED] + at,
+        buffers[SHARES] + at,
+        buffers[CHOICES] + at,
+        buffers[EXPERT_SEGMENT],
+        out,
+    )
