@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,17 @@ from paceline.backends.cpu import Lowering
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels, choose, fastest_on_processors
 from paceline.core.errors import ConfigError
-from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.model import Activation, ModelSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
 
 SPEC = ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True)
 IDENTITY = "161051489bfd30a5"
 """The numerics id of all forms, as an AMD EPYC of Zen 3 computed it."""
+EVERY_PART = replace(
+    SPEC, head_dim=64, rope=RopeSpec(10000.0, dims=32, gain=1.25), qk_norm=True, qk_norm_whole=True, norms=Norms.AROUND,
+    activation=Activation.GELU_TANH, scales=Multipliers(12.0, 0.12, 0.22, 0.125), window=WindowSpec(64, (True,), RopeSpec(1000.0, dims=32)),
+)  # fmt: skip
+"""What no model has together: each part that some family has."""
+IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "f64f559902940523")}
 MEASURE = """
 import sys
 from paceline.backends import cpu
@@ -24,20 +31,21 @@ cpu.use_lowering(cpu.Lowering(sys.argv[1]))
 from paceline.backends import kernel_cache
 from paceline.store.home import Home
 kernel_cache.use(Home.from_environment().kernels)
-from tests.unit.backends.cpu.test_lowerings import SPEC
+from tests.unit.backends.cpu.test_lowerings import IDENTITIES
 from paceline.backends.cpu.forms import Form
 from paceline.backends.cpu.probe import numerics_id
-print(numerics_id(SPEC, set(Form), 2))
+print(numerics_id(IDENTITIES[sys.argv[2]][0], set(Form), 2))
 """
 
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
 
 
+@pytest.mark.parametrize("model", IDENTITIES)
 @pytest.mark.parametrize("lowering", cpu.lowerings_here())
-def test_all_forms_have_one_numerics_id_everywhere(lowering: Lowering) -> None:
-    process = subprocess.run([sys.executable, "-c", MEASURE, lowering], capture_output=True, text=True, check=False)
-    assert process.stdout.strip() == IDENTITY, process.stderr
+def test_all_forms_have_one_numerics_id_everywhere(lowering: Lowering, model: str) -> None:
+    process = subprocess.run([sys.executable, "-c", MEASURE, lowering, model], capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == IDENTITIES[model][1], process.stderr
 
 
 def test_the_table_takes_the_fastest_and_what_is_asked_for() -> None:
