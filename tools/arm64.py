@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(sys.prefix) / "arm64"
 PYTHON = "3.11"
 """Of Debian 12."""
-PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64")
+PLATFORMS = ("manylinux_2_31_aarch64", "manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64")
 PROGRAMS = ("qemu-aarch64-static", "debootstrap", "dpkg-deb")
 WITH = (
     "numba",
@@ -31,6 +31,9 @@ WITH = (
     "tqdm",
     "pyyaml",
     "requests",
+    "hypothesis",
+    "sortedcontainers",
+    "llguidance",
 )
 """Packages as they are here. Each is named, and none is asked what else it needs."""
 

@@ -35,7 +35,7 @@ class _Word:
 
 class Neon(Emit):
     rows_at_once = 4
-    flushes_early = True
+    parts_of_panels = flushes_early = True
 
     # --- registers
 

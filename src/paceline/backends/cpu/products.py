@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,7 +17,7 @@ from paceline.backends.cpu.lowering import EMIT, lowered
 from paceline.backends.cpu.shares import segment_bounds
 from paceline.backends.cpu.simd import I64, Emit, Value
 from paceline.backends.cpu.sizes import TILE_BLOCKS
-from paceline.backends.cpu.tiles import EXPANDED_BYTES, careful_row, expand, tile
+from paceline.backends.cpu.tiles import EXPANDED_BYTES, expand, part_of_panel, tile
 from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
@@ -44,13 +44,31 @@ def product(form: Form) -> int:
     # With sub-scales, or in 16 registers of 8 lanes, a second block's sums would leave the registers.
     tile_blocks = 1 if layout.scales is Scales.SUB_SCALES or EMIT.rows_at_once < PANEL else TILE_BLOCKS
     panel_group_bytes = PANEL * GROUP_BYTES[layout.inputs]
-    flushes_early, row_bytes = EMIT.flushes_early and layout.inputs is Inputs.BF16, GROUP_BYTES[layout.inputs]
+    in_parts, most, row_bytes = EMIT.parts_of_panels, EMIT.rows_at_once, GROUP_BYTES[layout.inputs]
+    flushes = layout.inputs is Inputs.BF16
 
-    @njit(nogil=True)
-    def careful_panel(w, w_stride, blocks, x, rows, out, out_stride, bounds, segments):
-        for n in range(blocks):
-            for m in range(rows):
-                careful_row(kind, rows, w + n * w_stride, x + m * row_bytes, out + m * out_stride + 64 * n, bounds, segments)
+    def by_parts(expanded: int) -> Callable[..., None]:
+        @njit(nogil=True)
+        def multiply_panel(w, x, panel, out, out_stride, bounds, segments):
+            """The rows of a panel, as many at once as registers have room for."""
+            for row in range(0, panel, most):
+                left, x_, o = panel - row, x + row * row_bytes, out + row * out_stride
+                if left >= 4:
+                    again = part_of_panel(kind, expanded, 0, 4, panel, w, x_, o, out_stride, bounds, segments)
+                elif left == 3:
+                    again = part_of_panel(kind, expanded, 0, 3, panel, w, x_, o, out_stride, bounds, segments)
+                elif left == 2:
+                    again = part_of_panel(kind, expanded, 0, 2, panel, w, x_, o, out_stride, bounds, segments)
+                else:
+                    again = part_of_panel(kind, expanded, 0, 1, panel, w, x_, o, out_stride, bounds, segments)
+                if flushes and again:
+                    for m in range(min(left, most)):
+                        place = o + m * out_stride
+                        part_of_panel(kind, expanded, 1, 1, panel, w, x_ + m * row_bytes, place, out_stride, bounds, segments)
+
+        return multiply_panel
+
+    multiply_panel, multiply_panel_unpacked = by_parts(0), by_parts(expands)
 
     def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments, room):
         wide_rows = rows // PANEL * PANEL if rows >= WIDE_FROM else 0
@@ -64,9 +82,10 @@ def product(form: Form) -> int:
                     expand(kind, w + (n + i) * w_stride, groups, room + i * a_stride)
             for row in range(0, wide_rows, PANEL):
                 x_, o = x + row // PANEL * panel_bytes, out + row * out_stride + 64 * n
-                again = tile(kind, expands, PANEL, tile_blocks, a, a_stride, x_, o, out_stride, bounds, segments)
-                if flushes_early and again:
-                    careful_panel(a, a_stride, tile_blocks, x_, PANEL, o, out_stride, bounds, segments)
+                if in_parts:
+                    multiply_panel_unpacked(a, x_, PANEL, o, out_stride, bounds, segments)
+                    continue
+                tile(kind, expands, PANEL, tile_blocks, a, a_stride, x_, o, out_stride, bounds, segments)
         # What is left: the last rows of those blocks, and all rows of the last ones.
         row = wide_rows if wide_blocks == blocks else 0
         while row < rows:
@@ -74,24 +93,24 @@ def product(form: Form) -> int:
             step, x_ = min(left, PANEL), x + row // PANEL * panel_bytes
             for n in range(first, blocks):
                 a, o = w + n * w_stride, out + row * out_stride + 64 * n
-                if step == 8:
-                    again = tile(kind, 0, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                if in_parts:
+                    multiply_panel(a, x_, step, o, out_stride, bounds, segments)
+                elif step == 8:
+                    tile(kind, 0, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 7:
-                    again = tile(kind, 0, 7, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 7, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 6:
-                    again = tile(kind, 0, 6, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 6, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 5:
-                    again = tile(kind, 0, 5, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 5, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 4:
-                    again = tile(kind, 0, 4, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 4, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 3:
-                    again = tile(kind, 0, 3, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 3, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 2:
-                    again = tile(kind, 0, 2, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 2, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 else:
-                    again = tile(kind, 0, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
-                if flushes_early and again:
-                    careful_panel(a, w_stride, 1, x_, step, o, out_stride, bounds, segments)
+                    tile(kind, 0, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
             row += step
 
     # A file of its own in the cache: one form's does not change when another is compiled.

@@ -174,6 +174,8 @@ class Emit(ABC):
 
     rows_at_once = 8
     """Rows whose sums of one block of outputs stay in registers."""
+    parts_of_panels = False
+    """Whether tiles have `rows_at_once` rows at most."""
     flushes_early = False
     """Whether a processor flushes results that are denormal before they are rounded, so that one may have been flushed that is none after."""
 

@@ -129,16 +129,27 @@ class _Tile:
     """Writes the code of one tile.
 
     Args:
-        panel: rows that lie together, of which the tile has the first, and is computed carefully. None: those of the tile.
+        panel: rows that lie together, of which the tile has some. None: those of the tile.
+        careful: it is right where results were flushed before they were rounded.
     """
 
-    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int, record: type[_Record | _Expanded], panel: Value = None) -> None:
+    def __init__(
+        self,
+        e: Emit,
+        layout: Layout,
+        rows: int,
+        blocks: int,
+        record: type[_Record | _Expanded],
+        panel: Value = None,
+        *,
+        careful: bool = False,
+    ) -> None:
         self._e, self._layout, self._record = e, layout, record
         self._rows: Final = range(rows)
         self._blocks: Final = range(blocks)
         self._words = _WORDS[layout.inputs]
         self._row_bytes = GROUP_BYTES[layout.inputs]
-        self._careful: Final = panel is not None
+        self._careful: Final = careful
         self._group_bytes = e.i64(self._row_bytes * rows) if panel is None else e.mul(panel, self._row_bytes)
         self.total = [[e.var(e.const(0.0)) for _ in self._blocks] for _ in self._rows]
 
@@ -260,34 +271,32 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
-    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1].
-
-    Returns whether it is to be computed again, by `careful_row`.
-    """
+    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
     record = _Expanded if expanded.literal_value else _Record
 
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        flushes = layout.inputs is Inputs.BF16
-        if flushes:
-            e.watch_underflow()
+    def body(e: Emit, args: Sequence[Value]) -> None:
         _Tile(e, layout, n_rows, n_blocks, record).write(args)
-        return e.has_underflowed() if flushes else ir.Constant(ir.IntType(1), 0)
 
-    return lowered(body, types.boolean, form, expanded, rows, blocks, *[types.int64] * 7)
+    return lowered(body, types.void, form, expanded, rows, blocks, *[types.int64] * 7)
 
 
 @intrinsic(prefer_literal=True)
-def careful_row(_, form, panel, w, x, out, bounds, segments):
-    """A tile of one row of a panel and one block of outputs, right where results were flushed before they were rounded."""
-    layout = LAYOUT[Form(form.literal_value)]
+def part_of_panel(_, form, expanded, careful, rows, panel, w, x, out, out_stride, bounds, segments):
+    """A tile of `rows` rows of the `panel` that lie together, and one block of outputs: as `tile`, or right where that is to be computed again."""
+    layout, n_rows = LAYOUT[Form(form.literal_value)], rows.literal_value
+    record, is_careful = _Expanded if expanded.literal_value else _Record, bool(careful.literal_value)
 
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        panel, w, x, out, bounds, segments = args
-        _Tile(e, layout, 1, 1, _Record, panel).write([w, e.i64(0), x, out, e.i64(0), bounds, segments])
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        panel, w, x, out, out_stride, bounds, segments = args
+        flushes = layout.inputs is Inputs.BF16
+        if flushes:
+            e.watch_underflow()
+        _Tile(e, layout, n_rows, 1, record, panel, careful=is_careful).write([w, e.i64(0), x, out, out_stride, bounds, segments])
+        return e.has_underflowed() if flushes else ir.Constant(ir.IntType(1), 0)
 
-    return lowered(body, types.void, form, *[types.int64] * 6)
+    return lowered(body, types.boolean, form, expanded, careful, rows, *[types.int64] * 7)
 
 
 @intrinsic(prefer_literal=True)
