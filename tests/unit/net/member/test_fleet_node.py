@@ -331,4 +331,4 @@ async def test_a_node_that_left_leaves_nothing_behind(tmp_path: Path) -> None:
             assert [failure.address for failure in a.sight().failures] == [address]
         await until_seen(a, "a")
         assert a.sight().failures == ()
-        assert len(a.pool) == 0
+        await until(lambda: len(a.pool) == 0)  # an exchange that was under way ends first

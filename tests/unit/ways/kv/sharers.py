@@ -78,9 +78,9 @@ class Sharer:
     async def knows(self, other: Sharer) -> None:
         """Wait until this node knows, and has priced, what the other used last."""
         version = other.loans.prefixes.version
-        await until(
-            lambda: self.sharing.version_of(other.node.node_id) >= version and other.node.node_id in self.sharing.meter.least_tokens
-        )
+        sharing, name = self.sharing, other.node.node_id
+        # What was told is priced a moment later.
+        await until(lambda: sharing.version_of(name) >= version and not sharing._stale and name in sharing.meter.least_tokens)  # pyright: ignore[reportPrivateUsage]
 
     async def computes_for(self, other: Sharer) -> None:
         """Wait until the other would have its prompts computed here."""
