@@ -7,7 +7,7 @@ Shapes: L layers, H heads, B bytes of a head's block; others as `engine.local`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,9 +19,11 @@ from paceline.backends.cpu.exchange import Exchange
 from paceline.backends.cpu.runner import Bf16, CpuRunner
 from paceline.backends.cpu.shares import deal
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.errors import ExecutorLost
 from paceline.core.ids import BlockId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.config import EngineConfig
+from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LocalExecutor, RowPlan
 from paceline.machine.setup import Setup
 from paceline.store.home import Home
@@ -73,7 +75,7 @@ class TensorGroup:
             undo.callback(self._runner.close)
             self._ranks.await_loads()
             undo.pop_all()
-        self._closed = False
+        self._heard, self._closed = 0, False
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -84,6 +86,20 @@ class TensorGroup:
     def lacks(self) -> str | None:
         """See `RankProcesses.lacks`."""
         return self._ranks.lacks
+
+    @property
+    def losses(self) -> int:
+        """Of ranks, so far. With each, all KV is void, whenever ranks are whole again."""
+        return self._ranks.losses
+
+    def begin_anew(self, losses: int) -> None:
+        """Whoever uses the KV has heard of so many losses, and what it names from now on was written since."""
+        self._heard = losses
+
+    def _check_kv(self) -> None:
+        """Raises ExecutorLost where KV that is asked for may have been written before a loss."""
+        if self._ranks.losses != self._heard:
+            raise ExecutorLost("the tensor group lost a rank, and its KV", ())
 
     @property
     def layers(self) -> LayerRange:
@@ -158,6 +174,7 @@ class TensorGroup:
         return self._sizes.spec.kv_bytes_per_token(self.layers) * self.block_size
 
     def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        self._check_kv()
         whole_LHB, layers = self._by_head(np.frombuffer(into, np.uint8), part), part or self.layers
         for rank, heads in self._with_heads():
             share_LHB = np.empty_like(whole_LHB[:, heads])
@@ -167,8 +184,10 @@ class TensorGroup:
                 data = self._ranks.ask(rank, block_request(protocol.EXPORT, block, layers))
                 share_LHB = np.frombuffer(data, np.uint8).reshape(share_LHB.shape)
             whole_LHB[:, heads] = share_LHB
+        self._check_kv()
 
     def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        self._check_kv()
         whole_LHB, layers = self._by_head(np.frombuffer(data, np.uint8), part), part or self.layers
         for rank, heads in self._with_heads():
             share_LHB = np.ascontiguousarray(whole_LHB[:, heads])
@@ -201,13 +220,33 @@ class GroupExecutor(LocalExecutor[Bf16]):
     def __init__(self, group: TensorGroup) -> None:
         super().__init__(group)
         self._group = group
+        self._told = 0
+        """Losses that the engine was told of: each voids what it knows of KV, though ranks may be whole again before it asks for a batch."""
 
     @property
     def lacks(self) -> str | None:
         return self._group.lacks
 
     def ready(self) -> bool:
-        if self._group.make_whole():
-            return True
+        return self._group.make_whole()
+
+    def restore(self, held: Sequence[HeldSequence]) -> tuple[()]:
+        self._group.begin_anew(self._told)
+        return super().restore(held)
+
+    def submit(self, batch: StepBatch) -> None:
+        if self._told != self._group.losses:
+            self._tell()
+            raise ExecutorLost("the tensor group lost a rank since its last batch", ())
+        super().submit(batch)
+
+    def collect(self, deadline: float) -> StepOutput | None:
+        try:
+            return super().collect(deadline)
+        except ExecutorLost:
+            self._tell()
+            raise
+
+    def _tell(self) -> None:
+        self._told = self._group.losses
         self.reset()  # of what was lost
-        return False

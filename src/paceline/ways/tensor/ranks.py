@@ -85,6 +85,8 @@ class RankProcesses:
         """When ranks were started again."""
         self.lost: str | None = None
         """Why they can't run, until they are whole again."""
+        self.losses = 0
+        """So far; with each, all KV is void."""
         self._lost_s = 0.0
         self._closed = False
         self._replacing = threading.Lock()
@@ -255,6 +257,7 @@ class RankProcesses:
 
     def _lose(self, why: str) -> None:
         if self.lost is None:
+            self.losses += 1
             self.lost, self._lost_s = why, time.monotonic()
             logger.warning("the tensor group: %s; it is started again, and answers go on", why)
             self._memory.give_up()

@@ -243,6 +243,7 @@ def test_a_rank_that_is_lost_while_idle_is_loaded_again_and_health_says_so_meanw
         return process
 
     with engine(model, 1.0, 1.0) as built:
+        assert answers(built, "before") == alone  # what is remembered of it is void after the loss
         host = EngineHost(built.engine, lambda: None, built.model, built.config, SystemClock(), lacks=lambda: built.executor.lacks)
         models = Models[HostedModel](lambda *_: pytest.fail("nothing is loaded"), settings, Home.from_environment(), SystemClock())
         models.add(HostedModel(host, built.model, (), "", None))
