@@ -113,7 +113,7 @@ def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, Store
         "qkv_proj": (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)),
         "gate_up_proj": (("gate_proj", spec.ffn), ("up_proj", spec.ffn)),
     }.get(part, ())
-    if not parts or at.shape[0] != sum(rows for _, rows in parts):
+    if not parts or not at.shape or at.shape[0] != sum(rows for _, rows in parts):
         yield name, at
         return
     start = 0

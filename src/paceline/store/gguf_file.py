@@ -98,6 +98,8 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
 
 def _window(header: GgufHeader, family: Family, n_layers: int, context: int) -> WindowSpec | None:
     tokens = header.integer(f"{family.arch}.attention.sliding_window")
+    if tokens and family.name == "olmo2":  # llama.cpp's name for OLMo 3, too, whose layers differ in more than the window
+        raise unsupported(header.path, "it is OLMo 3: an OLMo with sliding windows", like="olmo2")
     theta = header.number(f"{family.arch}.rope.freq_base_swa") or family.local_theta
     local = None if theta is None else RopeSpec(theta)
     if not tokens or (tokens >= context and local is None) or n_layers > MAX_LAYERS:

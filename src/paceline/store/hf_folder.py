@@ -48,7 +48,7 @@ class JsonObject(Fields):
     def numbers(self, key: str) -> list[float]:
         """A list of numbers; empty for an absent field."""
         found = self.typed(key, list, "a list") or []
-        if not all(isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < math.inf for item in found):
+        if not all(isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < 1e300 for item in found):
             raise damaged(self.path, f"{key} is not a list of numbers")
         return [float(item) for item in found]
 
@@ -109,6 +109,13 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         ModelFileError: a field is missing, of the wrong type or absurd.
         UnsupportedModel: a family or feature Paceline does not run.
     """
+    try:
+        return _spec(config)
+    except ArithmeticError as error:
+        raise damaged(config.path, f"its numbers are such that a size of it has none: {error}") from error
+
+
+def _spec(config: JsonObject) -> ModelSpec:
     family = config.text("model_type")
     if family is None:
         raise damaged(config.path, "model_type is missing")

@@ -83,6 +83,9 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
         raise damaged(path, "the factors of its rope scaling contradict one another")
     if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:
         raise damaged(path, f"{spec.n_heads} heads, {spec.n_kv_heads} KV heads and head size {spec.head_dim} don't go together")
+    local = spec.window.rope if spec.window is not None else None
+    if local is not None and (not 0 < local.theta < math.inf or rotary_dims(local, spec.head_dim) != turning):
+        raise damaged(path, f"the rope of its windows has base {local.theta}, and turns other dimensions than its own")
     if spec.moe is not None and spec.moe.top_k > spec.moe.n_experts:
         raise damaged(path, f"its configuration uses {spec.moe.top_k} of {spec.moe.n_experts} experts")
     if not (0 < spec.rope.theta < math.inf and 0 <= spec.rms_eps < math.inf and 0 < spec.rope.linear_factor < math.inf):

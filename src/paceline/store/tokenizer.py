@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK: Final = "\u2581"
 """What SentencePiece writes for a space."""
-END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
 """Special tokens that end an answer in the families we run, whether or not a model's files say so."""
 
 

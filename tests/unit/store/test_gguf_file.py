@@ -176,6 +176,13 @@ def test_a_window_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache)
     assert (spec.window, spec.max_context) == (WindowSpec(48, (True, True)), 128)
 
 
+def test_an_olmo_with_windows_is_another_family(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("olmo2")
+    model.metadata["attention.sliding_window"] = 48
+    with pytest.raises(UnsupportedModel, match="OLMo 3"):
+        open_gguf(model.write(tmp_path / "m.gguf"), digests)
+
+
 def test_gemma_is_read_as_llama_cpp_has_it(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model("gemma3")
     model.metadata |= {"attention.sliding_window": 48, "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}

@@ -376,7 +376,7 @@ def test_a_file_that_can_not_run_is_found_by_its_beginning(
     seen: list[tuple[int, int]] = []
     with pytest.raises(UnsupportedModel, match="architecture is 'gemma'") as caught:
         pull_tiny(seen=seen)
-    assert "Llama" in str(caught.value.hint)
+    assert "The nearest that runs is Gemma 3" in str(caught.value.hint)
     assert max(done for done, _ in seen) < 2 << 20
     assert not parts(home)
     assert not stored(home).exists()

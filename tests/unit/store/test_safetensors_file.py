@@ -198,6 +198,7 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
         ({"num_hidden_layers": 0}, ModelFileError, "layers = 0"),
         ({"num_hidden_layers": 10**30}, ModelFileError, "layers = 1000"),
         ({"rms_norm_eps": 10**400}, ModelFileError, "rms_norm_eps"),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 10**700}, ModelFileError, "its numbers"),
         ({"rope_theta": float("nan")}, ModelFileError, "rope base is nan"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 8}, ModelFileError, "8 of 4"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, UnsupportedModel, "some of its layers"),

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
 
 MOST_HEAD_DIM = 256
-MOST_EXPERTS = 512
 """What attention's scratch has room for."""
+MOST_EXPERTS = 512
+"""What a product's scratch has room for: the logits of a panel's router."""
 
 
 class Lowering(StrEnum):

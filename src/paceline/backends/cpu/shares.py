@@ -25,7 +25,7 @@ _SUPERBLOCK = 256
 
 def segment_bounds(units: int) -> tuple[int, ...]:
     """Where segments of a sum over `units` that are never divided begin, and where the last ends: [S + 1]."""
-    segments = min(MOST_SEGMENTS, units)
+    segments = max(1, min(MOST_SEGMENTS, units))  # of a mixture, whose dense size is none, too
     return tuple(i * units // segments for i in range(segments + 1))
 
 

@@ -179,7 +179,9 @@ def pack_model(
     layouts = {name: LAYOUT[form] for name, form in form_by_name.items()}
     if any(form.groups > 1 or TENSOR_TYPES[source.type_of(name)].block > GROUP for name, form in layouts.items() if name.endswith(_SHARED)):
         attended, inner = covered(attended, spec.n_heads * spec.head_dim), covered(inner, spec.ffn)
-    part_by_name = {name: _part_of(name, spec, share, attended, inner) for name in held}
+    part_by_name = {
+        name: _Part(range(shapes[name][0])) if _is_of_mixture(name) else _part_of(name, spec, share, attended, inner) for name in held
+    }
     vectors = [name for row in rows for place, names in row.items() if place not in MATRICES for name in names]
     done, total = 0, sum(map(source.nbytes, vectors)) + sum(_stored_bytes(source, name, part_by_name[name], *shapes[name]) for name in held)
 
@@ -249,6 +251,11 @@ def _has_embedding(share: Share) -> bool:
     return share.vocab.start == 0
 
 
+def _is_of_mixture(name: str) -> bool:
+    """An expert's matrix or a router: shares have all of it."""
+    return ".mlp.experts." in name or name.endswith(ROUTER)
+
+
 def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: range) -> _Part:
     """What a share has of a matrix. The first rank has all of the embedding, whose first outputs are its part of a tied head.
 
@@ -256,8 +263,6 @@ def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: r
         attended: inputs of the attention output that are held; `inner`: of feed-forward down.
     """
     heads = range(share.kv_heads.start * spec.head_dim, share.kv_heads.stop * spec.head_dim)
-    if ".mlp.experts." in name or name.endswith(ROUTER):
-        return _Part(range(tensor_shapes(spec)[name][0]))
     match name.split(".")[-2]:
         case "embed_tokens" if _has_embedding(share):
             return _Part(range(spec.vocab))
