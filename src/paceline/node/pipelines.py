@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,6 +37,7 @@ from paceline.node.build import BuiltNode, build_node
 from paceline.node.serving import FleetServing
 from paceline.node.ways import plan
 from paceline.store.catalog import ModelLocation, resolve
+from paceline.store.home import Home
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
@@ -106,7 +108,7 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
     async def bring(
         place: ModelLocation, settings: NodeSettings, progress: LoadProgress, alone: Callable[[], Awaitable[BuiltNode]]
     ) -> BuiltNode:
-        meant = {(await asyncio.to_thread(resolve, ref, whole.home)).name for ref in named}
+        meant = await asyncio.to_thread(names_of, named, whole.home)
         order = asked.order if place.name in meant else replace(asked.order, pins=(), own_layers=None)
         is_built = False
 
@@ -121,6 +123,15 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
         return node
 
     whole.models.by_plan = bring
+
+
+def names_of(models: Collection[str], home: Home) -> set[str]:
+    """Of those models that are there: one may have been removed since it was named."""
+    found = set[str]()
+    for model in models:
+        with suppress(UserError):
+            found.add(resolve(model, home).name)
+    return found
 
 
 def _access(whole: FleetServing, asked: Constraints) -> NodeFleetAccess:

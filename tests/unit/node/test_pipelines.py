@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
-from paceline.node.pipelines import Constraints, LoadTold, serve_planned
+from paceline.node.pipelines import Constraints, LoadTold, names_of, serve_planned
+from paceline.store.home import Home
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
@@ -228,3 +230,8 @@ def test_what_can_t_be_built_leaves_what_ran(monkeypatch: pytest.MonkeyPatch) ->
     assert built == [ALONE, PIPELINE]
     assert shown[-1].startswith("own [")
     assert "; would rather be own alone: " in shown[-1]
+
+
+def test_a_named_model_that_was_removed_is_no_matter_of_others_loads(tmp_path: Path) -> None:
+    (tmp_path / "there.gguf").write_bytes(b"GGUF")
+    assert names_of({str(tmp_path / "gone.gguf"), str(tmp_path / "there.gguf")}, Home(tmp_path / "home")) == {"there"}
