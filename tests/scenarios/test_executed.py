@@ -32,6 +32,7 @@ from paceline.node.pipelines import Constraints, LoadTold, serve_planned
 from paceline.node.ways import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
+from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import router as ahead
 from paceline.ways.pipeline.routes.build import PipelineOrder
@@ -162,7 +163,8 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
         async def offer(*_: object) -> None: ...
 
         slots = SimpleNamespace(take=lambda _: lambda: None, taken=settings.max_concurrent_pipelines if "full" in words else 0)
-        whole: Any = SimpleNamespace(fleet=node, home=None, offer=offer, slots=slots, models=SimpleNamespace(bound=None), pipelines=None)
+        models = SimpleNamespace(bound=None)
+        whole: Any = SimpleNamespace(fleet=node, home=None, offer=offer, slots=slots, models=models, pipelines=PipelineMeter())
         told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
         try:
             await serve_planned(whole, NodeSettings(model), asked, SystemClock(), told)

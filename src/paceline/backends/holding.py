@@ -28,7 +28,7 @@ from paceline.backends.cpu.sizes import (
     scratch_bytes,
 )
 from paceline.backends.table import Kernels
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, ModelSpec, Norms, WeightsFormat
 from paceline.core.weights import EMBEDDING, GROUP, HEAD, ROUTER, tensor_shapes
 
 NEAREST: Final[Mapping[str, Form]] = {
@@ -182,7 +182,7 @@ def cpu_working_bytes(
     whole_norm = 4 * (attended + spec.n_kv_heads * spec.head_dim) if spec.qk_norm_whole else 0
     inner = held * spec.ffn if spec.moe is None else spec.moe.top_k * (held * (spec.hidden + spec.moe.ffn) + 4 * spec.hidden + 16)
     row = (
-        10 * spec.hidden
+        (6 if spec.norms is Norms.BEFORE else 10) * spec.hidden
         + 2 * attended
         + whole_norm
         + held * (spec.hidden + attended)

@@ -126,6 +126,11 @@ class RopeSpec:
     """Of what turns: sines and cosines are multiplied by it."""
 
 
+def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
+    """Dimensions of a head that turn, the first ones."""
+    return rope.dims or head_dim
+
+
 @dataclass(frozen=True, slots=True)
 class WindowSpec:
     """Layers where a row sees its last keys alone."""

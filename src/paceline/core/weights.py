@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec, Norms, RopeSpec
+from paceline.core.model import ModelSpec, Norms, RopeSpec, rotary_dims
 
 EMBEDDING, FINAL_NORM, HEAD, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", ".mlp.gate.weight"
 """The tensors outside the layers; a tied head has none of its own. ROUTER ends the name of a mixture's router."""
@@ -224,11 +224,6 @@ class EncoderSource(Protocol):
 def yarn_gain(factor: float, weight: float = 1.0) -> float:
     """What YaRN multiplies sines and cosines by, unless a model says it."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
-    """Dimensions of a head that turn, the first ones."""
-    return rope.dims or head_dim
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:

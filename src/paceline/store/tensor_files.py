@@ -16,8 +16,8 @@ from typing import ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec, YarnSpec
-from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, rotary_dims, tensor_shapes
+from paceline.core.model import ModelSpec, YarnSpec, rotary_dims
+from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, tensor_shapes
 from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.faults import damaged, unreadable, unsupported
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import ConfigError
-from paceline.core.model import ModelSpec
-from paceline.core.weights import rotary_dims
+from paceline.core.model import ModelSpec, rotary_dims
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.exchange import Exchange

@@ -28,8 +28,8 @@ from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
-from paceline.core.model import Activation, LayerRange, ModelSpec, MoeSpec, Norms
-from paceline.core.weights import GROUP, rope_tables, rotary_dims
+from paceline.core.model import Activation, LayerRange, ModelSpec, MoeSpec, Norms, rotary_dims
+from paceline.core.weights import GROUP, rope_tables
 from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10
