@@ -2,7 +2,7 @@
 
 first that applies        for
 torch-cuda                a CUDA device, bf16 weights; families that torch has
-cpu-avx512bf16            dense families on processors with AVX512-BF16
+cpu-avx512bf16            all families on processors with AVX512-BF16
 cpu-avx512vnni            ... with AVX512-VNNI
 cpu-avxvnni               ... with AVX-VNNI
 cpu-avx2                  ... with AVX2, FMA and F16C
@@ -52,7 +52,7 @@ class Kernels(StrEnum):
 
 
 def fastest_on_processors() -> Kernels:
-    """What runs dense models on this machine's processors."""
+    """What runs models on this machine's processors."""
     lowering = cpu.lowering_in_use()
     return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
