@@ -71,7 +71,9 @@ class Sharer:
 
         def run() -> Answer:
             with self._turn:
-                return self.bench.run(request)[request.request_id, 0]
+                answer = self.bench.run(request)[request.request_id, 0]
+            self._woken()
+            return answer
 
         return await asyncio.to_thread(run)
 
@@ -98,8 +100,9 @@ class Sharer:
                 self.bench.step()
                 answers = [self.bench.answers.get((request.request_id, index)) for index in request.indices]
                 if all(answer is not None and answer.finish is not None for answer in answers):
-                    return
+                    break
             self.pace()
+        self._woken()
 
     @property
     def node_id(self) -> NodeId:
@@ -115,12 +118,14 @@ class Sharer:
         self._came.clear()
 
     def _woken(self) -> None:
-        """As an engine's thread is, where it rests; else the step under way looks."""
+        """As an engine's thread is, where it rests; else whoever has the turn looks again when it leaves it, or has a step under way."""
         self._came.set()
-        if self._turn.acquire(blocking=False):
+        under_way = 0
+        while not under_way and self.loans.is_waiting and self._turn.acquire(blocking=False):
             try:
                 self.bench.engine.submit()
                 self.bench.engine.check_invariants()
+                under_way = self.bench.engine.stats().steps_in_flight
             finally:
                 self._turn.release()
 
