@@ -48,6 +48,7 @@ from paceline.fleet.card import (
 )
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
+from paceline.machine.kv_spans import KvMove
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
@@ -338,6 +339,7 @@ def shard_examples() -> Iterator[Example]:
         ("opened", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True)),
         ("opened with a disk", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 1)),
         ("opened afresh", StageOpened(7501, ticket, 100, 32, "cpu/1", False, False, False)),
+        ("opened that moves blocks", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 0, 1)),
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
         ("report of latency", StageReport(9, 8, 7, 1, 12.5, 3.25, 4.5)),
@@ -351,7 +353,13 @@ def shard_examples() -> Iterator[Example]:
         yield coded(name, shard_pb2.ConnectStageRequest, way, partial(shards.write_connect, rich.session_id), shards.read_connect)
     found = BlocksAsked(rich.session_id, BlocksUse.FIND, (b"key-of-16-bytes!",))
     kept = BlocksAsked(rich.session_id, BlocksUse.KEEP, (b"key-of-16-bytes!", b"another-16-bytes"), (7, 0), 2.5)
-    for name, asked in (("rich", kept), ("minimal", found), ("restore", replace(kept, use=BlocksUse.RESTORE))):
+    had = KvMove(NodeId("node-2"), b"layout-of-blocks", (10, 30), 2)
+    asks = KvMove(NodeId("node-2"), b"layout-of-blocks", layers=LayerRange(4, 9), tensor_port=8155, ticket=ticket)
+    moved = (
+        ("fetch", replace(kept, use=BlocksUse.FETCH, move=had)),
+        ("give", replace(kept, use=BlocksUse.GIVE, move=asks)),
+    )
+    for name, asked in (("rich", kept), ("minimal", found), ("restore", replace(kept, use=BlocksUse.RESTORE)), *moved):
         yield coded(name, shard_pb2.KvBlocksRequest, asked, shards.write_blocks, shards.read_blocks)
     loading = shard_pb2.StageLoading(bytes_done=3, bytes_total=9)
     for message in (
@@ -418,6 +426,10 @@ def kv_examples() -> Iterator[Example]:
     offer = kv_pb2.NixlOffer(version="1.5.1", door="0123456789abcdef" * 2)
     for asked in (kv_pb2.FetchBlocksRequest(nixl=offer), kv_pb2.PrefillRequest(request_id="r", epoch=7, nixl=offer)):
         yield plain("nixl", asked)
+    span = kv_pb2.KvSpan(first_layer=10, stop_layer=20, node_id="g")
+    yield plain("spans", kv_pb2.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), spans=[span]))
+    yield plain("part", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), first_layer=10, stop_layer=20))
+    yield plain("in turns", kv_pb2.FetchBlocksResponse(n_blocks=2, from_node_id="g", in_turns=True))
     yield plain("routed", kv_pb2.PrefillRequest(request_id="r", remote_engine_id="p", remote_request_id="s", remote_tp_size=1))
 
 

@@ -32,7 +32,8 @@ from paceline.engine.kv_source import KvLoan
 from paceline.engine.prefix_cache import BlockPool
 from paceline.engine.step_costs import StepCosts
 from paceline.ways.kv import giving, lease, prefilling, pushing, service
-from paceline.ways.kv.source import PeerKv, send_block
+from paceline.ways.kv.fetching import send_block
+from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender
 
 HOME = Path(os.environ.get("PACELINE_HOME", ""))
@@ -124,12 +125,12 @@ class BadSum:
         self._sender.send(header, array, deadline)
 
 
-def read_badly(self: PeerKv, loan: KvLoan, key: bytes, into: memoryview) -> bool:
+def read_badly(self: PeerKv, loan: KvLoan, key: bytes, into: memoryview, *part: Any) -> bool:
     forgetting = is_in("deed", "forget")
     if forgetting and taken({"forget"}, reads["forget"], "done"):
         reads.clear()
     reads["forget"] += forgetting
-    return not is_in("done", "forget") and read(self, loan, key, into)
+    return not is_in("done", "forget") and read(self, loan, key, into, *part)
 
 
 def is_in(name: str, word: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,11 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.kv_source import KvLoans, KvSource
+from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine import devices
 from paceline.machine.capability import WarmModel
+from paceline.machine.kv_spans import ClosableKv
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, Wakeup
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
@@ -38,12 +39,6 @@ from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
-
-
-class ClosableKv(KvSource, Protocol):
-    """Closed before the runner whose blocks it reads and writes."""
-
-    def close(self) -> None: ...
 
 
 KvBeside = Callable[[LayerRunner[Any], str, DiskTier | None, KvLoans, Callable[[], None]], ClosableKv]

@@ -21,6 +21,7 @@ from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange
+from paceline.machine.kv_spans import KvPart
 from paceline.store.kv_folder import BLOCK_COUNTS, KvFolder
 
 READERS: Final = 2
@@ -268,5 +269,17 @@ class DiskTier:
 
 def kv_name(blocks: KvBlocks, model_digest: str) -> str:
     """Of all blocks that any runner of these weights, layers and kernels may read."""
-    said = f"{model_digest} {blocks.numerics_id} {blocks.layers} {blocks.kv_layout} {blocks.block_size} {blocks.block_bytes}"
-    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    return _name(model_digest, blocks.numerics_id, blocks.layers, blocks.kv_layout, blocks.block_size, blocks.block_bytes)
+
+
+def part_of(
+    model_digest: str, numerics_id: str, kv_layout: str, block_size: int, layers: LayerRange, layer_bytes: int, n_layers: int
+) -> KvPart:
+    """What some machine has of a model's blocks: all its layers, or some."""
+    whole = LayerRange(0, n_layers)
+    layout = bytes.fromhex(_name(model_digest, numerics_id, whole, kv_layout, block_size, n_layers * layer_bytes))
+    return KvPart(model_digest, numerics_id, layout, layers, layer_bytes)
+
+
+def _name(*of: object) -> str:
+    return hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=16).hexdigest()

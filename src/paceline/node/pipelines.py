@@ -39,6 +39,7 @@ from paceline.node.ways import plan
 from paceline.store.catalog import ModelLocation, resolve
 from paceline.store.home import Home
 from paceline.ways.draft.sources import NodeDrafts
+from paceline.ways.kv.source import PeerKv
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter
@@ -279,7 +280,9 @@ async def _build_spread(
 
         try:
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
-            build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
+            build = partial(
+                build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts, kv_beside=PeerKv
+            )
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             bounded = replace(settings, bound=whole.models.bound)
             built = await asyncio.to_thread(build, bounded, order, access, ends, loop, clock)
@@ -456,6 +459,12 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
     kept = drafts if built.drafts is drafts else None
     engine = MeteredEngine(built.engine, meter, clock)
     host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
+    built.loans.wake = host.wake
+    peers = built.beside if isinstance(built.beside, PeerKv) else None
+    if peers is not None:
+        peers.prompts_per_s = lambda: host.stats().prefill_per_s or built.prompts_per_s
     return BuiltNode(
-        host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, pipeline_id=executor.pipeline_id, spans=spans
+        *(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, peers),
+        pipeline_id=executor.pipeline_id,
+        spans=spans,
     )

@@ -140,7 +140,7 @@ class FleetServing:
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
         self.metrics = fleet_metrics(self.fleet)
-        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
+        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.planning: dict[str, object] = {}
@@ -230,7 +230,8 @@ class FleetServing:
     def _attach(self, node: BuiltNode) -> None:
         self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, self.models.stats)
         if node.peer_kv is not None:
-            self.kv.attach(node.peer_kv, partial(node.host.generate, node.model.name))
+            computes = partial(node.host.generate, node.model.name) if node.peer_kv.spread is None else None
+            self.kv.attach(node.peer_kv, computes)
 
     def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
         return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)

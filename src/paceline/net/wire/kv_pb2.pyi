@@ -25,6 +25,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WatchPrefixesRequest(_message.Message):
+    """A model's layers may lie on several machines, at either end: blocks then cross in parts, each straight from who holds its layers to who is to. A part
+    is what lies one behind the other of some layers in a whole block.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
@@ -57,16 +61,21 @@ class WatchPrefixesResponse(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
     PREFILLS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rises with each message of one start of the callee."""
     block_tokens: _builtins.int
     """Tokens that a block holds."""
     layout: _builtins.bytes
-    """Names what blocks have in common that may be copied from node to node: model, numerics, layers, layout and size."""
+    """Names what whole blocks have in common that may be copied from node to node: model, numerics, layers, layout and size."""
     marks: _builtins.bytes
     """The first 8 bytes of keys, of at most 64 blocks: too few to ask for what one does not know."""
     prefills: _builtins.bool
     """The callee computes prompts for others, too: see Prefill."""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvSpan]:
+        """Where the callee's layers lie, in their order. None: all of them with the callee."""
+
     def __init__(
         self,
         *,
@@ -75,14 +84,41 @@ class WatchPrefixesResponse(_message.Message):
         layout: _builtins.bytes = ...,
         marks: _builtins.bytes = ...,
         prefills: _builtins.bool = ...,
+        spans: _abc.Iterable[Global___KvSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "prefills", b"prefills", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "prefills", b"prefills", "spans", b"spans", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchPrefixesResponse: _TypeAlias = WatchPrefixesResponse  # noqa: Y015
+
+@_typing.final
+class KvSpan(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    STOP_LAYER_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    """Layers [first_layer, stop_layer)."""
+    stop_layer: _builtins.int
+    node_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        first_layer: _builtins.int = ...,
+        stop_layer: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "node_id", b"node_id", "stop_layer", b"stop_layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSpan: _TypeAlias = KvSpan  # noqa: Y015
 
 @_typing.final
 class NixlOffer(_message.Message):
@@ -121,6 +157,8 @@ class FetchBlocksRequest(_message.Message):
     TENSOR_PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     NIXL_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    STOP_LAYER_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     numerics_id: _builtins.str
     layout: _builtins.bytes
@@ -130,6 +168,9 @@ class FetchBlocksRequest(_message.Message):
     tensor_port: _builtins.int
     """Where the blocks are to be sent: port of the tensor streams, on the caller's addresses."""
     ticket: _builtins.bytes
+    first_layer: _builtins.int
+    """The layers that are wanted of each block, [first_layer, stop_layer), all in one of the callee's spans. Both 0: all."""
+    stop_layer: _builtins.int
     @_builtins.property
     def nixl(self) -> Global___NixlOffer:
         """Not there: blocks come over the tensor stream alone."""
@@ -144,10 +185,12 @@ class FetchBlocksRequest(_message.Message):
         tensor_port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
         nixl: Global___NixlOffer | None = ...,
+        first_layer: _builtins.int = ...,
+        stop_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "first_layer", b"first_layer", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "stop_layer", b"stop_layer", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
     _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015
@@ -160,16 +203,24 @@ class FetchBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     N_BLOCKS_FIELD_NUMBER: _builtins.int
+    FROM_NODE_ID_FIELD_NUMBER: _builtins.int
+    IN_TURNS_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
     """The first so many of those asked for are here. More may come, or fewer. 0: nothing comes."""
+    from_node_id: _builtins.str
+    """Who sends them. Empty: the callee."""
+    in_turns: _builtins.bool
+    """The stream ends behind these: what follows is to be asked for again."""
     def __init__(
         self,
         *,
         n_blocks: _builtins.int = ...,
+        from_node_id: _builtins.str = ...,
+        in_turns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_blocks", b"n_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_node_id", b"from_node_id", "in_turns", b"in_turns", "n_blocks", b"n_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

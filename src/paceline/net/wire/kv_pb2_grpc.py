@@ -57,7 +57,7 @@ class KvServiceServicer:
     """
 
     def WatchPrefixes(self, request, context):
-        """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model alone.
+        """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

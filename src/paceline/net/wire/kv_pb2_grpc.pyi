@@ -22,7 +22,7 @@ class KvServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchPrefixes: _aio.UnaryStreamMultiCallable[_kv_pb2.WatchPrefixesRequest, _kv_pb2.WatchPrefixesResponse]
-    """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model alone."""
+    """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model."""
     FetchBlocks: _aio.UnaryUnaryMultiCallable[_kv_pb2.FetchBlocksRequest, _kv_pb2.FetchBlocksResponse]
     """RESOURCE_EXHAUSTED where the callee gives blocks to as many as it will."""
     Prefill: _aio.StreamStreamMultiCallable[_kv_pb2.PrefillRequest, _kv_pb2.PrefillResponse]
@@ -40,7 +40,7 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.WatchPrefixesRequest,
         context: _aio.ServicerContext[_kv_pb2.WatchPrefixesRequest, _abc.AsyncIterator[_kv_pb2.WatchPrefixesResponse]],
     ) -> _abc.AsyncIterator[_kv_pb2.WatchPrefixesResponse]:
-        """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model alone."""
+        """At once, and again whenever it has changed. NOT_FOUND where the callee does not run this model."""
 
     @_abc_1.abstractmethod
     def FetchBlocks(

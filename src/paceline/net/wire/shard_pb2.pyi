@@ -157,6 +157,7 @@ class StageOpened(_message.Message):
     HOLDS_IDENTITY_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_MOVES_FIELD_NUMBER: _builtins.int
     tensor_port: _builtins.int
     """Where activations are to be sent: port of the tensor streams, on the node's addresses."""
     ticket: _builtins.bytes
@@ -172,6 +173,8 @@ class StageOpened(_message.Message):
     """The stage has the KV of that name. Absent: its node keeps none, and takes no batches that only fill KV."""
     kv_blocks: _builtins.int
     """The version of KvBlocks that the node answers for this session. 0: none, as it keeps no KV on a disk."""
+    kv_moves: _builtins.int
+    """The version of what the node does for this session between its blocks and other nodes' KvService. 0: nothing."""
     def __init__(
         self,
         *,
@@ -184,10 +187,11 @@ class StageOpened(_message.Message):
         holds_identity: _builtins.bool = ...,
         resumed: _builtins.bool | None = ...,
         kv_blocks: _builtins.int = ...,
+        kv_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "kv_blocks", b"kv_blocks", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "kv_blocks", b"kv_blocks", "kv_moves", b"kv_moves", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
     _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
@@ -436,7 +440,9 @@ Global___EchoRowsResponse: _TypeAlias = EchoRowsResponse  # noqa: Y015
 
 @_typing.final
 class KvBlocksRequest(_message.Message):
-    """KV blocks of a session's layers, on a disk of the stage's node: asked only where `StageOpened.kv_blocks` is a version that the caller knows."""
+    """KV blocks of a session's layers, on a disk of the stage's node, or between it and other nodes: asked only where `StageOpened.kv_blocks`, or `kv_moves`, is
+    a version that the caller knows.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -445,9 +451,12 @@ class KvBlocksRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     WITHIN_MS_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     use: _builtins.str
-    """find: how many of these are there. restore: read them into blocks of the session. keep: write blocks of the session under these names."""
+    """find: how many of these are there. restore: read them into blocks of the session. keep: write blocks of the session under these names.
+    fetch: have blocks of these names from another node. give: send blocks of the session, under these names, to one that asked for them.
+    """
     keys: _builtins.bytes
     """Their names, of 16 bytes each, one behind the other: a chain's, from one of its blocks on."""
     within_ms: _builtins.int
@@ -455,6 +464,10 @@ class KvBlocksRequest(_message.Message):
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As batches name them, one a name; none to find."""
+
+    @_builtins.property
+    def move(self) -> Global___KvMove:
+        """fetch and give: from whom, or to whom."""
 
     def __init__(
         self,
@@ -464,14 +477,62 @@ class KvBlocksRequest(_message.Message):
         keys: _builtins.bytes = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         within_ms: _builtins.int = ...,
+        move: Global___KvMove | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys", "session_id", b"session_id", "use", b"use", "within_ms", b"within_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys", "move", b"move", "session_id", b"session_id", "use", b"use", "within_ms", b"within_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvBlocksRequest: _TypeAlias = KvBlocksRequest  # noqa: Y015
+
+@_typing.final
+class KvMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    STOPS_FIELD_NUMBER: _builtins.int
+    N_LIKELY_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    STOP_LAYER_FIELD_NUMBER: _builtins.int
+    TENSOR_PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node that is to be asked, or that asked."""
+    layout: _builtins.bytes
+    """Names whole blocks of the model, as in WatchPrefixesResponse."""
+    n_likely: _builtins.int
+    """fetch: as many blocks as that node is likely to have, of those that are asked for."""
+    first_layer: _builtins.int
+    """give: the layers that are wanted, [first_layer, stop_layer), and where they go, as in FetchBlocksRequest."""
+    stop_layer: _builtins.int
+    tensor_port: _builtins.int
+    ticket: _builtins.bytes
+    @_builtins.property
+    def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """fetch: the layers at which the spans of that node end."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        layout: _builtins.bytes = ...,
+        stops: _abc.Iterable[_builtins.int] | None = ...,
+        n_likely: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        stop_layer: _builtins.int = ...,
+        tensor_port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "layout", b"layout", "n_likely", b"n_likely", "node_id", b"node_id", "stop_layer", b"stop_layer", "stops", b"stops", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvMove: _TypeAlias = KvMove  # noqa: Y015
 
 @_typing.final
 class KvBlocksResponse(_message.Message):
@@ -479,7 +540,7 @@ class KvBlocksResponse(_message.Message):
 
     N_BLOCKS_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
-    """Found, restored or copied, from the first on. Those behind it may hold anything, where they were to be restored."""
+    """Found, restored, copied, fetched or given, from the first on. Those behind it may hold anything, where they were to be restored or fetched."""
     def __init__(
         self,
         *,

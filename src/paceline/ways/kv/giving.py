@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -18,7 +19,9 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import FleetError, NotTrusted, PacelineError
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.kv_source import KvLoan
+from paceline.machine.kv_spans import KvMove, KvPart
 from paceline.net.mapper import split_bytes
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
@@ -27,17 +30,20 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServicer_to_server
+from paceline.ways.kv.fetching import KEY_BYTES, MOST_KEYS, send_block
 from paceline.ways.kv.lease import MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
 from paceline.ways.kv.prefilling import Prefilling, read_registration
 from paceline.ways.kv.price import MARK_BYTES
 from paceline.ways.kv.routed import KvLegs, RoutedPrefilling
-from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender, offer_of
 
 logger = logging.getLogger(__name__)
 
-MOST_GIVEN: Final = 4
-"""Fetches served at once. Raising it: more peers at a time, each of them slower."""
+MOST_GIVEN: Final = 12
+"""Fetches served at once, of which one of a pipeline is several. Raising it: more peers at a time, each of them slower."""
+GIVE_S: Final = 30.0
+"""For a stage to send the blocks of one turn. Raising it: they can't be handed out for longer where a peer takes them slowly."""
 MOST_WATCHES: Final = 16
 """Of one node: one for each model here."""
 LOOK_S: Final = 5.0
@@ -100,11 +106,13 @@ class KvServicer(KvServiceServicer):
         self._watches[caller.node_id] += 1
         try:
             while kv in self._owner.models():
-                prefixes = kv.loans.prefixes
-                marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks)
+                prefixes, shares = kv.loans.prefixes, kv.shares
+                marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks if shares)
                 said = wire.WatchPrefixesResponse(
                     version=prefixes.version, block_tokens=kv.block_tokens, layout=kv.layout, marks=marks, prefills=kv.prefills
                 )
+                for span in kv.spans(self._legs.node_id):
+                    said.spans.add(first_layer=span.layers.start, stop_layer=span.layers.stop, node_id=span.node_id)
                 await context.write(said)
                 await asyncio.sleep(PAUSE_S)
                 await self._owner.used(kv, prefixes.version)
@@ -122,14 +130,31 @@ class KvServicer(KvServiceServicer):
         if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_GIVEN // 2:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
         keys = split_bytes(request.keys, KEY_BYTES)
+        layers = LayerRange(request.first_layer, request.stop_layer) if request.stop_layer else kv.whole.layers
+        own = self._legs.node_id
+        spans = kv.spans(own) or (LayerSpan(own, kv.whole.layers),)
+        holder = next((span for span in spans if span.layers.start <= layers.start < layers.stop <= span.layers.stop), None)
+        if holder is None or not kv.shares:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no one machine holds these layers here now")
+            raise AssertionError("abort raises")
         self._served[caller.node_id] += 1
         loan: KvLoan | None = None
         try:
             loan = await _lent(kv, keys[: kv.window])
             n_blocks = next((place for place, key in enumerate(keys[: kv.window]) if not kv.has(loan, key)), min(len(keys), kv.window))
+            if n_blocks and holder.node_id != own:
+                assert kv.spread is not None, "others hold layers"
+                move = KvMove(caller.node_id, kv.layout, layers=layers, tensor_port=request.tensor_port, ticket=request.ticket)
+                blocks = [loan.blocks[key] for key in keys[:n_blocks]]
+                sending = asyncio.wrap_future(kv.spread.give_part(move, keys[:n_blocks], blocks, GIVE_S))
+                lent, loan = loan, None
+                sending.add_done_callback(lambda _: kv.loans.give_back(lent))
+                sending.add_done_callback(lambda done: self._sent(caller, done))
+                return wire.FetchBlocksResponse(n_blocks=n_blocks, from_node_id=holder.node_id, in_turns=True)
             if n_blocks:
-                opened = self._owner.dial(caller, request.tensor_port, request.ticket, offer_of(request), kv.block_bytes)
-                work = partial(self._send, kv, keys, loan, opened)
+                part = replace(kv.whole, layers=layers)
+                opened = self._owner.dial(caller, request.tensor_port, request.ticket, offer_of(request), part.block_bytes)
+                work = partial(self._send, kv, part, keys, loan, opened)
                 sending = asyncio.get_running_loop().run_in_executor(self._threads, work)
                 loan = None
                 sending.add_done_callback(lambda done: self._sent(caller, done))
@@ -185,8 +210,9 @@ class KvServicer(KvServiceServicer):
         for sender in tuple(self._senders):
             sender.close()
 
-    def _send(self, kv: PeerKv, keys: Sequence[bytes], loan: KvLoan, open_sender: Callable[[], BlockSender]) -> None:
+    def _send(self, kv: PeerKv, part: KvPart, keys: Sequence[bytes], loan: KvLoan, open_sender: Callable[[], BlockSender]) -> None:
         """In a thread of its own."""
+        layers = None if part.layers == kv.whole.layers else part.layers
         sent, lent, transport = 0, [loan], ""
         coming: Future[KvLoan] | None = None
         try:
@@ -199,7 +225,7 @@ class KvServicer(KvServiceServicer):
                     coming = kv.loans.ask(keys[stop : stop + kv.window]) if stop < len(keys) else None
                     for key in keys[start:stop]:
                         data = sender.space()
-                        if not kv.read(lent[0], key, data):
+                        if not kv.read(lent[0], key, data, layers):
                             sender.finish()
                             return
                         send_block(sender, key, data)
@@ -219,9 +245,9 @@ class KvServicer(KvServiceServicer):
                 kv.loans.give_back(each)
             if coming is not None:
                 kv.loans.leave(coming)
-            self._owner.given(sent, sent * kv.block_bytes, transport)
+            self._owner.given(sent, sent * part.block_bytes, transport)
 
-    def _sent(self, caller: Member, done: asyncio.Future[None]) -> None:
+    def _sent(self, caller: Member, done: asyncio.Future[Any]) -> None:
         self._served[caller.node_id] -= 1
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.error("KV could not be sent", exc_info=error)

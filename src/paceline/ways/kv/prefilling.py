@@ -23,8 +23,9 @@ from paceline.engine.prefix_cache import prompt_keys, root_key
 from paceline.net.mapper import split_bytes
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.wire import kv_pb2 as wire
+from paceline.ways.kv.fetching import KEY_BYTES, MOST_KEYS, send_block
 from paceline.ways.kv.lease import KvLease, KvLeases, LeaseEnd
-from paceline.ways.kv.source import KEY_BYTES, MOST_KEYS, PeerKv, send_block
+from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender
 
 logger = logging.getLogger(__name__)

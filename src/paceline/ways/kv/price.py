@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, ModelRef
+from paceline.core.model import BLOCK_TOKENS, LayerSpan, ModelRef
 from paceline.fleet.card import Link, ModelOffer, NodeCard, two_digits
 from paceline.fleet.machines import Links
+from paceline.machine.kv_spans import KvPart
+from paceline.ways.kv.slices import kv_slices
 
 MARK_BYTES = 8
 """Of a key, in what a node tells of its prefixes."""
@@ -84,6 +86,44 @@ def price(
         return None
     rate = seen_bytes_per_s or link.bytes_per_s
     return KvPrice(OPENING_S + ROUND_TRIPS * link.rtt_s, block_bytes / max(rate, 1.0), block_tokens / offer.prefill_tokens_per_second)
+
+
+UNPRICED = KvPrice(0.0, 0.0, 0.0)
+"""Of blocks that another node decided on."""
+
+
+def parted_price(
+    whole: KvPart,
+    block_tokens: int,
+    offer: ModelOffer | None,
+    there: Sequence[LayerSpan] | NodeId,
+    here: Sequence[LayerSpan] | NodeId,
+    links: Links,
+) -> KvPrice | None:
+    """What blocks cost whose parts cross between several machines at once, each over its own link; None where too little is known.
+
+    Args:
+        there, here: where the layers lie.
+    """
+    if offer is None or offer.prefill_tokens_per_second <= 0:
+        return None
+    sources, targets = ((LayerSpan(spans, whole.layers),) if isinstance(spans, str) else tuple(spans) for spans in (there, here))
+    ranges = [[range(span.layers.start, span.layers.stop) for span in spans] for spans in (sources, targets)]
+    opening_s, each_s = OPENING_S, [0.0] * len(targets)
+    try:
+        slices = kv_slices(*ranges)
+    except ValueError:
+        return None  # it has moved
+    for one in slices:
+        source, target = sources[one.source].node_id, targets[one.target].node_id
+        if source == target:
+            continue
+        link = links.between(source, target)
+        if link is None:
+            return None
+        opening_s = max(opening_s, OPENING_S + ROUND_TRIPS * link.rtt_s)
+        each_s[one.target] += len(one.part) * whole.layer_bytes / max(link.bytes_per_s, 1.0)
+    return KvPrice(opening_s, max(each_s), block_tokens / offer.prefill_tokens_per_second)
 
 
 @dataclass(frozen=True, slots=True)

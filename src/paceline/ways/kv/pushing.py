@@ -20,8 +20,9 @@ import grpc.aio
 from paceline.core.errors import FleetError, StreamCorrupt
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
+from paceline.ways.kv.fetching import PeerFetch, Receiving
 from paceline.ways.kv.lease import HEARTBEAT_S, LEASE_S
-from paceline.ways.kv.source import PeerFetch, PeerKv, Receiving
+from paceline.ways.kv.source import PeerKv
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Push:
             if fetch.is_over:
                 return PushEnd.LEFT
             hearing = asyncio.create_task(self._hear(call, receiving.ticket))
-            taking = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run, fetch, self._kv.block_bytes)
+            taking = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run, fetch)
             await asyncio.wait({hearing, taking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if hearing.done() and not over.is_set() and hearing.result() is PushEnd.WHOLE:
                 await asyncio.wait({taking}, timeout=COMPLETION_S)  # its last blocks are still on their way

@@ -31,12 +31,13 @@ from paceline.fleet.machines import live_cards
 from paceline.machine.settings import PrefillRole
 from paceline.net.member.node import FleetNode
 from paceline.net.wire import kv_pb2 as wire
+from paceline.ways.kv.fetching import KvPeer, PromptPush
 from paceline.ways.kv.lease import KvLease, KvLeases, LeaseEnd
 from paceline.ways.kv.legs import AwaitedPrompt, LegEnd, LegTables, RoutedPrompt
 from paceline.ways.kv.prefilling import Prefilling, Registration
 from paceline.ways.kv.price import KvPrice
 from paceline.ways.kv.pushing import TP_SIZE, PushEnd
-from paceline.ways.kv.source import KvPeer, PeerKv, PromptPush
+from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +28,6 @@ from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.messages import Effect
 from paceline.machine.settings import PrefillRole
-from paceline.net.mapper import split_bytes
 from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import Service
@@ -37,20 +36,21 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
+from paceline.ways.kv.fetching import KvPeer, PeerFetch, Receiving
 from paceline.ways.kv.giving import KvServicer, kv_service
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.meter import KV_ROWS, KvMeter
-from paceline.ways.kv.price import MARK_BYTES, KvPrice, PrefillPrice, marked, prefill_price, price, run_of
+from paceline.ways.kv.moving import StageMoves
+from paceline.ways.kv.price import KvPrice, PrefillPrice, marked, parted_price, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
 from paceline.ways.kv.rests import Rests
 from paceline.ways.kv.routed import KvLegs
-from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, KvPeer, PeerFetch, PeerKv, Receiving
+from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, PeerKv
 from paceline.ways.kv.staged import BlockSender, NixlOffered, NixlUse, block_sender
+from paceline.ways.kv.told import ToldPrefixes, read_told
 
 logger = logging.getLogger(__name__)
 
-MOST_TOLD: Final = 64
-"""Prefixes that are taken of one message."""
 MOST_LOOKED_AT: Final = 1 << 14
 """Tokens of a prompt that is to be sent where it lies. Raising it: more of the event loop's time for long prompts."""
 MOST_MODELS: Final = 16
@@ -66,17 +66,6 @@ DIAL_S: Final = 5.0
 
 _Told = tuple[NodeId, str, str]
 """A node, a model's digest, its numerics id."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToldPrefixes:
-    """What a node said of its prefixes last."""
-
-    version: int
-    block_tokens: int
-    layout: bytes
-    marks: frozenset[bytes]
-    prefills: bool
 
 
 class KvSharing:
@@ -104,11 +93,10 @@ class KvSharing:
         self._prices: dict[_Told, KvPrice] = {}
         self.meter = KvMeter()
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
-        self.legs = KvLegs(
-            fleet, self.models, self.meter.pushes, lambda card: self._rests.has(card.node_id, card.instance, clock.monotonic())
-        )
+        self.legs = KvLegs(fleet, self._whole, self.meter.pushes, lambda card: self._is_resting(card.node_id, card.instance))
         self._servicer = KvServicer(self, self.legs)
         self.meter.leases = lambda: self._servicer.n_leases
+        self.moves = StageMoves(fleet, self._threads, partial(self._begin, None), self._is_resting, self.dial, self.given)
         self._guard: PeerGuard | None = None
         self._stale = self._stopped = False
         fleet.listen(self._on_news)
@@ -182,6 +170,10 @@ class KvSharing:
     def models(self) -> Sequence[PeerKv]:
         """See `KvOwner`."""
         return tuple(self._used)
+
+    def _whole(self) -> Sequence[PeerKv]:
+        """Those of models whose layers are all here."""
+        return [kv for kv in self._used if kv.spread is None]
 
     async def used(self, kv: PeerKv, version: int) -> None:
         """See `KvOwner`."""
@@ -280,10 +272,7 @@ class KvSharing:
                         wire.WatchPrefixesRequest(digest=digest, numerics_id=numerics_id)
                     ):
                         if said.block_tokens:
-                            marks = split_bytes(said.marks, MARK_BYTES)
-                            self._told[key] = ToldPrefixes(
-                                said.version, said.block_tokens, said.layout, frozenset(marks[:MOST_TOLD]), said.prefills
-                            )
+                            self._told[key] = read_told(said)
                         wait_s = RETRY_S
                         self._look_soon()
             except grpc.aio.AioRpcError as failed:
@@ -303,28 +292,35 @@ class KvSharing:
         shown = {card.node_id for card in self._fleet.eligible(Use.ANSWER).cards}
         pushed = dict[NodeId, int]()
         for kv in self._used:
-            offer = _offer_of(cards.get(own), kv)
+            offer, held = _offer_of(cards.get(own), kv), kv.spans(own)
+            if offer is not None and (rate := kv.prompts_per_s()) > 0:
+                offer = replace(offer, prefill_tokens_per_second=rate)
             peers: list[KvPeer] = []
             for (node_id, *model), told in self._told.items():
                 if tuple(model) != (kv.digest, kv.numerics_id) or told.layout != kv.layout or node_id not in cards:
                     continue
                 rate, at_s = self._seen.get(node_id, (0.0, 0.0))
                 seen = rate if now - at_s < SEEN_S else None
-                cost = price(kv.block_bytes, kv.block_tokens, offer, links.between(node_id, own), seen)
+                if told.spans or held:
+                    if (told.spans and told.spans[-1].layers.stop != kv.whole.layers.stop) or not kv.shares:
+                        continue
+                    cost = parted_price(kv.whole, kv.block_tokens, offer, told.spans or node_id, held or own, links)
+                else:
+                    cost = price(kv.block_bytes, kv.block_tokens, offer, links.between(node_id, own), seen)
                 if cost is None:
                     continue
                 self._prices[node_id, kv.digest, kv.numerics_id] = cost
                 self._say(node_id, kv, cost)
                 prefill = None
-                if told.prefills and node_id in shown and kv.role is not PrefillRole.PREFILL:
+                if told.prefills and kv.spread is None and node_id in shown and kv.role is not PrefillRole.PREFILL:
                     prefill = prefill_price(cost, kv.block_tokens, _offer_of(cards[node_id], kv))
                 if prefill is not None:
                     self._say(node_id, kv, prefill)
                     if prefill.least_blocks is not None:
                         pushed[node_id] = prefill.least_blocks * kv.block_tokens
                 card = cards[node_id]
-                if (cost.least_blocks is not None or prefill is not None) and not self._rests.has(node_id, card.instance, now):
-                    peers.append(KvPeer(node_id, card.instance, card.addresses, told.marks, cost, prefill))
+                if (cost.least_blocks is not None or prefill is not None) and not self._is_resting(node_id, card.instance):
+                    peers.append(KvPeer(node_id, card.instance, card.addresses, told.marks, cost, prefill, told.spans))
             kv.show(peers, partial(self._begin_soon, kv))
         self.meter.least_pushed = pushed
         self.meter.marks = sum(len(told.marks) for told in self._told.values())
@@ -346,24 +342,24 @@ class KvSharing:
         if not self._on_loop(partial(self._begin, kv, fetch)):
             fetch.cancel()
 
-    def _begin(self, kv: PeerKv, fetch: PeerFetch) -> None:
+    def _begin(self, kv: PeerKv | None, fetch: PeerFetch) -> None:
         if self._stopped:
             fetch.cancel()
             return
-        work = self._fetch if fetch.push is None else self._push
-        task = asyncio.create_task(work(kv, fetch), name=f"KV from {fetch.peer.node_id}")
+        work = self._fetch(fetch) if kv is None or fetch.push is None else self._push(kv, fetch)
+        task = asyncio.create_task(work, name=f"KV from {fetch.peer.node_id}")
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    async def _fetch(self, kv: PeerKv, fetch: PeerFetch) -> None:
+    async def _fetch(self, fetch: PeerFetch) -> None:
         peer, began_s = fetch.peer, self._clock.monotonic()
         timer, outcome = self._loop.call_later(fetch.most_s, fetch.expire), "lost"
         try:
             try:
-                outcome = await self._blocks_of(kv, fetch, self.nixl.offer(peer.node_id, peer.instance, began_s))
+                outcome = await self._blocks_of(fetch, self.nixl.offer(peer.node_id, peer.instance, began_s))
             except NixlFailed as error:
                 logger.warning("the rest of a prefix comes from %s through TLS: %s", peer.node_id, error)
-                outcome = await self._blocks_of(kv, fetch, None)
+                outcome = await self._blocks_of(fetch, None)
         except (FleetError, grpc.aio.AioRpcError) as error:
             outcome = "wrong" if isinstance(error, StreamCorrupt) else "left" if fetch.is_over else "lost"
             if outcome == "wrong" or (outcome == "lost" and fetch.filled < fetch.expected):
@@ -374,10 +370,16 @@ class KvSharing:
             fetch.cancel()
             if outcome != "wrong":
                 outcome = "whole" if fetch.filled >= fetch.expected else "late" if fetch.is_late else outcome
-            self._ended(kv, fetch, outcome, self._clock.monotonic() - began_s)
+            self._ended(fetch, outcome, self._clock.monotonic() - began_s)
 
-    async def _blocks_of(self, kv: PeerKv, fetch: PeerFetch, offered: NixlOffered | None) -> str:
-        """Ask for those of a fetch's blocks that lack, and take them. Returns how it ended."""
+    async def _blocks_of(self, fetch: PeerFetch, offered: NixlOffered | None) -> str:
+        """Ask for those of a fetch's blocks that lack, and take them; again, where they come in turns. Returns how it ended."""
+        while (end := await self._turn_of(fetch, offered)) == "again":
+            pass
+        return end
+
+    async def _turn_of(self, fetch: PeerFetch, offered: NixlOffered | None) -> str:
+        part = fetch.part
         receiving, before = Receiving(self._fleet.tensors.expect(), offered), fetch.filled
         call: grpc.aio.UnaryUnaryCall[wire.FetchBlocksRequest, wire.FetchBlocksResponse] | None = None
 
@@ -390,9 +392,11 @@ class KvSharing:
         try:
             channel = self._fleet.channel(fetch.peer.node_id, fetch.peer.addresses, Use.SHARE_KV)
             request = wire.FetchBlocksRequest(
-                digest=kv.digest,
-                numerics_id=kv.numerics_id,
-                layout=kv.layout,
+                digest=part.digest,
+                numerics_id=part.numerics_id,
+                layout=part.layout,
+                first_layer=part.layers.start,
+                stop_layer=part.layers.stop,
                 keys=b"".join(fetch.keys[before:]),
                 tensor_port=self._fleet.tensors.port,
                 ticket=receiving.ticket,
@@ -410,22 +414,28 @@ class KvSharing:
                 return "left"
             if not answer.n_blocks:
                 return "none"
-            work = partial(receiving.run, fetch, kv.block_bytes)
+            most = answer.n_blocks if answer.in_turns else None
+            work = partial(receiving.run, fetch, answer.from_node_id, most)
             await self._loop.run_in_executor(self._threads, work)
+            if most is not None and fetch.filled == before + most and not fetch.is_over:
+                return "again"
             return "left"  # or all that was wanted came, which is counted as whole
         finally:
             receiving.close()
             n_blocks = fetch.filled - before
-            self._came("fetched", fetch.peer, receiving, n_blocks, n_blocks * kv.block_bytes)
+            self._came("fetched", fetch.peer, receiving, n_blocks, n_blocks * part.block_bytes)
 
-    def _ended(self, kv: PeerKv, fetch: PeerFetch, outcome: str, seconds: float) -> None:
-        node_id, n_bytes = fetch.peer.node_id, fetch.filled * kv.block_bytes
+    def _ended(self, fetch: PeerFetch, outcome: str, seconds: float) -> None:
+        node_id, n_bytes = fetch.peer.node_id, fetch.filled * fetch.part.block_bytes
         self.meter.fetches[outcome] += 1
         self.meter.blocks["missed"] += max(0, fetch.expected - fetch.filled)
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
             self._seen[node_id] = n_bytes / seconds, now
         self._rest(fetch.peer, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome))
+
+    def _is_resting(self, node_id: NodeId, instance: bytes) -> bool:
+        return self._rests.has(node_id, instance, self._clock.monotonic())
 
     def _rest(self, peer: KvPeer, rest_s: float | None) -> None:
         """Ask a peer for nothing for so long; None: it may be asked."""

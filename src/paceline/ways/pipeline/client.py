@@ -20,6 +20,7 @@ import grpc.aio
 from paceline.core import errors
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable
 from paceline.core.ids import NodeId
+from paceline.machine.kv_spans import KvMove
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
@@ -83,13 +84,15 @@ class RemoteStage:
         with _heard(self.node_id):
             await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
 
-    async def use_blocks(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float) -> int:
-        """Find, restore or keep blocks on the disk of the stage's node. Returns how many were, from the first on.
+    async def use_blocks(
+        self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float, move: KvMove | None = None
+    ) -> int:
+        """Find, restore or keep blocks on the disk of the stage's node, or move them. Returns how many were, from the first on.
 
         Raises:
             FleetError: it is not known what the stage does with them.
         """
-        asked = BlocksAsked(self.request.session_id, use, keys, blocks, within_s)
+        asked = BlocksAsked(self.request.session_id, use, keys, blocks, within_s, move)
         with _heard(self.node_id):
             beside_s = FIND_CALL_S if use is BlocksUse.FIND else CALL_S
             said = await self._stub.KvBlocks(write_blocks(asked), timeout=within_s + beside_s)

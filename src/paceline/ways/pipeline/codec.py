@@ -12,6 +12,7 @@ from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, ActivationDtype, WeightsFormat
 from paceline.core.text import printable
+from paceline.machine.kv_spans import KvMove
 from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds, refuse_with, split_bytes
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import is_address, is_node_id
@@ -87,6 +88,31 @@ _NEXT: Final = Codec(
     },
     beside=["session_id"],
 )
+_MOVE: Final = Codec(
+    KvMove,
+    wire.KvMove,
+    _ASKED,
+    {
+        "node_id": is_node_id,
+        "layout": Length(KEY_BYTES, KEY_BYTES),
+        "stops": Length(0, MAX_LAYERS),
+        "layers": layer_span(lambda layers: layers.start <= layers.stop <= MAX_LAYERS),
+        "tensor_port": Range(0, 65535),
+        "ticket": Mapped(bound=lambda ticket: len(ticket) in {0, TICKET_BYTES}),
+    },
+)
+
+
+def _sense(asked: BlocksAsked) -> str:
+    if len(asked.blocks) != (0 if asked.use is BlocksUse.FIND else len(asked.keys)):
+        return "blocks are not one a key"
+    if (asked.move is not None) is not asked.use.moves:
+        return "a move is named where nothing moves, or none where something does"
+    if asked.use is BlocksUse.GIVE and asked.move is not None and not (asked.move.layers and asked.move.tensor_port and asked.move.ticket):
+        return "it is not said what goes where"
+    return ""
+
+
 _BLOCKS: Final = Codec(
     BlocksAsked,
     wire.KvBlocksRequest,
@@ -97,8 +123,9 @@ _BLOCKS: Final = Codec(
         "keys": Mapped("keys", Length(1, MAX_KEYS, lambda key: len(key) == KEY_BYTES), b"".join, partial(split_bytes, size=KEY_BYTES)),
         "blocks": Mapped("blocks", Length(0, MAX_KEYS)),
         "within_s": milliseconds("within_ms", WITHIN_S),
+        "move": _MOVE,
     },
-    also=lambda asked: "" if len(asked.blocks) == (0 if asked.use is BlocksUse.FIND else len(asked.keys)) else "blocks are not one a key",
+    also=_sense,
 )
 _FINITE: Final = Mapped(bound=math.isfinite)
 _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {

@@ -23,8 +23,8 @@ from paceline.net.channels import Purpose
 from paceline.net.tensor.ends import TensorSender
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
-from paceline.ways.kv import giving, source
-from paceline.ways.kv.source import send_block
+from paceline.ways.kv import fetching, giving
+from paceline.ways.kv.fetching import send_block
 
 Send = Callable[[TensorSender, bytes, memoryview], object]
 STALLS = 10.0
@@ -136,7 +136,7 @@ async def test_a_peer_that_dies_in_the_middle_costs_what_it_did_not_send(tmp_pat
 async def test_a_peer_that_stalls_is_left_after_as_long_as_computing_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(source, "SILENCE_S", 60)
+    monkeypatch.setattr(fetching, "SILENCE_S", 60)
     async with sharers(tmp_path, sharer("a", speed=STALLS), sharer("b", speed=STALLS)) as (a, b):
         await fetches(b, a, monkeypatch, Turn(lambda *_: gate.wait(60)))
         assert b.sharing.meter.fetches == {"late": 1}
@@ -257,7 +257,7 @@ async def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         bad = grpc.StatusCode.INVALID_ARGUMENT
         for keys in (b"", bytes(31)):
             assert await refused(keys=keys) is bad
-        assert await refused(keys=bytes(16 * (source.MOST_KEYS + 1))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await refused(keys=bytes(16 * (fetching.MOST_KEYS + 1))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await refused(ticket=b"x") is bad
         for port in (0, 1 << 16):
             assert await refused(tensor_port=port) is bad

@@ -22,8 +22,8 @@ from paceline.core.generation import GenerationChunk, GenerationRequest, KvLeg, 
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.machine.settings import PrefillRole
 from paceline.ways.kv import legs, prefilling, routed
+from paceline.ways.kv.fetching import KvPeer, PeerFetch, PromptPush
 from paceline.ways.kv.price import KvPrice
-from paceline.ways.kv.source import KvPeer, PeerFetch, PromptPush
 
 ALIKE = 100.0
 """Tokens of prompts a second, of either: no plan would have one compute for the other."""

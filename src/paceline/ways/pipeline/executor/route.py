@@ -19,6 +19,7 @@ from typing import Protocol
 from paceline.core.ids import NodeId
 from paceline.core.model import ActivationDtype, LayerRange, LayerSpan, ModelRef, WeightsFormat
 from paceline.engine.local import WireBits
+from paceline.machine.kv_spans import KvMove
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 Rehearse = Callable[[StageBatch, WireBits], None]
@@ -80,6 +81,8 @@ SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
 KV_BLOCKS_VERSION = 1
 """Of what a caller asks of blocks that a stage's node keeps on a disk."""
+KV_MOVES_VERSION = 1
+"""Of what a caller asks between those blocks and other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +139,27 @@ class StageOpened:
     """It has the KV that a session of the same name left. None: its node keeps none."""
     kv_blocks: int = 0
     """The version of `BlocksAsked` that it answers; 0: its node keeps no blocks on a disk."""
+    kv_moves: int = 0
+    """The version of `KvMove` that it answers; 0: its node has no blocks from others, and gives none."""
 
 
 class BlocksUse(StrEnum):
-    """What is wanted of blocks on the disk of a stage's node."""
+    """What is wanted of blocks on the disk of a stage's node, or between it and other nodes."""
 
     FIND = "find"
     RESTORE = "restore"
     KEEP = "keep"
+    FETCH = "fetch"
+    GIVE = "give"
+
+    @property
+    def moves(self) -> bool:
+        return self in (BlocksUse.FETCH, BlocksUse.GIVE)
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksAsked:
-    """Blocks of a session's layers, by name. The answer is how many of them were found, restored or copied, from the first on."""
+    """Blocks of a session's layers, by name. The answer is how many of them were found, restored, copied or moved, from the first on."""
 
     session_id: bytes
     use: BlocksUse
@@ -156,6 +167,8 @@ class BlocksAsked:
     blocks: Sequence[int] = ()
     """As batches name them; none to find."""
     within_s: float = 1.0
+    move: KvMove | None = None
+    """From whom, or to whom, where they are to be fetched or given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,20 +97,25 @@ class StageBlocks:
     def __init__(self, runner: LayerRunner[Any], layers: LayerRange, base: int = 0, run_length: int = 1) -> None:
         self.layers, self.numerics_id, self.kv_layout = layers, runner.numerics_id, runner.kv_layout
         self.block_size = run_length * runner.block_size
-        self._own_bytes = runner.block_bytes // len(runner.layers) * len(layers)
-        self.block_bytes = run_length * self._own_bytes
+        self.layer_bytes = run_length * (runner.block_bytes // len(runner.layers))
+        self.block_bytes = self.layer_bytes * len(layers)
         self._runner, self._base, self._run_length = runner, base, run_length
 
-    def export_block(self, block: BlockId, into: memoryview) -> None:
-        for own, data in self._own(block, into):
-            self._runner.export_block(own, data, self.layers)
+    @property
+    def are_whole(self) -> bool:
+        """They lie as the runner's own do: a part of the layers is what lies of them in any machine's block."""
+        return self._run_length == 1
 
-    def import_block(self, block: BlockId, data: memoryview) -> None:
-        for own, part in self._own(block, data):
-            self._runner.import_block(own, part, self.layers)
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        for own, data in self._own(block, into):
+            self._runner.export_block(own, data, part or self.layers)
+
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        for own, piece in self._own(block, data):
+            self._runner.import_block(own, piece, part or self.layers)
 
     def _own(self, block: BlockId, data: memoryview) -> Iterator[tuple[BlockId, memoryview]]:
-        first, size = self._base + self._run_length * block, self._own_bytes
+        first, size = self._base + self._run_length * block, len(data) // self._run_length
         return ((BlockId(first + i), data[i * size : (i + 1) * size]) for i in range(self._run_length))
 
 

@@ -30,6 +30,7 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import BLOCK_TOKENS
+from paceline.machine.kv_spans import KvMover
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
@@ -41,6 +42,7 @@ from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.ways.pipeline.codec import read_blocks, read_connect, read_open, read_warm, write_event
 from paceline.ways.pipeline.executor.route import (
     KV_BLOCKS_VERSION,
+    KV_MOVES_VERSION,
     BlocksAsked,
     NextStage,
     PipelineFault,
@@ -82,6 +84,7 @@ class NodeShardHost:
     Args:
         check_caller: raises NotTrusted for members that are not served.
         disk: where sessions of members keep KV; None: nowhere. Guests get and give none.
+        mover: moves it between them and other nodes; None: it stays.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class NodeShardHost:
         clock: Clock,
         check_caller: Callable[[Member], None],
         disk: StageDisk | None = None,
+        mover: KvMover | None = None,
     ) -> None:
-        self.warm, self._disk = warm, disk
+        self.warm, self._disk, self._mover = warm, disk, mover
         self._ends, self._limits, self.meter, self._clock, self._check = ends, limits, meter, clock, check_caller
         self._open: dict[Key, _Open] = {}
         self._live: set[Session] = set()
@@ -186,9 +190,7 @@ class NodeShardHost:
             raise
         try:
             self.meter.sessions_opened += 1
-            yield self._opened(
-                shard, session, resumed=resumed is not None, keeps_kv=self._disk is not None and caller.trust is not Trust.GUEST
-            )
+            yield self._opened(shard, session, caller, resumed=resumed is not None)
             while session.fault is None:
                 await came_within(mine.faulted, request.report_s)
                 if session.stopping and session.fault is None:
@@ -231,14 +233,14 @@ class NodeShardHost:
         session.begin(to, sink)
 
     async def use_blocks(self, asked: BlocksAsked, caller: Member) -> int:
-        """Find, restore or keep blocks of a session. Returns how many were, from the first on.
+        """Find, restore, keep or move blocks of a session. Returns how many were, from the first on.
 
         Raises:
-            BadPipelineRequest: the caller has no such session, or it has not the blocks, or keeps none on a disk.
+            BadPipelineRequest: the caller has no such session, or it has not the blocks, or keeps none on a disk and moves none.
         """
         session = self._find(asked.session_id, caller).session
         if session is None or session.kv is None:
-            raise BadPipelineRequest("This session keeps no KV on a disk, or is not connected yet")
+            raise BadPipelineRequest("This session keeps no KV on a disk and moves none, or is not connected yet")
         return await session.kv.use(asked)
 
     @property
@@ -293,8 +295,9 @@ class NodeShardHost:
             self._ended.set()
 
         kv = None
-        if self._disk is not None and caller.trust is not Trust.GUEST:
-            kv = SessionKv(place.stage, request.digest, caller.node_id, self._disk, self._clock, self.meter.note_blocks)
+        if (self._disk or self._mover) is not None and caller.trust is not Trust.GUEST:
+            n_layers, counted = shard.loaded.spec.n_layers, self.meter.note_blocks
+            kv = SessionKv(place.stage, request.digest, n_layers, caller.node_id, self._disk, self._mover, self._clock, counted)
         session = Session(
             *(request, place, ticket, expected, kv, self._limits, self.meter, self._clock),
             on_fault=partial(tell_loop, loop, mine.faulted.set),
@@ -304,8 +307,8 @@ class NodeShardHost:
         self._live.add(session)
         return session
 
-    def _opened(self, shard: Shard, session: Session, *, resumed: bool, keeps_kv: bool) -> StageOpened:
-        loaded = shard.loaded
+    def _opened(self, shard: Shard, session: Session, caller: Member, *, resumed: bool) -> StageOpened:
+        loaded, is_member = shard.loaded, caller.trust is not Trust.GUEST
         assert loaded is not None, "a shard with a claim is not evicted"
         runner = loaded.runner
         return StageOpened(
@@ -317,7 +320,8 @@ class NodeShardHost:
             runner.one_path,
             runner.holds_identity,
             resumed,
-            KV_BLOCKS_VERSION if keeps_kv else 0,
+            KV_BLOCKS_VERSION if is_member and self._disk is not None else 0,
+            KV_MOVES_VERSION if is_member and self._mover is not None else 0,
         )
 
     async def _reap(self) -> None:

@@ -20,6 +20,7 @@ from paceline.fleet.messages import Effect, Revoked
 from paceline.machine.capability import WarmModel, shard_offer
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.devices import local_devices, usable_cores
+from paceline.machine.kv_spans import KvMover
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.machine.sizing import FETCH_BYTES, load_bytes
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
@@ -125,6 +126,7 @@ class ShardServing:
     Args:
         home: models, and the caches of kernels and speeds.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
+        mover: of KV between stages and other nodes.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class ShardServing:
         home: Home,
         clock: Clock,
         beside: Sequence[ModelLocation] = (),
+        mover: KvMover | None = None,
     ) -> None:
         self._fleet, self._portrait = fleet, portrait
         threads = self._threads = hosting.threads or usable_cores()
@@ -160,7 +163,7 @@ class ShardServing:
             on_change=self._changed.set,
         )
         disk = StageDisk(home.kv, KvDiskLimits(hosting.kv_disk_bytes)) if hosting.kv_disk_bytes else None
-        self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller, disk)
+        self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller, disk, mover)
         self.metrics = shard_metrics(self.host)
         self._showing: asyncio.Task[None] | None = None
         fleet.listen(self._on_effect)

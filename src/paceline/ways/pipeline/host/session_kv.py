@@ -1,6 +1,7 @@
-"""The KV of one session on a disk of the machine that runs its layers, in a folder of its caller's own: found, restored and kept as the caller asks.
+"""The KV of one session on a disk of the machine that runs its layers, in a folder of its caller's own: found, restored and kept as the caller asks; and
+between the session and other nodes: fetched and given.
 
-Law: what is found is restored whole or not at all, and the caller hears how far. Once an answer is given, or `fence` returned, no block of the session is
+Law: what is found or fetched comes whole or not at all, and the caller hears how far. Once an answer is given, or `fence` returned, no block of the session is
 read or written. Blocks are named by their caller; another caller's are not to be found.
 """
 
@@ -11,14 +12,16 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.background import came_within, tell_loop
 from paceline.core.clock import Clock
+from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import BlockId, NodeId
-from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+from paceline.engine.kv_source import KvFetch
+from paceline.machine.kv_spans import KvMove, KvMover
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits, part_of
 from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
 from paceline.ways.pipeline.executor.stage import Stage
 
@@ -40,13 +43,26 @@ class SessionKv:
     """For the event loop, but for `fence` and `close`.
 
     Args:
+        n_layers: of the whole model.
+        disk: None: nothing is kept.
+        mover: None: nothing is moved.
         counted: is told what became of blocks, once the session is closed.
     """
 
     def __init__(
-        self, stage: Stage, digest: str, caller: NodeId, disk: StageDisk, clock: Clock, counted: Callable[[Counter[str]], None]
+        self,
+        stage: Stage,
+        digest: str,
+        n_layers: int,
+        caller: NodeId,
+        disk: StageDisk | None,
+        mover: KvMover | None,
+        clock: Clock,
+        counted: Callable[[Counter[str]], None],
     ) -> None:
         self._stage, self._name, self._disk, self._clock, self._counted = stage, f"{digest} {caller}", disk, clock, counted
+        self._digest, self._n_layers, self._mover = digest, n_layers, mover
+        self._fetches: set[KvFetch] = set()
         self._loop = asyncio.get_running_loop()
         self._came = asyncio.Event()
         self._making: asyncio.Task[DiskTier] | None = None
@@ -62,14 +78,16 @@ class SessionKv:
         return Counter() if self._tier is None else Counter(self._tier.counts)
 
     async def use(self, asked: BlocksAsked) -> int:
-        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored or copied, from the first on.
+        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored, copied or moved, from the first on.
 
         Raises:
-            BadPipelineRequest: of blocks that the session has not.
+            BadPipelineRequest: of blocks, or layers, that the session has not.
         """
         keys, blocks = asked.keys, [BlockId(block) for block in asked.blocks]
-        self._stage.check_blocks(blocks, full=asked.use is BlocksUse.KEEP)
+        self._stage.check_blocks(blocks, full=asked.use in (BlocksUse.KEEP, BlocksUse.GIVE))
         until = self._loop.time() + asked.within_s
+        if asked.move is not None:
+            return await self._move(asked.use, asked.move, keys, blocks, until)
         tier = await self._opened(until)
         if tier is None:
             return 0
@@ -78,7 +96,7 @@ class SessionKv:
                 return tier.run_of(keys)
             case BlocksUse.RESTORE:
                 return await self._restore(tier, keys, blocks, until)
-            case BlocksUse.KEEP:
+            case _:
                 async with self._keeping:
                     return await self._keep(tier, keys, blocks, until)
 
@@ -86,6 +104,8 @@ class SessionKv:
         """Nothing is read or written any more once this returns. In any thread; does not wait for a disk. Idempotent."""
         with self._lock:
             self._is_fenced = True
+            for fetch in self._fetches:
+                fetch.cancel()
             if self._tier is not None:
                 self._tier.reset()
 
@@ -97,9 +117,11 @@ class SessionKv:
 
     async def _opened(self, until: float) -> DiskTier | None:
         """The tier, which is made at the first call, in a thread: it looks at all files."""
+        if (disk := self._disk) is None:
+            return None
         if self._making is None:
-            blocks, wake = self._stage.blocks, partial(tell_loop, self._loop, self._came.set)
-            make = lambda: DiskTier(blocks, self._name, self._disk.folder, self._disk.limits, self._clock, wake)  # noqa: E731
+            blocks = self._stage.blocks
+            make = lambda: DiskTier(blocks, self._name, disk.folder, disk.limits, self._clock, self._wake)  # noqa: E731
             self._making = asyncio.create_task(asyncio.to_thread(make))
         await asyncio.wait({self._making}, timeout=until - self._loop.time())
         if not self._making.done():
@@ -142,6 +164,39 @@ class SessionKv:
             with self._lock:
                 tier.reset()
         return next((place for place, block in enumerate(blocks) if block in left), len(blocks))
+
+    async def _move(self, use: BlocksUse, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> int:
+        held, within_s = self._stage.blocks, until - self._loop.time()
+        part = part_of(self._digest, held.numerics_id, held.kv_layout, held.block_size, held.layers, held.layer_bytes, self._n_layers)
+        if self._mover is None or not held.are_whole or part.layout != move.layout:
+            return 0
+        if use is BlocksUse.FETCH:
+            with self._lock:
+                if self._is_fenced:
+                    return 0
+                fetch = self._mover.fetch(part, held, move, keys, blocks, within_s, self._wake)
+                self._fetches.add(fetch)
+            try:
+                await self._until(lambda: fetch.is_over, until)
+            finally:
+                fetch.cancel()
+                self._fetches.discard(fetch)
+            self._stage.note_filled(blocks[: fetch.filled])
+            return fetch.filled
+        if not (part.layers.start <= move.layers.start < move.layers.stop <= part.layers.stop):
+            raise BadPipelineRequest("Layers are to be given that this session has not")
+
+        def read(place: int, into: memoryview) -> bool:
+            with self._lock:
+                if not self._is_fenced:
+                    held.export_block(blocks[place], into, move.layers)
+                return not self._is_fenced
+
+        return await self._mover.give(replace(part, layers=move.layers), move, keys, read, within_s)
+
+    def _wake(self) -> None:
+        """In any thread: something came of what was begun."""
+        tell_loop(self._loop, self._came.set)
 
     async def _until(self, condition: Callable[[], bool], until: float) -> bool:
         """Wait for a condition, which is looked at whenever something came. Returns whether it holds."""

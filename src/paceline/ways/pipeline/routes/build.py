@@ -23,12 +23,14 @@ from paceline.engine.config import EngineConfig, context_of
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
+from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
 from paceline.machine.capability import WarmModel
 from paceline.machine.config_file import PipelineSettings
-from paceline.machine.kv_tier import KvDiskLimits, Wakeup
+from paceline.machine.kv_spans import ClosableKv, SpreadKvBeside
+from paceline.machine.kv_tier import KvDiskLimits, Wakeup, part_of
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
@@ -261,12 +263,16 @@ class BuiltPipeline:
     grammars: Grammars
     kv: KvPlan
     """What this machine's part takes of its memory."""
-    disks: StagesKv | None
-    """KV on the machines' disks; None: none is kept."""
+    beside: ClosableKv | None
+    """KV on the machines' disks, and at other nodes; None: there is none."""
+    loans: KvLoans
+    """Of the pool."""
+    prompts_per_s: float
+    """Tokens of prompts, as the plan expects."""
 
     def close(self) -> None:
-        if self.disks is not None:
-            self.disks.close()
+        if self.beside is not None:
+            self.beside.close()
         self.executor.close()
         self.sampler.close()
 
@@ -283,11 +289,13 @@ def build_engine_over(
     progress: LoadProgress | None = None,
     on_opening: Callable[[Opening], None] | None = None,
     drafts: MoreSources | None = None,
+    kv_beside: SpreadKvBeside | None = None,
 ) -> BuiltPipeline:
     """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
 
     Args:
         loop: its event loop, which must run meanwhile.
+        kv_beside: KV of other nodes; None: there is none.
         on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
 
     Raises:
@@ -384,11 +392,18 @@ def build_engine_over(
         undo.callback(sampler.close)
         grammars = Grammars(opened.tokenizer)
 
-        wakeup, disks = Wakeup(), None
-        if settings.kv_disk_bytes and config.prefix_cache:
-            kept = KvDiskLimits(settings.kv_disk_bytes)
+        wakeup, loans = Wakeup(), KvLoans()
+        beside: ClosableKv | None = None
+        shares = kv_beside is not None and holds_identity
+        if config.prefix_cache and (settings.kv_disk_bytes or shares):
+            kept = KvDiskLimits(settings.kv_disk_bytes) if settings.kv_disk_bytes else None
             folder = Home.from_environment().kv
-            disks = StagesKv(executor, head, digest, request.dtype, folder, kept, clock, fleet.trust, loop, wakeup.came)
+            beside = stages = StagesKv(executor, head, digest, request.dtype, folder, kept, clock, fleet.trust, loop, wakeup.came)
+            if kv_beside is not None and shares:
+                size = head.block_size
+                layer_bytes = size * spec.kv_bytes_per_token(LayerRange(0, 1))
+                whole = part_of(digest, head.numerics_id, head.kv_layout, size, spec.all_layers, layer_bytes, spec.n_layers)
+                beside = kv_beside(head, digest, stages, loans, wakeup.came, whole)
 
         def make() -> Engine:
             return Engine(
@@ -397,12 +412,14 @@ def build_engine_over(
                 sampler=sampler,
                 grammars=grammars,
                 wait=wakeup.wait,
-                kv=disks,
+                kv=beside,
+                loans=loans,
             )
 
         def rebuild() -> Engine:
-            if disks is not None:
-                disks.reset()
+            if beside is not None:
+                beside.reset()
+            loans.void(None)
             executor.reset()
             return make()
 
@@ -420,7 +437,9 @@ def build_engine_over(
             sampler,
             grammars,
             kv,
-            disks,
+            beside,
+            loans,
+            wanted.request.prompt_tokens / planned.estimate.ttft_s if planned.estimate.ttft_s > 0 else 0.0,
         )
         undo.pop_all()
         return built

@@ -1,4 +1,4 @@
-"""The KV of a pipeline on disks: each span's blocks lie where the span runs, and count only as far as all spans have them.
+"""The KV of a pipeline on disks, and at other nodes: each span's blocks lie where the span runs, and count only as far as all spans have them.
 
 Law: the engine's thread never waits: stages are asked in the event loop. A block is lent until every span has copied or filled its part of it. Where it is
 not known what a stage does with one, the stage's route ends: then it does nothing more.
@@ -19,13 +19,15 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineStalled
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId, Trust
-from paceline.core.model import ActivationDtype
+from paceline.core.model import ActivationDtype, LayerSpan
 from paceline.engine.local import LayerRunner
+from paceline.machine.kv_spans import KvMove
 from paceline.machine.kv_tier import DiskFetch, DiskTier, KvDiskLimits
 from paceline.store.kv_folder import BLOCK_COUNTS
+from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.codec import KEY_BYTES, MAX_KEYS
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksUse, PipelineFault, Route
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksUse, PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBlocks
 from paceline.ways.pipeline.routes.opening import FleetRoute
 
@@ -87,11 +89,31 @@ class StagesFetch:
         return True
 
 
+class StagesMove:
+    """Implements `engine.kv_source.KvFetch`: all stages fill their parts of blocks with what another node has."""
+
+    def __init__(self, kv: StagesKv, answers: Future[list[int]]) -> None:
+        self._kv, self._answers = kv, answers
+
+    @property
+    def filled(self) -> int:
+        return min(self._answers.result()) if self._answers.done() else 0
+
+    @property
+    def is_over(self) -> bool:
+        # What a route that broke leaves in the blocks is of no use, as of `StagesFetch`.
+        return self._answers.done() or not self._kv.spans
+
+    def cancel(self) -> None:
+        """Stages end by themselves: until they say that they did, they may write."""
+
+
 class StagesKv:
-    """Implements `engine.kv_source.KvSource`.
+    """Implements `engine.kv_source.KvSource`, and `machine.kv_spans.KvSpread`.
 
     Args:
         head: runs this machine's own layers, maybe none.
+        limits: of what is kept on disks; None: nothing is.
         trust: of the fleet's nodes: a guest is told no names, by which it could check a guess of what was asked.
         wake: called, in other threads, when something came of what was asked.
     """
@@ -103,7 +125,7 @@ class StagesKv:
         digest: str,
         dtype: ActivationDtype,
         folder: Path,
-        limits: KvDiskLimits,
+        limits: KvDiskLimits | None,
         clock: Clock,
         trust: Callable[[], Mapping[NodeId, Trust]],
         loop: asyncio.AbstractEventLoop,
@@ -118,6 +140,8 @@ class StagesKv:
         """That what stands here is of."""
         self._asked: FleetRoute | None = None
         """The same, where all its stages keep blocks."""
+        self._moving: FleetRoute | None = None
+        """The same, where all its stages move blocks, and have those of any machine."""
         self._lineage = b""
         self.everywhere: Counter[str] = Counter()
         """Blocks, by what became of them on all machines."""
@@ -171,6 +195,32 @@ class StagesKv:
             self._batch = []
         return found
 
+    # ------------------------------------------------------------------------------------------------------- between nodes
+
+    @property
+    def spans(self) -> Sequence[LayerSpan]:
+        """See `machine.kv_spans.KvSpread`."""
+        route = self._moving
+        return route.stages if route is not None and route is self.executor.route and route.fault() is None else ()
+
+    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> StagesMove:
+        """See `machine.kv_spans.KvSpread`."""
+        self.executor.forget_inputs(blocks)
+        return StagesMove(self, self._ask(self._moving, BlocksUse.FETCH, keys, blocks, within_s, move))
+
+    def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
+        """See `machine.kv_spans.KvSpread`."""
+
+        async def give() -> int:
+            route, layers = self._moving, move.layers
+            for session in () if route is None else route.sessions:
+                span = session.request.layers
+                if route is not None and span.start <= layers.start and layers.stop <= span.stop:
+                    return await self._answer(route, session, BlocksUse.GIVE, keys, blocks, within_s, move)
+            return 0
+
+        return asyncio.run_coroutine_threadsafe(give(), self._loop)
+
     @property
     def is_broken(self) -> bool:
         """The route that was asked is of no use any more."""
@@ -200,27 +250,42 @@ class StagesKv:
 
     def ask_stages(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[list[int]]:
         """Have every stage of the route do something; what each answers."""
-        asked = asyncio.run_coroutine_threadsafe(self._answers(self._asked, use, keys, blocks, within_s), self._loop)
+        return self._ask(self._asked, use, keys, blocks, within_s)
+
+    def _ask(
+        self,
+        route: FleetRoute | None,
+        use: BlocksUse,
+        keys: Sequence[bytes],
+        blocks: Sequence[BlockId],
+        within_s: float,
+        move: KvMove | None = None,
+    ) -> Future[list[int]]:
+        async def answers() -> list[int]:
+            sessions = () if route is None else route.sessions
+            return await asyncio.gather(*(self._answer(route, each, use, keys, blocks, within_s, move) for each in sessions)) or [0]
+
+        asked = asyncio.run_coroutine_threadsafe(answers(), self._loop)
         asked.add_done_callback(lambda _: self._wake())
         return asked
 
-    async def _answers(
-        self, route: FleetRoute | None, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float
-    ) -> list[int]:
-        if route is None:
-            return [0]
-
-        async def answer(stage: int) -> int:
-            session = route.sessions[stage]
-            try:
-                return await session.use_blocks(use, keys, blocks, within_s)
-            except FleetError as error:
-                if use is not BlocksUse.FIND:
-                    said = f"{session.node_id} does not say what it did with blocks: {error.message}"
-                    route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
-                return 0
-
-        return await asyncio.gather(*map(answer, range(len(route.sessions))))
+    async def _answer(
+        self,
+        route: FleetRoute | None,
+        session: RemoteStage,
+        use: BlocksUse,
+        keys: Sequence[bytes],
+        blocks: Sequence[BlockId],
+        within_s: float,
+        move: KvMove | None,
+    ) -> int:
+        try:
+            return await session.use_blocks(use, keys, blocks, within_s, move)
+        except FleetError as error:
+            if route is not None and use is not BlocksUse.FIND:
+                said = f"{session.node_id} does not say what it did with blocks: {error.message}"
+                route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
+            return 0
 
     def _look_at_route(self) -> None:
         """Go with the route that is in use."""
@@ -228,24 +293,32 @@ class StagesKv:
         if route is self._route:
             return
         self._route = route
-        self._asked = None
-        if not isinstance(route, FleetRoute) or any(stage.opened.kv_blocks != KV_BLOCKS_VERSION for stage in route.sessions):
+        self._asked = self._moving = None
+        if not isinstance(route, FleetRoute):
             return
         trust = self._trust()
         if any(trust.get(stage.node_id, Trust.GUEST) is Trust.GUEST for stage in route.sessions):
             return
+        size = self.executor.block_size
+        moves = all((stage.opened.kv_moves, stage.opened.block_size) == (KV_MOVES_VERSION, size) for stage in route.sessions)
+        if moves and size == self._head.block_size and self._is_alike(route):
+            self._moving = route
+        if self._limits is None or any(stage.opened.kv_blocks != KV_BLOCKS_VERSION for stage in route.sessions):
+            return
         self._asked = route
-        own, size = self._head.layers, self.executor.block_size
+        own = self._head.layers
         if own and size != self._own_size:
             self.close()
             blocks = StageBlocks(self._head, own, 0, size // self._head.block_size)
             self.own = DiskTier(blocks, self._digest, self._folder, self._limits, self._clock, self._wake)
             self._own_size = size
         self.ask_stages(BlocksUse.FIND, [bytes(KEY_BYTES)], (), OPEN_S)
-        others = {stage.numerics_id for stage in route.stages} - {self._head.numerics_id}
         spans = "".join(f" {stage.layers} {stage.numerics_id}" for stage in route.stages)
-        alike = not others and self._dtype is ActivationDtype.BF16
-        self._lineage = b"" if alike else hashlib.blake2b(f"{own}{spans} {self._dtype}".encode(), digest_size=16).digest()
+        self._lineage = b"" if self._is_alike(route) else hashlib.blake2b(f"{own}{spans} {self._dtype}".encode(), digest_size=16).digest()
+
+    def _is_alike(self, route: Route) -> bool:
+        """Whether its blocks are those that one machine computes."""
+        return self._dtype is ActivationDtype.BF16 and {stage.numerics_id for stage in route.stages} == {self._head.numerics_id}
 
     def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """As they are on the disks of this route."""

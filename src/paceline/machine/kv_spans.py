@@ -1,0 +1,152 @@
+"""KV of a model whose layers may lie on several machines, as it crosses between nodes: in parts, each from who holds its layers to who is to.
+
+Law: a part is what some layers have of a block, and lies in the whole block in the order of layers: any cut of a part is one. It has the block's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final, Protocol
+
+from paceline.core.ids import BlockId, NodeId
+from paceline.core.model import LayerRange, LayerSpan
+from paceline.engine.kv_source import KvFetch, KvLoans, KvSource
+from paceline.engine.local import LayerRunner
+
+NO_LAYERS: Final = LayerRange(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """Some layers' part of blocks."""
+
+    digest: str
+    """Of the model."""
+    numerics_id: str
+    layout: bytes
+    """Names whole blocks of the model that may be copied from node to node."""
+    layers: LayerRange
+    layer_bytes: int
+    """Of one layer of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.layers) * self.layer_bytes
+
+    def cut(self, stops: Sequence[int]) -> list[KvPart]:
+        """The parts that each lie in one span of a node whose spans end at these layers."""
+        start, stop = self.layers.start, self.layers.stop
+        edges = [start, *(edge for edge in stops if start < edge < stop), stop]
+        return [replace(self, layers=LayerRange(first, last)) for first, last in pairwise(edges)]
+
+
+@dataclass(frozen=True, slots=True)
+class KvMove:
+    """From whom a stage is to have blocks, or to whom it is to give them."""
+
+    node_id: NodeId
+    layout: bytes
+    """As of `KvPart`: who is asked has the same, or does nothing."""
+    stops: Sequence[int] = ()
+    """Of the node that is asked for blocks."""
+    n_likely: int = 0
+    """Blocks that it is likely to have."""
+    layers: LayerRange = NO_LAYERS
+    """That are to be given."""
+    tensor_port: int = 0
+    ticket: bytes = b""
+    """Of the stream that they are given through."""
+
+
+class PartBlocks(Protocol):
+    """Blocks of which parts can be copied: an `engine.local.LayerRunner`'s, or those of one session of a stage."""
+
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None: ...
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None: ...
+
+
+class KvMover(Protocol):
+    """A node's, for the blocks of its stages. On the event loop."""
+
+    def fetch(
+        self,
+        part: KvPart,
+        held: PartBlocks,
+        move: KvMove,
+        keys: Sequence[bytes],
+        blocks: Sequence[BlockId],
+        within_s: float,
+        wake: Callable[[], None],
+    ) -> KvFetch:
+        """Begin to fill blocks with what another node has. Nothing is written once it was cancelled.
+
+        Args:
+            wake: called, in any thread, when something came of it.
+        """
+        ...
+
+    async def give(
+        self, part: KvPart, move: KvMove, keys: Sequence[bytes], read: Callable[[int, memoryview], bool], within_s: float
+    ) -> int:
+        """Send a part of blocks to a node that asked. Returns how many were sent; nothing is read any more.
+
+        Args:
+            read: copies that part of the block at a place, in another thread. False: it can't be had.
+        """
+        ...
+
+
+class ClosableKv(KvSource, Protocol):
+    """Closed before the runner whose blocks it reads and writes."""
+
+    def close(self) -> None: ...
+
+
+class KvSpread(ClosableKv, Protocol):
+    """The KV of an engine whose model lies on several machines, and the parts of its blocks that others than this one hold."""
+
+    @property
+    def spans(self) -> Sequence[LayerSpan]:
+        """Those machines' layers; none where they move no blocks now. For any thread."""
+        ...
+
+    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> KvFetch:
+        """Have each fill its part of blocks. For the engine's thread."""
+        ...
+
+    def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
+        """Have the one that holds the layers of `move` send them. How many it sent: then, it reads them no more. For any thread."""
+        ...
+
+
+SpreadKvBeside = Callable[[LayerRunner[Any], str, KvSpread, KvLoans, Callable[[], None], KvPart], ClosableKv]
+"""Puts KV of other nodes beside that of a model's machines: from this one's runner, the model's digest, the machines, what the pool lends, what to call
+when a fetch is over, and what a whole block is."""
+
+
+class PartsFetch:
+    """Implements `engine.kv_source.KvFetch`: blocks whose parts come apart. One stands once all its parts do."""
+
+    def __init__(self, parts: Sequence[KvFetch]) -> None:
+        self._parts = parts
+
+    @property
+    def filled(self) -> int:
+        return min(part.filled for part in self._parts)
+
+    @property
+    def is_over(self) -> bool:
+        ended = [part for part in self._parts if part.is_over]
+        if ended and len(ended) < len(self._parts):
+            most = min(part.filled for part in ended)
+            for part in self._parts:
+                if part.filled >= most:
+                    part.cancel()  # of what follows, another part lacks
+        return len(ended) == len(self._parts)
+
+    def cancel(self) -> None:
+        for part in self._parts:
+            part.cancel()

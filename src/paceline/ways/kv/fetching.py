@@ -1,0 +1,282 @@
+"""Blocks that come from a peer: what is wanted of it, and the stream that they come through.
+
+Law: what is slow, lost or wrong is a miss, and the block is computed. A block is written only while its fetch is not over.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
+from paceline.core.generation import KvLeg
+from paceline.core.ids import BlockId, NodeId
+from paceline.core.model import LayerSpan
+from paceline.engine.kv_source import KvFetch
+from paceline.machine.kv_spans import KvPart
+from paceline.net.tensor.ends import TensorReceiver
+from paceline.net.tensor.incoming import TensorMessage
+from paceline.net.tensor.listener import ExpectedStream
+from paceline.ways.kv.price import KvPrice, PrefillPrice
+from paceline.ways.kv.staged import SEND_S, BlockSender, NixlOffered, StagedReceiver
+
+KEY_BYTES: Final = 16
+MOST_KEYS: Final = 4096
+"""Of one fetch. Raising it: a longer prefix comes at once, and a request for it takes more room."""
+LEAST_S: Final = 0.5
+MOST_S: Final = 30.0
+"""A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
+PUSH_PATIENCE: Final = 1.5
+"""By what factor a prompt that a peer computes may take longer than here: its blocks come all the while, and what came stands. Raising it: a peer that
+became slow is waited for longer."""
+MOST_PUSH_S: Final = 45.0
+"""The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
+SILENCE_S: Final = 5.0
+"""Between two blocks."""
+_HEADER: Final = struct.Struct("<16sI")
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """A node that has KV of this engine's model, as it told, and as it was priced."""
+
+    node_id: NodeId
+    instance: bytes
+    """Of its process, as its card names it."""
+    addresses: tuple[str, ...]
+    marks: frozenset[bytes]
+    price: KvPrice
+    prefill: PrefillPrice | None = None
+    """None: it computes no prompts for this node."""
+    spans: tuple[LayerSpan, ...] = ()
+    """Where its layers lie; none: with it."""
+
+    @property
+    def stops(self) -> list[int]:
+        """Layers at which they end."""
+        return [span.layers.stop for span in self.spans]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPush:
+    """A prompt that a peer is to compute."""
+
+    request_id: str
+    """Names one sequence of a client's request."""
+    prompt_ids: tuple[int, ...] = ()
+    """Of whole blocks. None, where the peer has them from a router."""
+    leg: KvLeg | None = None
+    """A router has it computed, by a request of its own."""
+    ended: Callable[[str, int], object] = lambda *_: None
+    """Told how it ended, and how many blocks came."""
+
+
+class PeerFetch:
+    """Implements `engine.kv_source.KvFetch`: blocks that come in order.
+
+    Args:
+        part: that is wanted of each.
+        expected: blocks that the peer is likely to have, of those that are asked for.
+        write: fills that part of a block of the pool.
+        wake: called, in any thread, once it is over.
+        push: what the peer is to compute; None: it has the blocks.
+        most_s: how long it may take; None: as long as computing the blocks would.
+    """
+
+    def __init__(
+        self,
+        peer: KvPeer,
+        part: KvPart,
+        keys: Sequence[bytes],
+        blocks: Sequence[BlockId],
+        expected: int,
+        write: Callable[[BlockId, memoryview], None],
+        wake: Callable[[], None],
+        push: PromptPush | None = None,
+        most_s: float | None = None,
+    ) -> None:
+        self.peer, self.part, self.keys, self.expected, self.push = peer, part, keys, expected, push
+        self.hang_up: Callable[[], object] = lambda: None
+        """Called once it is over, in any thread; must not wait."""
+        if push is not None:
+            most_s = MOST_PUSH_S if push.leg is not None else min(PUSH_PATIENCE * here_s(peer, expected), MOST_PUSH_S)
+        self.most_s = min(here_s(peer, expected), MOST_S) if most_s is None else most_s
+        self._blocks, self._write, self._wake = blocks, write, wake
+        self._lock = threading.Lock()
+        self.filled = 0
+        self.is_over = self.is_late = False
+
+    def expire(self) -> None:
+        """It took too long. Any thread."""
+        self.is_late = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End it now: no block is written any more. Any thread; idempotent."""
+        with self._lock:
+            over, self.is_over = self.is_over, True
+        if not over:
+            self.hang_up()
+            self._wake()
+
+    def fill(self, data: memoryview) -> bool:
+        """The next block came. Returns whether more is wanted: not where the pool is lost."""
+        with self._lock:
+            if self.is_over:
+                return False
+            try:
+                self._write(self._blocks[self.filled], data)
+                self.filled += 1
+                ends = self.filled == len(self.keys)
+            except ExecutorLost:
+                ends = True
+        if ends:
+            self.cancel()
+        return not self.is_over
+
+
+class JoinedFetch:
+    """A fetch whose first blocks are on the disk, and the others at a peer."""
+
+    def __init__(self, disk: KvFetch, n_disk: int, peer: KvFetch) -> None:
+        self._disk, self._n_disk, self._peer = disk, n_disk, peer
+
+    @property
+    def filled(self) -> int:
+        first = self._disk.filled
+        return first + self._peer.filled if first == self._n_disk else first
+
+    @property
+    def is_over(self) -> bool:
+        if self._disk.is_over and self._disk.filled < self._n_disk:
+            self._peer.cancel()  # what follows a gap is of no use
+        return self._disk.is_over and self._peer.is_over
+
+    def cancel(self) -> None:
+        self._disk.cancel()
+        self._peer.cancel()
+
+
+class ChainedFetch:
+    """A fetch of blocks that several machines' disks may have, and behind those that they do, from a peer."""
+
+    def __init__(self, disks: KvFetch, peer: Callable[[int], KvFetch | None]) -> None:
+        self._disks, self._begin = disks, peer
+        self._peer: KvFetch | None = None
+        self._is_decided = False
+
+    @property
+    def filled(self) -> int:
+        return self._disks.filled + (0 if self._peer is None else self._peer.filled)
+
+    @property
+    def is_over(self) -> bool:
+        if not self._disks.is_over:
+            return False
+        if not self._is_decided:
+            self._is_decided, self._peer = True, self._begin(self._disks.filled)
+        return self._peer is None or self._peer.is_over
+
+    def cancel(self) -> None:
+        self._is_decided = True
+        for fetch in (self._disks, self._peer):
+            if fetch is not None:
+                fetch.cancel()
+
+
+def here_s(peer: KvPeer, n_blocks: int) -> float:
+    """What computing so many blocks takes here, or a little."""
+    return max(LEAST_S, n_blocks * peer.price.computed_s)
+
+
+def send_block(sender: BlockSender, key: bytes, data: memoryview) -> None:
+    """Send the block that is in the sender's space. Raises as `TensorSender.send` does, where nothing is taken for `SEND_S`."""
+    sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + SEND_S)
+
+
+def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, most: int | None = None) -> None:
+    """Fill those of a fetch's blocks that lack with what comes, until it is over. Blocks. What is computed first may take its time.
+
+    Args:
+        most: blocks that come; None: all that lack.
+
+    Raises:
+        StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
+        TensorStreamError: the stream broke, or nothing came.
+    """
+    silence_s = SILENCE_S if fetch.push is None else fetch.most_s
+    with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
+        checked: Future[bool] | None = None
+        for key in fetch.keys[fetch.filled :][:most]:
+            try:
+                message = receiver.receive(time.perf_counter() + silence_s)
+            except TensorStreamError:
+                if checked is not None:
+                    checked.result()  # a block that was wrong ended the stream
+                raise
+            if checked is not None and not checked.result():
+                return
+            receiver.swap()
+            checked = checker.submit(_take, receiver, fetch, key, message)
+        if checked is not None:
+            checked.result()
+
+
+def _take(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage) -> bool:
+    """In a thread of its own, while the next block comes."""
+    data = message.array.data.cast("B") if message.array.nbytes else memoryview(b"")
+    if len(data) != fetch.part.block_bytes or message.header != _HEADER.pack(key, zlib.crc32(data)):
+        raise receiver.refuse(StreamCorrupt(f"{receiver.peer} sent another block of KV than the one asked for, or a damaged one"))
+    return fetch.fill(data)
+
+
+class Receiving:
+    """A stream of blocks that is waited for, then read. Closing it ends either.
+
+    Args:
+        offered: what the sender may do in place of sending blocks through the stream.
+    """
+
+    def __init__(self, expected: ExpectedStream, offered: NixlOffered | None = None) -> None:
+        self._expected, self.ticket, self.offered = expected, expected.ticket, offered
+        self._receiver: TensorReceiver | None = None
+        self.transport = "stream"
+        self.nixl_failed = False
+
+    def run(self, fetch: PeerFetch, sender: str = "", most: int | None = None) -> None:
+        """In a thread of its own. Raises as `receive_blocks` does.
+
+        Args:
+            sender: who sends them for the peer; empty: the peer.
+            most: as of `receive_blocks`.
+        """
+        self._receiver = self._expected.wait(time.perf_counter() + fetch.most_s)
+        if self._receiver.peer != (sender or fetch.peer.node_id):
+            raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
+        if fetch.is_over:
+            return
+        if self.offered is None:
+            receive_blocks(self._receiver, fetch, most)
+            return
+        staged = StagedReceiver(self._receiver, self.ticket, self.offered, fetch.part.block_bytes)
+        try:
+            receive_blocks(staged, fetch, most)
+        except (NixlFailed, StreamStalled) as error:
+            self.nixl_failed = isinstance(error, NixlFailed) or staged.transport == "nixl"
+            raise
+        finally:
+            self.transport = staged.transport
+            staged.close()
+
+    def close(self) -> None:
+        self._expected.cancel()
+        if self._receiver is not None:
+            self._receiver.close()

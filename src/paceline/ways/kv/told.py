@@ -1,0 +1,35 @@
+"""What a node says of the prefixes that it used last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, LayerSpan
+from paceline.net.mapper import split_bytes
+from paceline.net.wire import kv_pb2 as wire
+from paceline.ways.kv.price import MARK_BYTES
+
+MOST_TOLD: Final = 64
+"""Prefixes that are taken of one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToldPrefixes:
+    """What a node said of its prefixes last."""
+
+    version: int
+    block_tokens: int
+    layout: bytes
+    marks: frozenset[bytes]
+    prefills: bool
+    spans: tuple[LayerSpan, ...] = ()
+    """Where its layers lie; none: with it."""
+
+
+def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
+    """A message of a node."""
+    marks = frozenset(split_bytes(said.marks, MARK_BYTES)[:MOST_TOLD])
+    spans = tuple(LayerSpan(NodeId(span.node_id), LayerRange(span.first_layer, span.stop_layer)) for span in said.spans)
+    return ToldPrefixes(said.version, said.block_tokens, said.layout, marks, said.prefills, spans)
