@@ -20,6 +20,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
@@ -58,6 +59,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=None),
     "mistral window": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=24),
     "qwen2 window": lambda: Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=8, num_experts_per_tok=2),
     "gemma3": lambda: Gemma3TextConfig(
         **_SIZES,
         head_dim=64,
@@ -141,7 +143,7 @@ def reference(weights: WeightsFormat, saved: Path, folder: Path) -> Any:
 def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
     # What is not quantised in its file is held as bf16.
     if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
-        if name.endswith("proj.weight"):
+        if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             return to_float32(to_blocks(tensor, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0"))
         if name in {"model.embed_tokens.weight", "lm_head.weight"}:
             return to_float32(to_blocks(tensor, "Q8_0"))

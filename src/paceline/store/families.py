@@ -52,6 +52,8 @@ class Family:
     """They are neighbours in every file."""
     fused: bool = False
     """llama.cpp's ffn_up has gate and up."""
+    expert_width: str = ""
+    """What config.json calls the width of an expert. Empty: layers are no mixtures."""
     norms_less_one: bool = False
     """Safetensors hold norms' weights less one."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -61,7 +63,7 @@ class Family:
     example: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of fields that its models have and no other family's."""
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Our names of a layer's tensors, by those of safetensors, where these differ."""
+    """Our words in the names of a layer's tensors, by those of safetensors, where these differ."""
 
 
 _GEMMA3: Final = {
@@ -71,6 +73,7 @@ _GEMMA3: Final = {
 }  # fmt: skip
 """Of transformers' Gemma3TextConfig: files leave out what it has."""
 
+_MIXTRAL: Final = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _GLM4: Final = {
     "post_self_attn_layernorm": "post_attention_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
@@ -80,9 +83,12 @@ FAMILIES: Final = (
     Family("llama", "llama", "Llama 1 to 3.3, SmolLM2, TinyLlama", permuted=True),
     Family("mistral", "llama", "Mistral 7B, Mistral Nemo and Small", permuted=True, defaults={"sliding_window": 4096}),
     Family("ministral", "llama", "Ministral 8B", permuted=True, defaults={"sliding_window": 4096}),
+    Family("mixtral", "llama", "Mixtral 8x7B, 8x22B, and mixtures of Llamas", permuted=True, expert_width="intermediate_size",
+           defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True}, tensors=_MIXTRAL),
     Family("qwen2", "qwen2", "Qwen2, Qwen2.5", windows=Windows.LATER, qkv_bias=True),
     Family("qwen3", "qwen3", "Qwen3", windows=Windows.LATER, qk_norm=True),
-    Family("qwen3_moe", "qwen3moe", "Qwen3-MoE: 30B-A3B, 235B-A22B", windows=Windows.LATER, qk_norm=True),
+    Family("qwen3_moe", "qwen3moe", "Qwen3-MoE: 30B-A3B, 235B-A22B", windows=Windows.LATER, qk_norm=True,
+           expert_width="moe_intermediate_size"),
     Family("gemma3_text", "gemma3", "Gemma 3: 270M to 27B, texts alone", Norms.AROUND, Activation.GELU_TANH, Windows.PATTERN, qk_norm=True,
            root_embedding=True, norms_less_one=True, defaults=_GEMMA3, local_theta=1e4),
     Family("olmo2", "olmo2", "OLMo 2", Norms.AFTER, qk_norm=True, qk_norm_whole=True, defaults={"rms_norm_eps": 1e-5}),
@@ -95,6 +101,12 @@ FAMILIES: Final = (
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 BY_ARCH: Final = {family.arch: family for family in reversed(FAMILIES)}
 """Of several with one architecture, the first."""
+
+
+def family_of(arch: str, n_experts: int) -> Family | None:
+    """The family of a GGUF file: of several, the first that is, or is not, one of mixtures of experts."""
+    of_arch = (family for family in FAMILIES if family.arch == arch and bool(family.expert_width) == (n_experts > 0))
+    return next(of_arch, BY_ARCH.get(arch))
 
 
 def nearest(name: str) -> Family | None:

@@ -21,7 +21,7 @@ import numpy as np
 from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import NORM_NAMES, inverse_frequencies, yarn_gain
 from paceline.store.digests import DigestCache
-from paceline.store.families import BY_ARCH, BY_NAME, Family, Windows, apart
+from paceline.store.families import BY_NAME, Family, Windows, apart, family_of
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import ArrayRef, GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
@@ -29,6 +29,13 @@ from paceline.store.tensor_files import MAX_LAYERS, StoredAt, TensorFiles, check
 from paceline.store.tokenizer_files import build_encoder
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+
+_UNUSED_BY_DEFAULT: Final = (
+    "attn_logit_softcapping", "attention.logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "attention.clamp_kqv",
+    "attention.max_alibi_bias", "attention.temperature_scale", "leading_dense_block_count", "expert_group_count",
+)  # fmt: skip
+"""Numbers that ask, when set, for something Paceline does not do."""
 
 
 def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float]]) -> ModelSpec:
@@ -48,9 +55,13 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         raise damaged(path, "it does not say which architecture it is (general.architecture)")
     if arch in ENCODERS:
         raise encoder_alone(path)
-    family = BY_ARCH.get(arch)
+    n_experts = header.integer(f"{arch}.expert_count") or 0
+    family = family_of(arch, n_experts)
     if family is None:
         raise unsupported(path, f"its architecture is {arch!r}", like=arch)
+    for key in _UNUSED_BY_DEFAULT:
+        if header.number(f"{arch}.{key}"):
+            raise unsupported(path, f"{arch}.{key} is set")
 
     def needed(key: str) -> int:
         return header.needed(f"{arch}.{key}")
@@ -86,7 +97,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         qkv_bias=family.qkv_bias and (not family.defaults.get("attention_bias") or "blk.0.attn_q.bias" in header.tensors),
         qk_norm=family.qk_norm,
         qk_norm_whole=family.qk_norm_whole,
-        moe=_moe(header, arch),
+        moe=_moe(header, family, n_experts),
         window=_window(header, family, n_layers, context),
         norms=family.norms,
         activation=family.activation,
@@ -133,18 +144,26 @@ def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_he
     return Multipliers(embedding or 1.0, attention, residual or 1.0, 1 / (logits or 1.0))
 
 
-def _moe(header: GgufHeader, arch: str) -> MoeSpec | None:
-    n_experts = header.integer(f"{arch}.expert_count") or 0
-    if arch != "qwen3moe":
+_SOFTMAX: Final = 1
+"""llama.cpp's number of the router that it has where a file names none."""
+
+
+def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
+    arch = family.arch
+    if not family.expert_width:
         if n_experts:
             raise unsupported(header.path, f"a mixture of {n_experts} experts in the {arch} architecture")
         return None
-    top_k, ffn = header.integer(f"{arch}.expert_used_count"), header.integer(f"{arch}.expert_feed_forward_length")
+    of_layer = family.expert_width == "intermediate_size"
+    width = f"{arch}.{'' if of_layer else 'expert_'}feed_forward_length"
+    top_k, ffn = header.integer(f"{arch}.expert_used_count"), header.integer(width)
     if top_k is None or ffn is None:
-        raise damaged(header.path, f"metadata {arch}.expert_used_count or {arch}.expert_feed_forward_length is missing")
+        raise damaged(header.path, f"metadata {arch}.expert_used_count or {width} is missing")
     if header.integer(f"{arch}.expert_shared_count"):
         raise unsupported(header.path, "shared experts")
-    # llama.cpp always normalises the chosen experts' weights for this architecture.
+    if (header.integer(f"{arch}.expert_gating_func") or _SOFTMAX) != _SOFTMAX:
+        raise unsupported(header.path, "its router is no softmax")
+    # llama.cpp always normalises the chosen experts' weights for these architectures.
     return MoeSpec(n_experts, top_k, ffn, norm_topk=True)
 
 
@@ -160,6 +179,8 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, tensors: Mapping[str, Se
         scaling = "linear"
     original = header.integer(f"{arch}.rope.scaling.original_context_length") or context
     gain = header.number(f"{arch}.rope.scaling.attn_factor") or 1.0
+    if _ROPE_FREQS in header.tensors and (_ROPE_SHORT in header.tensors or scaling == "yarn"):
+        raise unsupported(header.path, f"rope factors ({_ROPE_FREQS}) beside rope scaling {scaling!r}")
     if _ROPE_SHORT in header.tensors:
         # Beyond the first context, other divisors would hold for all positions: what was computed before would be wrong.
         return RopeSpec(theta, dims=dims, divisors=tuple(tensors.get(_ROPE_SHORT, ())), gain=gain), min(context, original)
@@ -173,13 +194,14 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, tensors: Mapping[str, Se
     linear = factor if scaling == "linear" else 1.0
     if factors is None:
         return RopeSpec(theta, linear_factor=linear, dims=dims), context
-    if not theta > 0 or head_dim <= 0:
-        raise damaged(header.path, f"its rope base is {theta}, its head size {head_dim}")
-    if len(factors) != head_dim // 2:
-        raise damaged(header.path, f"it has {len(factors)} rope factors (rope_freqs.weight) for heads of {head_dim}")
-    rope = RopeSpec(theta, llama3=(max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT))
+    turning = head_dim if dims is None else dims
+    if not theta > 0 or turning <= 0:
+        raise damaged(header.path, f"its rope base is {theta}, and turns {turning} of {head_dim}")
+    if 2 * len(factors) != turning:
+        raise damaged(header.path, f"it has {len(factors)} rope factors (rope_freqs.weight) for {turning} dimensions that turn")
+    rope = RopeSpec(theta, llama3=(max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT), dims=dims)
     with np.errstate(all="ignore"):  # a damaged factor makes any number
-        expected = inverse_frequencies(RopeSpec(theta), head_dim) / inverse_frequencies(rope, head_dim)
+        expected = inverse_frequencies(RopeSpec(theta, dims=dims), head_dim) / inverse_frequencies(rope, head_dim)
     if not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
     return rope, context
@@ -288,6 +310,8 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
             for expert in range(at.shape[0]):
                 slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
                 yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_
+        elif (alone := part.rpartition("."))[1] and f"{alone[0]}_exps" in _EXPERTS:  # as files were before experts were stacked
+            yield f"model.layers.{layer}.mlp.experts.{alone[2]}.{_EXPERTS[f'{alone[0]}_exps']}.{kind}", at
         elif part in names:
             yield from apart(f"model.layers.{layer}.{names[part]}.{kind}", at, spec)
         elif at.name not in {_ROPE_FREQS, _ROPE_SHORT, _ROPE_LONG}:

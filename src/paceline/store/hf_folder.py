@@ -157,7 +157,7 @@ def _spec(config: JsonObject) -> ModelSpec:
         qkv_bias=kind.qkv_bias and config.flag("attention_bias") is not False,
         qk_norm=kind.qk_norm,
         qk_norm_whole=kind.qk_norm_whole,
-        moe=_moe(config) if family == "qwen3_moe" else None,
+        moe=_moe(config, kind) if kind.expert_width else None,
         window=_window(config, kind, n_layers, context),
         norms=kind.norms,
         activation=kind.activation,
@@ -213,14 +213,14 @@ def _local_rope(config: JsonObject) -> RopeSpec | None:
     return None if theta is None else RopeSpec(theta)
 
 
-def _moe(config: JsonObject) -> MoeSpec:
+def _moe(config: JsonObject, kind: Family) -> MoeSpec:
     if config.integer("decoder_sparse_step") not in {None, 1} or config.integers("mlp_only_layers"):
         raise unsupported(config.path, "only some of its layers are mixtures of experts")
     n_experts = config.integer("num_experts")
     return MoeSpec(
         n_experts=config.needed("num_local_experts") if n_experts is None else n_experts,
         top_k=config.needed("num_experts_per_tok"),
-        ffn=config.needed("moe_intermediate_size"),
+        ffn=config.needed(kind.expert_width),
         norm_topk=bool(config.flag("norm_topk_prob")),
     )
 
@@ -337,8 +337,8 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
             name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
         stem, _, kind = name.rpartition(".")
         layer, _, part = stem.partition(".layers.")[2].partition(".")
-        if part in theirs:
-            name = f"model.layers.{layer}.{theirs[part]}.{kind}"
+        if layer and theirs:
+            name = f"model.layers.{layer}.{'.'.join(theirs.get(word, word) for word in part.split('.'))}.{kind}"
         yield from apart(name, at, spec)
 
 

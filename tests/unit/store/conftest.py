@@ -42,8 +42,10 @@ Array = npt.NDArray[Any]
 class GgufModel:
     """A tiny model written as GGUF. `tensors` holds what a reader must give back, under Hugging Face's names, as float32."""
 
-    def __init__(self, arch: str = "llama", quant: str = "F32", *, seed: int = 0, head: bool = False) -> None:
-        self.arch = arch
+    def __init__(
+        self, arch: str = "llama", quant: str = "F32", *, seed: int = 0, head: bool = False, mixture: bool = False, stacked: bool = True
+    ) -> None:
+        self.arch, self.mixture, self.stacked = arch, mixture or arch == "qwen3moe", stacked
         self.quant = gguf.GGMLQuantizationType[quant]
         self.random = np.random.default_rng(seed)
         self.tensors: dict[str, Array] = {}
@@ -84,7 +86,7 @@ class GgufModel:
                 whole = self.arch == "olmo2"
                 self.vector(f"{ours}.attn_q_norm", f"{theirs}.self_attn.q_norm", HEADS * HEAD if whole else HEAD)
                 self.vector(f"{ours}.attn_k_norm", f"{theirs}.self_attn.k_norm", KV_HEADS * HEAD if whole else HEAD)
-            if self.arch == "qwen3moe":
+            if self.mixture:
                 self.experts(i)
             else:
                 self.matrix(f"{ours}.ffn_gate", f"{theirs}.mlp.gate_proj", FFN, HIDDEN)
@@ -108,11 +110,16 @@ class GgufModel:
         return by_head.reshape(rows_NB.shape)
 
     def experts(self, layer: int, n: int = 3) -> None:
-        self.metadata |= {"expert_count": n, "expert_used_count": 2, "expert_feed_forward_length": FFN}
+        self.metadata |= {"expert_count": n, "expert_used_count": 2}
+        if self.arch == "qwen3moe":
+            self.metadata["expert_feed_forward_length"] = FFN
         self.matrix(f"blk.{layer}.ffn_gate_inp", f"model.layers.{layer}.mlp.gate", n, HIDDEN)
         for name, rows, columns in (("gate", FFN, HIDDEN), ("up", FFN, HIDDEN), ("down", HIDDEN, FFN)):
             raw = [self.encoded(rows, columns) for _ in range(n)]
-            self.stored[f"blk.{layer}.ffn_{name}_exps.weight"] = (np.stack([item[0] for item in raw]), self.quant)
+            if self.stacked:
+                self.stored[f"blk.{layer}.ffn_{name}_exps.weight"] = (np.stack([item[0] for item in raw]), self.quant)
+            else:
+                self.stored |= {f"blk.{layer}.ffn_{name}.{e}.weight": (item[0], self.quant) for e, item in enumerate(raw)}
             for e, (_, values) in enumerate(raw):
                 self.tensors[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] = values
 

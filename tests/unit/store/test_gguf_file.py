@@ -50,6 +50,51 @@ def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: P
     assert source.spec.moe == (MoeSpec(3, 2, 96, norm_topk=True) if arch == "qwen3moe" else None)
 
 
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "as old files have them"])
+@pytest.mark.parametrize("quant", ["F32", "Q4_0"])
+def test_a_mixture_of_llamas_is_mixtral(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, stacked: bool) -> None:
+    model = gguf_model("llama", quant, mixture=True, stacked=stacked)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    assert (source.spec.model_type, source.spec.moe) == ("mixtral", MoeSpec(3, 2, 96, norm_topk=True))
+    assert set(source.names()) == set(model.tensors)
+    for name, expected in model.tensors.items():
+        np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value", "words"),
+    [
+        ("qwen2", "expert_count", 8, "8 experts in the qwen2 architecture"),
+        ("llama", "expert_shared_count", 1, "shared experts"),
+        ("qwen3moe", "expert_gating_func", 2, "no softmax"),
+        ("qwen3moe", "leading_dense_block_count", 1, "leading_dense_block_count"),
+    ],
+)
+def test_other_mixtures_are_refused(
+    gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, key: Any, value: Any, words: str
+) -> None:
+    model = gguf_model(arch, mixture=True)
+    model.metadata[key] = value
+    with pytest.raises(UnsupportedModel, match=words):
+        open_gguf(model.write(tmp_path / "m.gguf"), digests)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "attention.logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"])
+def test_what_would_change_the_numbers_is_refused_by_name(
+    gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, key: Any
+) -> None:
+    model = gguf_model(arch)
+    model.metadata[key] = 0.0
+    open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    model.metadata[key] = 30.0
+    path = model.write(tmp_path / "n.gguf")
+    with pytest.raises(UnsupportedModel, match=rf"{arch}\.{key} is set"):
+        open_gguf(path, digests)
+    with pytest.raises(UnsupportedModel, match=key):
+        check_beginning(path, path.stat().st_size)
+
+
 @pytest.mark.parametrize(("quant", "row_bytes"), [("Q4_0", 36), ("Q5_1", 48), ("Q8_0", 68)])
 def test_quantised_tensors_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, row_bytes: int) -> None:
     model = gguf_model("qwen2", quant)
@@ -150,6 +195,23 @@ def test_rope_factors_of_llama_31_become_its_spec(gguf_model: Any, tmp_path: Pat
         open_gguf(model.write(tmp_path / "n.gguf"), digests)
 
 
+def test_rope_factors_of_a_part_of_a_head(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model()
+    model.metadata["rope.dimension_count"] = 8
+    model.metadata["rope.freq_base"] = 500000.0
+    plain, scaled = RopeSpec(500000.0, dims=8), RopeSpec(500000.0, llama3=(32.0, 1.0, 4.0, 8192), dims=8)
+    factors = (inverse_frequencies(plain, 16) / inverse_frequencies(scaled, 16)).astype(np.float32)
+    model.stored["rope_freqs.weight"] = (factors, gguf.GGMLQuantizationType.F32)
+    assert open_gguf(model.write(tmp_path / "m.gguf"), digests).spec.rope == scaled
+    for other in (16, 7, 0):
+        model.metadata["rope.dimension_count"] = other
+        with pytest.raises(ModelFileError, match="turn"):
+            open_gguf(model.write(tmp_path / f"{other}.gguf"), digests)
+    model.metadata |= {"rope.dimension_count": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs.weight.*beside rope scaling 'yarn'"):
+        open_gguf(model.write(tmp_path / "yarn.gguf"), digests)
+
+
 def test_a_split_model_reads_as_one(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model("llama", "Q4_1")
     names = sorted(model.stored)
@@ -241,7 +303,7 @@ def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: D
         ("rope.dimension_count", 7, ModelFileError, "rope turns 7 of 16"),
         ("rope.dimension_count", 32, ModelFileError, "rope turns 32 of 16"),
         ("logit_scale", -1.0, ModelFileError, "logit_scale"),
-        ("expert_count", 8, UnsupportedModel, "experts"),
+        ("expert_count", 8, ModelFileError, "expert_used_count"),
     ],
 )
 def test_metadata_that_contradicts_the_tensors_is_refused(

@@ -17,7 +17,8 @@ from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+MIXTURES = {"qwen3_moe": MoeSpec(4, 2, 32, norm_topk=False), "mixtral": MoeSpec(4, 2, 96, norm_topk=True)}
 
 
 def transformers_model(family: Any, **changes: Any) -> Any:
@@ -30,6 +31,8 @@ def transformers_model(family: Any, **changes: Any) -> Any:
     }  # fmt: skip
     if family == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **changes))
 
@@ -45,7 +48,7 @@ def test_what_transformers_saves_is_read_back(family: Any, sharded: Any, tmp_pat
     assert source.tensor_type == ("BF16" if sharded else "F32")
     spec = source.spec
     assert (spec.model_type, spec.n_layers, spec.hidden, spec.head_dim, spec.vocab) == (family, 2, 64, 16, 80)
-    assert spec.moe == (MoeSpec(4, 2, 32, norm_topk=False) if family == "qwen3_moe" else None)
+    assert spec.moe == MIXTURES.get(family)
     assert spec.qkv_bias == (family == "qwen2")
     compared = 0
     for name, tensor in model.state_dict().items():
@@ -56,11 +59,11 @@ def test_what_transformers_saves_is_read_back(family: Any, sharded: Any, tmp_pat
             np.testing.assert_array_equal(read.data, stored)
             compared += 1
     # transformers holds a mixture's experts stacked, and saves them one by one.
-    assert compared == len(model.state_dict()) - (4 if family == "qwen3_moe" else 0)
-    if family == "qwen3_moe":
+    assert compared == len(model.state_dict()) - (4 if family in MIXTURES else 0)
+    if family in MIXTURES:
         down = source.read("model.layers.1.mlp.experts.3.down_proj.weight")
         assert isinstance(down, DenseTensor)
-        assert down.data.shape == (64, 32)
+        assert down.data.shape == (64, MIXTURES[family].ffn)
 
 
 def config(**changes: Any) -> Any:
