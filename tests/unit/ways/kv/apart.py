@@ -20,7 +20,7 @@ from tests.unit.net.member.nodes import make_node, until
 from tests.unit.ways.kv.sharers import Sharer
 
 from paceline.core.ids import NodeId
-from paceline.ways.kv import giving, prefilling, source
+from paceline.ways.kv import fetching, giving, prefilling
 
 APART = NodeId("apart")
 
@@ -31,7 +31,7 @@ def _run(root: Path, address: str, speed: float, pipe: Connection) -> None:
         await here.start()
         await until(lambda: here.sharing.nixl.agent is not None)
         n, most, sends = 0, 1 << 30, Signals.SIGKILL
-        send_block, fill = source.send_block, source.PeerFetch.fill
+        send_block, fill = fetching.send_block, fetching.PeerFetch.fill
 
         def count() -> None:
             nonlocal n
@@ -41,7 +41,7 @@ def _run(root: Path, address: str, speed: float, pipe: Connection) -> None:
                 pthread_kill(get_ident(), sends)  # to this thread: it goes no further
 
         giving.send_block = prefilling.send_block = lambda *of: (count(), send_block(*of))[1]
-        source.PeerFetch.fill = lambda *of: (count(), fill(*of))[1]  # type: ignore[method-assign]
+        fetching.PeerFetch.fill = lambda *of: (count(), fill(*of))[1]  # type: ignore[method-assign]
         pipe.send("ready")
         for asked in count_from(1):
             what, *values = await asyncio.to_thread(pipe.recv)

@@ -26,7 +26,7 @@ from paceline.core.errors import NixlFailed
 from paceline.core.ids import NodeId
 from paceline.net import nixl
 from paceline.net.nixl import HostDoor, NixlAgent, NixlReading, is_installed, knock
-from paceline.ways.kv import giving, prefilling, source, staged
+from paceline.ways.kv import fetching, giving, prefilling, staged
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12")
 
@@ -219,7 +219,7 @@ async def test_a_giver_that_is_killed_in_the_middle(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_giver_that_is_stopped_in_the_middle_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "SILENCE_S", 0.5)
+    monkeypatch.setattr(fetching, "SILENCE_S", 0.5)
     async with apart(tmp_path, SLOW, SLOW) as (there, here):
         there.ask("answer", PROMPT)
         await there.hear()
