@@ -1,5 +1,6 @@
 """Install torch, without gigabytes of CUDA where there is no NVIDIA GPU.
 
+With `--if-needed` nothing is installed where Paceline's own kernels run and there is no such GPU: then tests alone use torch.
 On macOS, or beside an NVIDIA GPU, pip's ordinary torch is right. On Linux without one, a CPU build is looked for: first where this
 machine's own pip looks (its configuration, a wheel folder), then, as PyTorch's documentation has it, through uv's `--torch-backend cpu`.
 `TORCH_SPEC` overrides what is installed; `PIP_EXTRA` adds options to pip (an index or a wheel folder of your own).
@@ -30,6 +31,13 @@ def has_nvidia_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
 
 
+def is_needed() -> bool:
+    """Whether serving models on this machine takes torch: on an NVIDIA GPU, where the processor has no compiled kernels, or where it is asked for."""
+    from paceline.backends import cpu
+
+    return "TORCH_SPEC" in os.environ or has_nvidia_gpu() or not cpu.runs_here()
+
+
 def installed() -> str | None:
     try:
         return metadata.version("torch")
@@ -47,6 +55,8 @@ def attempts(spec: str) -> list[list[str]]:
 
 
 def main() -> int:
+    if "--if-needed" in sys.argv[1:] and not is_needed():
+        return 0
     spec = os.environ.get("TORCH_SPEC", pinned())
     if (have := installed()) is not None and spec in {f"torch=={have}", f"torch=={have.partition('+')[0]}"}:
         return 0
