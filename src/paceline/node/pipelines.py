@@ -111,15 +111,8 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
     ) -> BuiltNode:
         meant = await asyncio.to_thread(names_of, named, whole.home)
         order = asked.order if place.name in meant else replace(asked.order, pins=(), own_layers=None)
-        is_built = False
-
-        def others(opening: Opening) -> None:
-            if not is_built:
-                progress(opening.bytes_done, opening.bytes_total)
-
-        told = LoadTold(progress, progress, others, logger.info)
+        told = LoadTold(progress, progress, lambda opening: progress(opening.bytes_done, opening.bytes_total), logger.info)
         node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), access, clock, told, alone)
-        is_built = True
         follow()
         return node
 
@@ -272,12 +265,7 @@ async def _build_spread(
         pipelines = pipelines.overridden(fallback_to_local=ALONE in asked.ways)
     order = replace(asked.order, planned=chosen, settings=pipelines)
     try:
-        give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
-
-        def end() -> None:
-            give_back()
-            whole.pipelines.unlisten(told.opening)
-
+        end = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
             build = partial(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
@@ -15,7 +14,7 @@ from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats, Histogram, LabelledHistograms, Metrics, Row, counter, gauge, histogram
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.events import PipelineWatch
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
+from paceline.ways.pipeline.executor.route import PipelineFault, RouteStage
 
 LATENCY_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
 WINDOW = 256
@@ -91,26 +90,12 @@ class PipelineMeter(PipelineWatch):
         self.losses = self.failovers = self.fallbacks = 0
         self.open: dict[tuple[str, str], Callable[[], int]] = {}
         """How many other machines run layers of each pipeline, by its id and its model."""
-        self._listeners: list[Callable[[Opening], None]] = []
 
     def corrupt(self) -> None:
         with self._lock:
             self.corruption += 1
 
-    def listen(self, listener: Callable[[Opening], None]) -> None:
-        """Have routes on their way told to a further listener, in the engine's thread."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: Callable[[Opening], None]) -> None:
-        """Nothing where it was not told, or is not any more. From any thread."""
-        with suppress(ValueError):
-            self._listeners.remove(listener)
-
     # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread
-
-    def opening(self, opening: Opening) -> None:
-        for listener in tuple(self._listeners):
-            listener(opening)
 
     def constructed(self, seconds: float, *, failover: bool) -> None:
         self.failovers += failover

@@ -20,9 +20,6 @@ from paceline.ways.pipeline.executor.stage import StageBatch
 class PipelineWatch:
     """Told by the engine's thread; must not wait. This one counts nothing."""
 
-    def opening(self, opening: Opening) -> None:
-        """A route is on its way, and so far has its machines loaded their layers. Told some times a second."""
-
     def constructed(self, seconds: float, *, failover: bool) -> None:
         """A route was found, so long after it was first looked for.
 
@@ -98,7 +95,6 @@ class RouteEvents:
 
     def opening(self, opening: Opening) -> None:
         """Machines load the layers."""
-        self._watch.opening(opening)
         now = self._clock.monotonic()
         if self._fault is None or not opening.nodes or now - self._said_at < LOADING_S:
             return

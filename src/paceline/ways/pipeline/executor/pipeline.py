@@ -14,7 +14,7 @@ Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +43,7 @@ from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteEvents
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
-from paceline.ways.pipeline.executor.route import PipelineFault, Route, Router, RouteStage
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route, Router, RouteStage
 from paceline.ways.pipeline.executor.search import BatchTimeouts, Fallback, PipelineLimits, Search
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
 
@@ -81,6 +81,7 @@ class PipelineExecutor:
         inspector: is shown what goes out and comes back.
         fallback: this machine alone, where no others are left; None: requests end with an error.
         unlike_id: what this calls itself where stages may compute other bytes than the head: equal ids promise equal bytes. None: they may not.
+        on_opening: told how far the machines of the first route are with their layers, some times a second; what it raises ends this.
 
     Raises:
         ExecutorUnavailable: there is no route, for as long as the limits allow looking for one, and machines load nothing more.
@@ -97,6 +98,7 @@ class PipelineExecutor:
         fallback: Fallback | None = None,
         watch: PipelineWatch | None = None,
         unlike_id: str | None = None,
+        on_opening: Callable[[Opening], None] | None = None,
     ) -> None:
         self._head, self._limits, self._clock = head, limits, clock
         self._inspector = inspector
@@ -121,7 +123,8 @@ class PipelineExecutor:
         self._received = 0
         self._timeouts = BatchTimeouts(limits.row_s)
         while not self.ready():
-            pass
+            if on_opening is not None and self._search.opening is not None:
+                on_opening(self._search.opening)
 
     @property
     def pipeline_id(self) -> str:

@@ -296,7 +296,7 @@ def build_engine_over(
     Args:
         loop: its event loop, which must run meanwhile.
         kv_beside: KV of other nodes; None: there is none.
-        on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
+        on_opening: as of `PipelineExecutor`.
 
     Raises:
         PipelineDisabled: this machine's settings don't allow it.
@@ -347,8 +347,6 @@ def build_engine_over(
     opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)
     opener.numerics_id = wanted.request.numerics_id
     meter = meter or PipelineMeter()
-    if on_opening is not None:
-        meter.listen(on_opening)
     spares = SpareKeeper(fleet, request, wanted, loop) if asked.keep_spares else None
     router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead)
     fallback = None
@@ -368,7 +366,7 @@ def build_engine_over(
     )
     try:
         own_id = f"unlike-{os.urandom(8).hex()}" if asked.allow_unlike else None
-        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter, own_id)
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter, own_id, on_opening)
     except BaseException:
         router.close()
         head.close()

@@ -20,7 +20,7 @@ from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorLost, ExecutorUnavailable, OutOfMemory
+from paceline.core.errors import ExecutorLost, ExecutorUnavailable, NodeStopping, OutOfMemory
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange, LayerSpan, ModelSpec, RopeSpec, WeightsFormat
@@ -380,9 +380,6 @@ class Counted:
         self.steps = 0
         self.hops = Counter[str]()
 
-    def opening(self, opening: Opening) -> None:
-        self.told.append(str(opening))
-
     def constructed(self, seconds: float, *, failover: bool) -> None:
         assert seconds >= 0
         self.told += ["constructed", "failed over"][: 1 + failover]
@@ -573,17 +570,34 @@ def test_while_others_load_answers_wait_and_clients_are_told_how_far_they_are(
         assert bench.run.all(requests()) == expected
         loading = [notice.detail for notice in bench.run.notices if notice.detail.get("status") == "loading"]
         assert {"status": "loading", "nodes": "two", "percent": "41", "seconds_left": "10"} in loading
-        assert bench.counted.told[-4:] == ["41 %, 10 s left", "80 %, 10 s left", "constructed", "failed over"]
+        assert bench.counted.told[-2:] == ["constructed", "failed over"]
 
 
-def test_what_loads_before_the_first_answer_is_no_news_to_clients(
-    runners: dict[str, LayerRunner[Any]], monkeypatch: pytest.MonkeyPatch
+def test_what_loads_before_the_first_answer_is_no_news_to_clients_and_what_loads_later_none_to_who_built_it(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(news, "LOADING_S", 0.0)
+    one, two = machines(runners, "one", "two")
+    router, heard = MemoryRouter([one, two], [LayerRange(2, 6)]), list[Opening]()
+    router.loading = [first := Opening(41, 100, 41, None, (NodeId("one"),))]
+    executor = PipelineExecutor(runners["head2"], SPEC.n_layers, router, LIMITS, SystemClock(), on_opening=heard.append)
+    assert not executor.notices()
+    one.dies_at, router.loading = 4, [Opening(80, 100, 80, None, (NodeId("two"),))]
+    run = Run(executor)
+    assert run.all(requests()) == expected
+    assert "80" in {notice.detail.get("percent") for notice in run.notices}
+    assert heard == [first]
+    router.close()
+
+
+def test_a_load_that_is_called_off_ends_as_its_machines_say_how_far_they_are(runners: dict[str, LayerRunner[Any]]) -> None:
+    def stopping(_: Opening) -> None:
+        raise NodeStopping("This machine is being stopped")
+
     router = MemoryRouter(machines(runners, "one"), [LayerRange(2, 6)])
     router.loading = [Opening(41, 100, 41, None, (NodeId("one"),))]
-    executor = PipelineExecutor(runners["head2"], SPEC.n_layers, router, LIMITS, SystemClock())
-    assert not executor.notices()
+    with pytest.raises(NodeStopping):
+        PipelineExecutor(runners["head2"], SPEC.n_layers, router, LIMITS, SystemClock(), on_opening=stopping)
     router.close()
 
 

@@ -9,7 +9,7 @@ from tests.fakes.engines import EngineBench
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage
+from paceline.ways.pipeline.executor.route import PipelineFault, RouteStage
 from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 
 
@@ -38,18 +38,6 @@ def test_what_happened_to_a_pipeline_is_counted() -> None:
     assert "paceline_failovers_total 1.0" in lines
     assert "paceline_fallback_to_local_total 1.0" in lines
     assert "paceline_shard_corruption_detected_total 0.0" in lines
-
-
-def test_routes_on_their_way_are_told_to_those_who_listen_as_long_as_they_do() -> None:
-    meter, one, other = PipelineMeter(), list[Opening](), list[Opening]()
-    listeners = one.append, other.append
-    for listener in listeners:
-        meter.listen(listener)
-    meter.opening(Opening(1, 2))
-    meter.unlisten(listeners[0])
-    meter.unlisten(listeners[0])
-    meter.opening(Opening(2, 2))
-    assert (one, other) == ([Opening(1, 2)], [Opening(1, 2), Opening(2, 2)])
 
 
 def test_requests_are_timed_from_their_arrival_by_their_tokens() -> None:
