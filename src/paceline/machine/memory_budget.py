@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import NoRoom, OutOfMemory
 from paceline.core.inference import ServedModel
+from paceline.core.model import LayerRange
 from paceline.machine.capability import WarmModel
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import MemoryBound, NodeSettings
@@ -85,15 +86,20 @@ class ModelUse:
     """Requests that have not ended."""
     idle_s: float = 0.0
 
+    @property
+    def taken_bytes(self) -> int:
+        """Of its memory, what the system does not call free."""
+        return self.memory_bytes - self.untouched_bytes
+
 
 def bound_beside(staying: Sequence[ModelUse], budget_bytes: int | None, *, gone: Sequence[ModelUse] = ()) -> MemoryBound:
     """What a load may take beside models that stay, once others are gone."""
-    promised = sum(one.untouched_bytes for one in staying) - sum(one.memory_bytes - one.untouched_bytes for one in gone)
+    promised = sum(one.untouched_bytes for one in staying) - sum(one.taken_bytes for one in gone)
     return MemoryBound(None if budget_bytes is None else budget_bytes - sum(one.memory_bytes for one in staying), promised)
 
 
 def make_room(
-    settings: NodeSettings, idle: Sequence[ModelUse], rest: Sequence[ModelUse], budget_bytes: int | None
+    settings: NodeSettings, idle: Sequence[ModelUse], rest: Sequence[ModelUse], budget_bytes: int | None, layers: LayerRange | None = None
 ) -> tuple[str | None, MemoryBound]:
     """The model that is to make way next, None where there is room; and what a load may take then. Blocks.
 
@@ -102,6 +108,7 @@ def make_room(
         idle: those that may make way, in that order.
         rest: those that may not: they answer.
         budget_bytes: that all may take together; None: what is free.
+        layers: that are to be loaded; None: all.
 
     Raises:
         NoRoom: there would be, were it not for the rest.
@@ -109,7 +116,7 @@ def make_room(
         UserError: it can't be opened.
     """
     setup = set_up(settings)
-    layers, on_gpu = setup.opened.spec.all_layers, setup.kernels.device is not DeviceKind.CPU
+    layers, on_gpu = setup.opened.spec.all_layers if layers is None else layers, setup.kernels.device is not DeviceKind.CPU
     idle, rest = [one for one in idle if one.on_gpu == on_gpu], [one for one in rest if one.on_gpu == on_gpu]
 
     def context(bound: MemoryBound) -> int:

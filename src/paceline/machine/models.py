@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadProgress
@@ -31,7 +31,7 @@ from paceline.core.errors import (
 )
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
-from paceline.core.model import ModelRef
+from paceline.core.model import LayerRange, ModelRef
 from paceline.core.stats import EngineStats
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel, ModelUse, bound_beside, make_room
@@ -87,10 +87,12 @@ class Models(Generic[Hosted]):
         self._waiting = Counter[str]()
         """Requests that wait for a model."""
         self._leaving: set[str] = set()
-        self._loading: dict[str, asyncio.Task[Any]] = {}
+        self._loading: dict[str, asyncio.Task[bool]] = {}
         self._read: dict[str, tuple[int, int]] = {}
         """Of a model that is being loaded: bytes, and of how many."""
         self._turn, self._stopped = asyncio.Lock(), asyncio.Event()
+        self._counting = asyncio.Lock()
+        """Held while room is made or counted, so that a load counts on memory that is free, or taken."""
         self._opening = threading.Lock()
         self._sign_s = clock.monotonic()
         self._past = EngineStats()
@@ -220,12 +222,14 @@ class Models(Generic[Hosted]):
             UserError, NoRoom, ModelAway: it can't be had.
         """
         place = await asyncio.to_thread(resolve, ref, self._home)
-        known = self._loaded.get(place.name)
-        if known is None:
+        while place.name not in self._loaded:
             self._places[place.name] = place
-            await self._bring(place.name)
-        elif known.location is not None and known.location.path != place.path:
+            if await self._bring(place.name):
+                break
+        known = self._loaded.get(place.name)
+        if known is not None and known.location is not None and known.location.path != place.path:
             raise ConfigError(f"Another {place.name} is loaded", f"Unload it first: paceline unload {place.name}")
+        self._check_stays(place.name)
         return place.name
 
     async def unload(self, name: str, wait_s: float) -> None:
@@ -249,9 +253,7 @@ class Models(Generic[Hosted]):
             except TimeoutError:
                 raise Overloaded(f"{found} is in the middle of {node.host.live} answers", "It stays loaded.", retry_after_s=5) from None
             del node
-            async with self._turn:  # a load counts on memory that is free, or taken
-                if found in self._loaded:
-                    await asyncio.shield(asyncio.create_task(self._take_out(found)))  # whole, whether or not who asked waits for it
+            await asyncio.shield(asyncio.create_task(self._take_out(found)))  # whole, whether or not who asked waits for it
         finally:
             self._leaving.discard(found)
 
@@ -305,14 +307,32 @@ class Models(Generic[Hosted]):
             raise _load_failed(name, error) from error
         finally:
             self._waiting[name] -= 1
-        if name in self._leaving:
-            raise ModelAway(f"{name} is being unloaded", "Try again in a few seconds.")
+        self._check_stays(name)
         return node.host
+
+    # --------------------------------------------------------------------------------------------------- for what is loaded by name
+
+    @property
+    def idle(self) -> list[str]:
+        """Those that make way for it, in that order."""
+        return sorted(filter(self._may_go, self._loaded), key=lambda one: -self._loaded[one].host.idle_s) if self.on_demand else []
+
+    async def room(self, settings: NodeSettings, layers: LayerRange | None = None) -> MemoryBound:
+        """What it may take, once as many have made way as it needs. Arguments and errors are those of `memory_budget.make_room`."""
+        while True:
+            async with self._counting:
+                idle = self.idle
+                taken = [self._loaded[one].use() for one in idle], [node.use() for one, node in self._loaded.items() if one not in idle]
+                makes_way, bound = await asyncio.to_thread(make_room, settings, *taken, self._budget_bytes, layers)
+            if makes_way is None:
+                return bound
+            if self._may_go(makes_way):  # still
+                await self._take_out(makes_way)
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    async def _bring(self, name: str) -> None:
-        """Wait for a model, which is loaded once for all who do."""
+    async def _bring(self, name: str) -> bool:
+        """Wait for a model, which is loaded once for all who do. Returns whether it was."""
         task = self._loading.get(name)
         if task is None:
             self._sign_s = self._clock.monotonic()
@@ -329,9 +349,9 @@ class Models(Generic[Hosted]):
             stopped.cancel()
         if not task.done():
             raise NodeStopping("This machine is being stopped", "Try again in a moment.")
-        task.result()
+        return task.result()
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str) -> bool:
         try:
             async with self._turn:
                 self._sign_s = self._clock.monotonic()
@@ -340,6 +360,7 @@ class Models(Generic[Hosted]):
                     await asyncio.to_thread(node.close)
                     raise NodeStopping("This machine is being stopped", "Try again in a moment.")
                 self.add(node)
+                return True
         except UserError as error:
             if not isinstance(error, OutOfMemory):
                 self._served.pop(name, None)  # looked for anew when it is asked for again
@@ -373,14 +394,7 @@ class Models(Generic[Hosted]):
         return await (alone() if self.by_plan is None else self.by_plan(place, settings, partial(self._told, name), alone))
 
     async def _built_alone(self, name: str, settings: NodeSettings) -> Hosted:
-        while True:
-            idle = sorted(filter(self._may_go, self._loaded), key=lambda one: -self._loaded[one].host.idle_s) if self.on_demand else []
-            taken = [self._loaded[one].use() for one in idle], [node.use() for one, node in self._loaded.items() if one not in idle]
-            makes_way, bound = await asyncio.to_thread(make_room, settings, *taken, self._budget_bytes)
-            if makes_way is None:
-                return await asyncio.to_thread(self._build_here, name, replace(settings, bound=bound))
-            if self._may_go(makes_way):  # still
-                await self._take_out(makes_way)
+        return await asyncio.to_thread(self._build_here, name, replace(settings, bound=await self.room(settings)))
 
     def _build_here(self, name: str, settings: NodeSettings) -> Hosted:
         """In a thread."""
@@ -398,6 +412,10 @@ class Models(Generic[Hosted]):
         node = self._loaded.get(name)
         return node is not None and not (node.host.live or self._waiting[name] or name in self._leaving)
 
+    def _check_stays(self, name: str) -> None:
+        if name in self._leaving:
+            raise ModelAway(f"{name} is being unloaded", "Try again in a few seconds.")
+
     async def _take_out(self, name: str) -> None:
         """Stop a model that nothing waits for, and have its memory back."""
         node = self._loaded.pop(name)
@@ -410,11 +428,12 @@ class Models(Generic[Hosted]):
             self._served[name] = replace(node.host.models()[0], tokenizer=kept)
         if self._on_change is not None:
             self._on_change()
-        await asyncio.to_thread(node.close)
-        if isinstance(tokenizer, BoundedTokenizer):
-            await asyncio.to_thread(tokenizer.close)
-        del node  # the last that holds it
-        await asyncio.to_thread(_give_back)
+        async with self._counting:
+            await asyncio.to_thread(node.close)
+            if isinstance(tokenizer, BoundedTokenizer):
+                await asyncio.to_thread(tokenizer.close)
+            del node  # the last that holds it
+            await asyncio.to_thread(_give_back)
 
     def _told(self, name: str, done: int, total: int) -> None:
         """In the thread of a load."""

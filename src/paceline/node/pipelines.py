@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import (
     ExecutorUnavailable,
     ImpossiblePin,
+    NoRoom,
     OutOfMemory,
     PacelineError,
     PipelineDisabled,
@@ -27,7 +28,7 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.model import LayerSpan
-from paceline.fleet.card import NodeCard
+from paceline.fleet.card import Device, NodeCard
 from paceline.fleet.choices import Standing, is_same
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import ALONE, Choice, Plan, Way
@@ -55,6 +56,9 @@ REPLANNED_S = 5.0
 """From one plan of a model that is served to the next. Raising it: what changed is seen later; a plan takes some ms of a core."""
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
+
+Idle = tuple[str, int]
+"""A model that is loaded and makes way for another: the format of its weights, and what it has taken of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,11 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
         meant = await asyncio.to_thread(names_of, named, whole.home)
         order = asked.order if place.name in meant else replace(asked.order, pins=(), own_layers=None)
         told = LoadTold(progress, progress, lambda opening: progress(opening.bytes_done, opening.bytes_total), logger.info)
-        node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), access, clock, told, alone)
+        idle = set(whole.models.idle)
+        makes_way = [
+            (node.warm.model.weights, node.use().taken_bytes) for node in whole.models.nodes if node.warm and node.model.name in idle
+        ]
+        node, follow = await _built_as_planned(whole, settings, replace(asked, order=order), access, clock, told, alone, makes_way)
         follow()
         return node
 
@@ -140,11 +148,13 @@ async def _built_as_planned(
     clock: Clock,
     told: LoadTold,
     alone: Callable[[], Awaitable[BuiltNode]],
+    makes_way: Sequence[Idle] = (),
 ) -> tuple[BuiltNode, Callable[[], None]]:
     """A model as this node's plan has it; and what is to be called once it is served, which shows its plan and goes on planning.
 
     Args:
         alone: builds all of it on this machine.
+        makes_way: what is loaded here and makes way for it.
 
     Raises:
         UserError: it can't be had, and why.
@@ -155,7 +165,7 @@ async def _built_as_planned(
     made: Plan | None = None
     if asked.ways - {PIPELINE}:
         try:
-            plan_now = partial(_plan_once_shown, access, location.name, settings, asked, clock)
+            plan_now = partial(_plan_once_shown, access, location.name, settings, asked, clock, makes_way)
             if settings.draft_on is not None:  # it may come later than this node
                 plan_now = partial(plan_in_time, plan_now, access, location.name, asked.order.settings.search_seconds, clock, told.say)
             made = await asyncio.to_thread(plan_now)
@@ -183,10 +193,13 @@ async def _built_as_planned(
     if made is None:
         # What others are to run layers of, they must be able to see, and to fetch.
         await whole.offer(location, told.reading)
-        plan_now = partial(_plan_now, access, location.name, settings, asked)
+        plan_now = partial(_plan_now, access, location.name, settings, asked, makes_way=makes_way)
         search_s = asked.order.settings.search_seconds
         made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
+    if makes_way:
+        with suppress(NoRoom, OutOfMemory):  # then fewer layers stay here
+            await whole.models.room(settings, made.chosen.stages[0].layers)
     node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
     return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
 
@@ -201,6 +214,7 @@ def _follow(
     made: Plan | None,
     clock: Clock,
 ) -> None:
+    whole.forget_plan(location.name)  # of how it was served before
     if made is not None:
         whole.show_plan(location.name, in_words(made) + _called(node))
         _Replanning(whole, settings, asked, access, location, made, clock).start()
@@ -216,23 +230,33 @@ def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | 
     return replace(asked, ways=asked.ways - {PIPELINE}) if full and asked.ways - {PIPELINE} else asked
 
 
-def _plan_once_shown(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
+def _plan_once_shown(
+    access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, makes_way: Sequence[Idle]
+) -> Plan:
     """This node's plan, once its own card shows the model."""
     until = clock.monotonic() + SHOWN_S
     while clock.monotonic() < until:
         if any(card.node_id == access.node_id and any(offer.model_id == name for offer in card.models) for card in access.cards()):
             break
         access.wait_for_change(LOOK_S)
-    return _plan_now(access, name, settings, asked)
+    return _plan_now(access, name, settings, asked, makes_way=makes_way)
 
 
-def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, running: Choice | None = None) -> Plan:
+def _plan_now(
+    access: NodeFleetAccess,
+    name: str,
+    settings: NodeSettings,
+    asked: Constraints,
+    running: Choice | None = None,
+    makes_way: Sequence[Idle] = (),
+) -> Plan:
     """This node's plan, as its view is now. Not on the event loop.
 
     Args:
         running: how the model is served; None: it is not yet.
+        makes_way: as of `_built_as_planned`.
     """
-    cards = access.cards()
+    cards = [_without(card, makes_way) if card.node_id == access.node_id else card for card in access.cards()]
     if running is not None and running.way == PIPELINE:
         # The card says that the model answers here. That is no reason to think that all of it would fit.
         cards = [_cold(card, name) if card.node_id == access.node_id else card for card in cards]
@@ -407,6 +431,16 @@ def _called(node: BuiltNode | None) -> str:
 
 def _nothing(*_: object) -> None:
     """Where no one is told."""
+
+
+def _without(card: NodeCard, idle: Sequence[Idle]) -> NodeCard:
+    """A card as it is once these have made way."""
+
+    def free(own: NodeCard | Device, device: Device | None) -> int:
+        return own.memory_free_bytes + sum(taken for weights, taken in idle if card.device_of(weights) == device)
+
+    devices = tuple(replace(device, memory_free_bytes=free(device, device)) for device in card.devices)
+    return replace(card, memory_free_bytes=free(card, None), devices=devices)
 
 
 def _cold(card: NodeCard, name: str) -> NodeCard:

@@ -30,8 +30,10 @@ from paceline.core.errors import (
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream
+from paceline.core.model import LayerRange
 from paceline.machine.models import LOAD_FAILED, Models
 from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import set_up
 from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import MANIFEST, ModelLocation, resolve
 from paceline.store.home import Home, write_cache
@@ -429,5 +431,97 @@ def test_what_made_way_is_not_built_again_in_another_way(home: Home, one_bytes: 
             assert not await changing
             await other
             assert loaded(models) == {"b"}
+
+    run(work())
+
+
+def test_a_model_is_unloaded_while_another_is_planned_and_fetched(home: Home, one_bytes: int) -> None:
+    async def work() -> None:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def by_plan(place: ModelLocation, settings: NodeSettings, progress: LoadProgress, alone: Any) -> BuiltNode:
+            begun.set()
+            await go.wait()
+            return await alone()
+
+        async with models_of(home, budget_bytes=one_bytes + one_bytes // 2) as models:
+            await models.load("a")
+            models.by_plan = by_plan
+            other = asyncio.create_task(tokens(asked(models, "b")))
+            await begun.wait()
+            await models.unload("a", 0.0)
+            assert models.nodes == ()
+            go.set()
+            assert len(await other) == 8
+
+    run(work())
+
+
+def test_room_is_not_counted_while_a_model_is_taken_out(home: Home, one_bytes: int) -> None:
+    async def work() -> None:
+        async with models_of(home, budget_bytes=one_bytes + one_bytes // 2) as models:
+            await models.load("a")
+            release, closing = models.nodes[0].host.close, threading.Event()
+
+            def close() -> bool:
+                assert closing.wait(BOUND_S)
+                return release()
+
+            models.nodes[0].host.close = close  # type: ignore[method-assign]
+            unloading = asyncio.create_task(models.unload("a", 0.0))
+            await until(lambda: not models.nodes)
+            other = asyncio.create_task(models.room(replace(SETTINGS, model="b")))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not other.done()
+            closing.set()
+            await unloading
+            assert (await other).most_bytes == one_bytes + one_bytes // 2
+
+    run(work())
+
+
+def test_as_many_make_way_as_a_part_of_a_model_needs(home: Home, one_bytes: int) -> None:
+    async def work() -> None:
+        settings = replace(SETTINGS, model="b")
+        part = set_up(settings).room(LayerRange(0, 1))
+        part_bytes = part.weights_bytes + part.working_bytes + part.kv_bytes
+        assert part_bytes < one_bytes
+        async with models_of(home, budget_bytes=one_bytes + part_bytes) as models:
+            await models.load("a")
+            assert (await models.room(settings, LayerRange(0, 1))).most_bytes == part_bytes
+            assert loaded(models) == {"a"}
+            await models.room(settings)
+            assert loaded(models) == set()
+
+    run(work())
+
+
+def test_a_load_says_what_came_of_it_whatever_it_waited_for(home: Home) -> None:
+    async def work() -> None:
+        async with models_of(home) as models:
+            await models.load("a")
+
+            async def another() -> BuiltNode:
+                pytest.fail("it was taken away before its turn")
+
+            async with models._turn:
+                changing = asyncio.create_task(models.change(resolve("a", home), another))
+                await until(lambda: "a" in models._loading)
+                await models.unload("a", 0.0)
+                loading = asyncio.create_task(models.load("a"))
+                await until(lambda: not models.nodes)
+            assert not await changing
+            assert await loading == "a"
+            assert loaded(models) == {"a"}
+
+            stream = asked(models, "a", 200)
+            await anext(stream)
+            unloading = asyncio.create_task(models.unload("a", BOUND_S))
+            await until(lambda: models.in_use()[0].state == "unloading")
+            with pytest.raises(ModelAway):
+                await models.load("a")
+            await drain(stream)
+            await unloading
 
     run(work())

@@ -57,6 +57,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
         slots=SimpleNamespace(taken=0),
         attach=offer,
         show_plan=said_of,
+        forget_plan=said_of,
         planning={},
         keep=said_of,
     )
@@ -105,8 +106,9 @@ def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_
     monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
     monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
     monkeypatch.setattr(pipelines, "_build_spread", over_others)
-    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(), slots=SimpleNamespace(taken=0), planning={})
-    whole.keep = lambda *_: None
+    models = SimpleNamespace(idle=[], nodes=[])
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=models, slots=SimpleNamespace(taken=0), planning={})
+    whole.keep = whole.forget_plan = lambda *_: None
     whole.show_plan = lambda _name, words: shown.append(words)
     order = PipelineOrder(PipelineSettings(search_seconds=0), pins=(Pin(NodeId("nobody")),))
     pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), order), ["m" if meant else "x"], SystemClock())
@@ -124,6 +126,61 @@ def test_what_is_loaded_by_name_is_planned_and_pins_are_of_the_models_they_were_
         assert [choice.way for choice in spread] == [PIPELINE]
         assert told == [(3, 4)]
         assert "m" in whole.planning
+
+
+@pytest.mark.parametrize("idle_gib", [0, 1, 7])
+def test_what_idles_here_counts_as_room_for_what_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch, idle_gib: int) -> None:
+    """Weights of 2.6 GiB and their KV, where 1 GiB is free: alone once what idles made way, or else over others, with a part for which it made way here."""
+    built, asked_room = list[str](), list[LayerRange]()
+
+    async def over_others(*given: Any) -> Any:
+        built.append(PIPELINE)
+        return SimpleNamespace(pipeline_id="0a1b2c3d")
+
+    async def alone() -> Any:
+        built.append(ALONE)
+        return SimpleNamespace(pipeline_id="")
+
+    async def offer(*_: object) -> None: ...
+
+    async def room(_: NodeSettings, layers: LayerRange) -> None:
+        asked_room.append(layers)
+
+    use = SimpleNamespace(taken_bytes=idle_gib << 30)
+    warm = SimpleNamespace(model=SimpleNamespace(weights="int4"))
+    nodes = [SimpleNamespace(model=SimpleNamespace(name=name), warm=warm, use=lambda: use) for name in ("idle", "busy")]
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    cards = [replace(card, memory_free_bytes=1 << 30) if card.node_id == "own" else card for card in CARDS]
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(cards))
+    monkeypatch.setattr(pipelines, "_build_spread", over_others)
+    models = SimpleNamespace(idle=["idle"] if idle_gib else [], nodes=nodes, room=room)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=models, slots=SimpleNamespace(taken=0), planning={})
+    whole.keep = whole.forget_plan = whole.show_plan = lambda *_: None
+    pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings())), [], SystemClock())
+    location: Any = SimpleNamespace(name="m")
+    asyncio.run(whole.models.by_plan(location, NodeSettings("m"), lambda *_: None, alone))
+    assert built == [ALONE if idle_gib == 7 else PIPELINE]
+    assert len(asked_room) == (idle_gib == 1)
+    assert all(layers.start == 0 for layers in asked_room)
+
+
+def test_a_load_without_a_plan_is_not_taken_for_what_was_planned_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def alone() -> Any:
+        return SimpleNamespace(pipeline_id="")
+
+    async def offer(*_: object) -> None: ...
+
+    monkeypatch.setattr(pipelines, "SHOWN_S", 0.0)
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes([]))
+    models = SimpleNamespace(idle=[], nodes=[])
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=models, slots=SimpleNamespace(taken=0))
+    whole.planning = {"m": "of a load before", "x": "of another"}
+    whole.forget_plan = whole.planning.pop
+    pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings())), [], SystemClock())
+    location: Any = SimpleNamespace(name="m")
+    asyncio.run(whole.models.by_plan(location, NodeSettings("m"), lambda *_: None, alone))
+    assert whole.planning == {"x": "of another"}
 
 
 SPREAD = PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({PIPELINE}))
