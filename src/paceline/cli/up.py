@@ -93,7 +93,7 @@ class Ending:
                 end_now(code)
             self._hurried = code
             self._draining.cancel()
-            self._stop_within_bound(code)
+            self._stop_within_bound()
             return
         waits = "" if self._is_quiet() else f" once what is being answered has ended, in {self._drain_s:g} s at the latest"
         self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)", soft_wrap=True)
@@ -108,11 +108,11 @@ class Ending:
             async with asyncio.timeout(self._drain_s):
                 while not self._is_quiet():  # noqa: ASYNC110 - answers of others end in another place than those of this server
                     await asyncio.sleep(LOOK_S)
-        self._stop_within_bound(EXIT_OK)
+        self._stop_within_bound()
 
-    def _stop_within_bound(self, code: int) -> None:
+    def _stop_within_bound(self) -> None:
         self.stop.set()
-        late = threading.Timer(ORDERLY_S, end_now, (code,))
+        late = threading.Timer(ORDERLY_S, lambda: end_now(self._hurried or EXIT_OK))
         late.daemon = True
         late.start()
 

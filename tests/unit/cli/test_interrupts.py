@@ -104,3 +104,41 @@ end_now(130)
 def test_a_second_signal_ends_what_is_ending_with_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", IMPATIENT], check=False, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+ENDING = """
+import asyncio, os, signal
+from types import SimpleNamespace
+from rich.console import Console
+from paceline.cli import up
+
+late = []
+
+class Held:
+    def __init__(self, seconds, call, args=()):
+        late.append(lambda: call(*args))
+    def start(self):
+        pass
+
+up.threading = SimpleNamespace(Timer=Held)
+
+async def main():
+    ending = up.Ending(Console(), 0.0)
+    ending.wait_for(SimpleNamespace(is_quiet=True), SimpleNamespace(live=0, drain=lambda: None))
+    os.kill(os.getpid(), signal.{first})
+    await ending.stop.wait()
+    for _ in range({more}):
+        os.kill(os.getpid(), signal.SIGINT)
+        while len(late) == 1:
+            await asyncio.sleep(0)
+    late[0]()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("first", "more", "code"), [("SIGINT", 0, 0), ("SIGINT", 1, 130), ("SIGTERM", 0, 0), ("SIGTERM", 1, 130)])
+def test_a_second_signal_in_an_orderly_stop_is_what_it_ends_with_where_the_stop_is_late(first: str, more: int, code: int) -> None:
+    program = ENDING.format(first=first, more=more)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (code, "")
