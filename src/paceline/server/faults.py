@@ -13,12 +13,14 @@ from starlette.responses import Response
 from paceline.core.errors import (
     ERROR_TABLE,
     SERVER_STOPPING,
+    ImpossiblePin,
     ModelNotFound,
     NodeStopping,
     PacelineError,
     PlacementError,
     UnknownModel,
     UserError,
+    VocabularyMismatch,
     code_of,
     kind_of,
 )
@@ -141,7 +143,7 @@ def fault_of_error(error: PacelineError) -> Fault:
 
 def fault_of_mistake(error: UserError) -> Fault:
     """A typed error as the person sees it whose it is to mend: what is a server's fault to clients of an API is a mistake in what its owner asked."""
-    if isinstance(error, PlacementError):
+    if isinstance(error, PlacementError) and not isinstance(error, ImpossiblePin | VocabularyMismatch):
         return fault_of_error(error)
     status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, "invalid_value")
     return Fault(status, str(error), param="model", code=code)
