@@ -31,7 +31,9 @@ class KvMeter:
         self.leases: Callable[[], int] = lambda: 0
         """Prompts that are computed for others now."""
         self.least_pushed: Mapping[NodeId, int] = {}
-        """New tokens of a prompt, from which on it is computed elsewhere, by node."""
+        """New tokens of a prompt, from which on it is computed elsewhere while no answer is written here, by node."""
+        self.least_beside: Mapping[NodeId, int] = {}
+        """While answers are."""
 
 
 # fmt: off
@@ -46,6 +48,7 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
     counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
     gauge("paceline_kv_leases", "Prompts that are computed for other nodes now.", lambda meter: meter.leases()),
-    gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere.", lambda meter: dict(meter.least_pushed), "node"),
+    gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere while no answer is written here.", lambda meter: dict(meter.least_pushed), "node"),
+    gauge("paceline_kv_push_least_tokens_beside_answers", "The same, while answers are written here.", lambda meter: dict(meter.least_beside), "node"),
 )
 # fmt: on

@@ -151,8 +151,16 @@ class PrefillPrice:
 
     @property
     def least_blocks(self) -> int | None:
-        """The shortest prompt that is worth it, where all of it is new; None: none is."""
-        each_s = self.here_s / FASTER - max(self.there_s, self.moved_s)
+        """The shortest prompt that is worth it, where all of it is new and no answer is written here; None: none is."""
+        return self._least(FASTER)
+
+    @property
+    def least_beside(self) -> int | None:
+        """The same, where answers are written here."""
+        return self._least(1 / SLOWER)
+
+    def _least(self, faster: float) -> int | None:
+        each_s = self.here_s / faster - max(self.there_s, self.moved_s)
         if each_s - self.moved_s > 0 and (least := max(1, ceil(self.opening_s / (each_s - self.moved_s)))) <= self.last_blocks:
             return least
         return max(self.last_blocks, ceil((self.opening_s + self.last_blocks * self.moved_s) / each_s)) if each_s > 0 else None
@@ -160,10 +168,15 @@ class PrefillPrice:
     def words(self, block_tokens: int) -> str:
         """Why prompts are computed there, or not."""
         there, here = (two_digits(block_tokens / seconds) for seconds in (max(self.there_s, self.moved_s), self.here_s))
-        least = self.least_blocks
-        if least is None:
+        least, beside = self.least_blocks, self.least_beside
+        if beside is None:
             return f"prompts are not computed there: {there:g} tokens a second come from there, and {here:g} are computed here"
-        return f"prompts of {least * block_tokens} new tokens or more are computed there: {there:g} a second come, and {here:g} are computed here"
+        if least is None:
+            which = f"{beside * block_tokens} new tokens or more, while answers are written here,"
+        else:
+            also = f", or of {beside * block_tokens} while answers are written here,"
+            which = f"{least * block_tokens} new tokens or more{also if beside < least else ''}"
+        return f"prompts of {which} are computed there: {there:g} a second come, and {here:g} are computed here"
 
 
 def explain_prompts(cards: Mapping[NodeId, NodeCard], at: NodeId, model: ModelRef, prompt_tokens: int) -> list[str]:

@@ -290,7 +290,7 @@ class KvSharing:
         self._prices = {}
         # Who computes a prompt sees it.
         shown = {card.node_id for card in self._fleet.eligible(Use.ANSWER).cards}
-        pushed = dict[NodeId, int]()
+        pushed, beside = dict[NodeId, int](), dict[NodeId, int]()
         for kv in self._used:
             offer, held = _offer_of(cards.get(own), kv), kv.spans(own)
             if offer is not None and (rate := kv.prompts_per_s()) > 0:
@@ -316,13 +316,14 @@ class KvSharing:
                     prefill = prefill_price(cost, kv.block_tokens, _offer_of(cards[node_id], kv))
                 if prefill is not None:
                     self._say(node_id, kv, prefill)
-                    if prefill.least_blocks is not None:
-                        pushed[node_id] = prefill.least_blocks * kv.block_tokens
+                    for least, said in ((prefill.least_blocks, pushed), (prefill.least_beside, beside)):
+                        if least is not None:
+                            said[node_id] = least * kv.block_tokens
                 card = cards[node_id]
                 if (cost.least_blocks is not None or prefill is not None) and not self._is_resting(node_id, card.instance):
                     peers.append(KvPeer(node_id, card.instance, card.addresses, told.marks, cost, prefill, told.spans))
             kv.show(peers, partial(self._begin_soon, kv))
-        self.meter.least_pushed = pushed
+        self.meter.least_pushed, self.meter.least_beside = pushed, beside
         self.meter.marks = sum(len(told.marks) for told in self._told.values())
         tokens = {kv.digest: kv.block_tokens for kv in self._used}
         self.meter.least_tokens = {
@@ -331,7 +332,8 @@ class KvSharing:
 
     def _say(self, node_id: NodeId, kv: PeerKv, cost: KvPrice | PrefillPrice) -> None:
         """Into the log, where whether it comes from there has changed."""
-        what, pays = (node_id, kv.digest, type(cost)), cost.least_blocks is not None
+        what, least = (node_id, kv.digest, type(cost)), cost.least_blocks if isinstance(cost, KvPrice) else cost.least_beside
+        pays = least is not None
         if self._said.get(what) is not pays:
             self._said[what] = pays
             logger.info("%s: %s", node_id, cost.words(kv.block_tokens))
@@ -432,17 +434,17 @@ class KvSharing:
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
             self._seen[node_id] = n_bytes / seconds, now
-        self._rest(fetch.peer, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome))
+        self._rest(fetch.peer, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome), wrong=outcome == "wrong")
 
     def _is_resting(self, node_id: NodeId, instance: bytes) -> bool:
         return self._rests.has(node_id, instance, self._clock.monotonic())
 
-    def _rest(self, peer: KvPeer, rest_s: float | None) -> None:
-        """Ask a peer for nothing for so long; None: it may be asked."""
+    def _rest(self, peer: KvPeer, rest_s: float | None, *, wrong: bool) -> None:
+        """Ask a peer for nothing for so long, whether or not it is started anew where what it sent was `wrong`; None: it may be asked."""
         if rest_s is not None:
             until = self._clock.monotonic() + rest_s
             # What was wrong may be wrong with its memory, or meant: another start mends neither.
-            self._rests.begin(peer.node_id, None if rest_s == WRONG_REST_S else peer.instance, until)
+            self._rests.begin(peer.node_id, None if wrong else peer.instance, until)
             for kv in self._used:
                 kv.leave_out(peer.node_id)
             self._loop.call_later(rest_s + 0.1, self._look_soon)
@@ -460,7 +462,7 @@ class KvSharing:
             fetch.cancel()
             self.meter.pushes[end] += 1
             self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
-            self._rest(peer, push_rest_s(end))
+            self._rest(peer, push_rest_s(end), wrong=end is PushEnd.DAMAGED)
             if fetch.push is not None:
                 fetch.push.ended(end, fetch.filled)
 

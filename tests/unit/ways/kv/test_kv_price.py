@@ -67,12 +67,22 @@ def test_it_is_said_which_prompts_are_computed_elsewhere_and_why() -> None:
         card("unmeasured", 4000.0),
     ]
     said = explain_prompts({one.node_id: one for one in cards}, NodeId("d"), ModelRef("d" * 64, "int4"), 500)
+    like = "prompts of 32 new tokens or more, while answers are written here, are computed there"
     assert said == [
-        "like: prompts are not computed there: 100 tokens a second come from there, and 100 are computed here; one of 500 stays at d",
+        f"like: {like}: 100 a second come, and 100 are computed here; one of 500 stays at d",
         "p: prompts of 16 new tokens or more are computed there: 4000 a second come, and 100 are computed here; one of 500 goes there",
         "unmeasured: prompts are not computed there: its speed, or the link, is not measured",
     ]
     assert explain_prompts({one.node_id: one for one in cards}, NodeId("gone"), ModelRef("d" * 64, "int4"), 500) == []
+
+
+@pytest.mark.parametrize("there_s", [0.005, 0.05, 0.07, 0.078, 0.1, 0.112])
+def test_what_is_said_is_what_is_decided_whether_or_not_answers_are_written(there_s: float) -> None:
+    cost = PrefillPrice(0.05, 0.001, there_s, 0.1, 32)
+    for n_writing, least in ((0, cost.least_blocks), (1, cost.least_beside), (8, cost.least_beside)):
+        decided = next((n for n in range(1, 10_000) if cost.saved_s(n, n, n_writing) > 0), None)
+        assert least == decided
+        assert ("" if least is None else f"of {16 * least} ") in cost.words(16)
 
 
 def test_a_machine_that_writes_answers_has_prompts_computed_by_one_as_fast_and_not_by_one_that_is_slower() -> None:
