@@ -147,3 +147,12 @@ def free_what_failed(error: BaseException) -> None:
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
     give_memory_back()
+
+
+def free_what_was_frozen() -> None:
+    """Free what is gone of what was kept out of the collector's sight, and give it back."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    give_memory_back()
+    if frozen:
+        gc.freeze()

@@ -8,7 +8,6 @@ only as far as the one asked for needs it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Generic, TypeVar
 
-from paceline.backends.memory import free_what_failed, give_memory_back
+from paceline.backends.memory import free_what_failed, free_what_was_frozen
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import (
@@ -52,6 +51,7 @@ LOAD_FAILED = "load_failed"
 
 
 Hosted = TypeVar("Hosted", bound=HostedModel)
+BuildsAsPlanned = Callable[[ModelLocation, NodeSettings, LoadProgress, Callable[[], Awaitable[Hosted]]], Awaitable[Hosted]]
 
 
 class Models(Generic[Hosted]):
@@ -90,17 +90,14 @@ class Models(Generic[Hosted]):
         self._loading: dict[str, asyncio.Task[bool]] = {}
         self._read: dict[str, tuple[int, int]] = {}
         """Of a model that is being loaded: bytes, and of how many."""
-        self._turn, self._stopped = asyncio.Lock(), asyncio.Event()
-        self._counting = asyncio.Lock()
-        """Held while room is made or counted, so that a load counts on memory that is free, or taken."""
+        self._turn, self._stopped, self._counting = asyncio.Lock(), asyncio.Event(), asyncio.Lock()
+        """The last is held while room is made or counted, so that a load counts on memory that is free, or taken."""
         self._opening = threading.Lock()
         self._sign_s = clock.monotonic()
         self._past = EngineStats()
         """Counters of engines that are gone."""
         self._on_change: Callable[[], None] | None = None
-        self.by_plan: Callable[[ModelLocation, NodeSettings, LoadProgress, Callable[[], Awaitable[Hosted]]], Awaitable[Hosted]] | None = (
-            None
-        )
+        self.by_plan: BuildsAsPlanned[Hosted] | None = None
         """Decides how a model that is loaded by name is served, and builds it; the last argument builds it on this machine alone. None: that is done."""
 
     # ------------------------------------------------------------------------------------------------------ for the server
@@ -226,8 +223,7 @@ class Models(Generic[Hosted]):
             self._places[place.name] = place
             if await self._bring(place.name):
                 break
-        known = self._loaded.get(place.name)
-        if known is not None and known.location is not None and known.location.path != place.path:
+        if (known := self._loaded.get(place.name)) is not None and known.location is not None and known.location.path != place.path:
             raise ConfigError(f"Another {place.name} is loaded", f"Unload it first: paceline unload {place.name}")
         self._check_stays(place.name)
         return place.name
@@ -310,15 +306,13 @@ class Models(Generic[Hosted]):
         self._check_stays(name)
         return node.host
 
-    # --------------------------------------------------------------------------------------------------- for what is loaded by name
-
     @property
     def idle(self) -> list[str]:
-        """Those that make way for it, in that order."""
+        """Those that make way for what is loaded by name, in that order."""
         return sorted(filter(self._may_go, self._loaded), key=lambda one: -self._loaded[one].host.idle_s) if self.on_demand else []
 
     async def room(self, settings: NodeSettings, layers: LayerRange | None = None) -> MemoryBound:
-        """What it may take, once as many have made way as it needs. Arguments and errors are those of `memory_budget.make_room`."""
+        """What a load by name may take, once as many have made way as it needs. Arguments and errors are those of `memory_budget.make_room`."""
         while True:
             async with self._counting:
                 idle = self.idle
@@ -390,11 +384,11 @@ class Models(Generic[Hosted]):
     async def _built(self, name: str) -> Hosted:
         place = self._places[name]
         settings = await asyncio.to_thread(self._settings_of, place)
-        alone = partial(self._built_alone, name, settings)
-        return await (alone() if self.by_plan is None else self.by_plan(place, settings, partial(self._told, name), alone))
 
-    async def _built_alone(self, name: str, settings: NodeSettings) -> Hosted:
-        return await asyncio.to_thread(self._build_here, name, replace(settings, bound=await self.room(settings)))
+        async def alone() -> Hosted:
+            return await asyncio.to_thread(self._build_here, name, replace(settings, bound=await self.room(settings)))
+
+        return await (alone() if self.by_plan is None else self.by_plan(place, settings, partial(self._told, name), alone))
 
     def _build_here(self, name: str, settings: NodeSettings) -> Hosted:
         """In a thread."""
@@ -433,7 +427,7 @@ class Models(Generic[Hosted]):
             if isinstance(tokenizer, BoundedTokenizer):
                 await asyncio.to_thread(tokenizer.close)
             del node  # the last that holds it
-            await asyncio.to_thread(_give_back)
+            await asyncio.to_thread(free_what_was_frozen)
 
     def _told(self, name: str, done: int, total: int) -> None:
         """In the thread of a load."""
@@ -504,12 +498,3 @@ class _Asked:
 def _load_failed(name: str, error: UserError) -> ExecutorUnavailable:
     """For clients: what is wrong is the machine's owner's to mend, and not theirs."""
     return ExecutorUnavailable(f"{name} can't be loaded: {error.message}", error.hint, code=LOAD_FAILED)
-
-
-def _give_back() -> None:
-    """Free an engine that is gone, and what loads had kept out of the collector's sight with it."""
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    give_memory_back()
-    if frozen:
-        gc.freeze()
