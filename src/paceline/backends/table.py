@@ -8,7 +8,7 @@ cpu-avxvnni               ... with AVX-VNNI
 cpu-avx2                  ... with AVX2, FMA and F16C
 cpu-neon-i8mm             ... on 64-bit ARM with the dot product and products of matrices of bytes
 cpu-neon                  ... on 64-bit ARM with the dot product
-torch-cpu                 everything else
+torch-cpu                 on other processors; where it is asked for, on any
 
 Those of `cpu` compute the same bytes (docs/arithmetic.md), and a processor that has the instructions of one has those of some after it.
 """
@@ -101,6 +101,11 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
         if reason is not None:
             raise ConfigError(f"--device {asked} can't run this model here: {reason}", "Leave --device out.")
         return asked or fastest_on_processors()
+    if asked is None and cpu.runs_here():
+        raise UnsupportedModel(
+            f"No compiled kernels run this model: {reason}",
+            "Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: pip install 'paceline[torch]'",
+        )
     if (missing := torch_refuses(spec)) is not None and asked is not None:
         raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
     if missing is not None:
