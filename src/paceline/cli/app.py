@@ -12,7 +12,7 @@ import typer
 
 from paceline import __version__
 from paceline.backends.memory import GIB
-from paceline.cli import benches, enrolment
+from paceline.cli import benches, enrolment, service
 from paceline.cli.options import (
     OWN_LAYERS_HELP,
     PIN_HELP,
@@ -397,6 +397,7 @@ def plan(
 
 app.add_typer(benches.app)
 app.add_typer(enrolment.app)
+app.add_typer(service.app, name="service")
 
 
 @app.command()

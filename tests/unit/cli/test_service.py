@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import plistlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.unit.cli.test_commands import assert_user_error, paceline
+
+from paceline.cli import service
+from paceline.core.errors import ConfigError
+
+ARGS = ["--model", "a b", "--drain-s", "45", "--api-key", 'x"y%z$HOME\\']
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze")
+    for of_machine in (False, True):
+        path = tmp_path / "paceline.service"
+        path.write_text(service.unit(ARGS, tmp_path / "ho%me", of_machine=of_machine))
+        done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, [line for line in done.stderr.splitlines() if "paceline.service" in line]) == (0, [])
+
+
+def test_the_unit_says_how_to_stop_and_when_to_start_again(tmp_path: Path) -> None:
+    lines = service.unit(ARGS, tmp_path, of_machine=False).splitlines()
+    command = r'"-m" "paceline" "up" "--model" "a b" "--drain-s" "45" "--api-key" "x\"y%%z$$HOME\\"'
+    assert f'ExecStart="{sys.executable}" {command}' in lines
+    assert {"Restart=on-failure", "SuccessExitStatus=143", "TimeoutStopSec=60", "WantedBy=default.target"} <= set(lines)
+    assert "WantedBy=multi-user.target" in service.unit([], tmp_path, of_machine=True)
+    assert "TimeoutStopSec=45" in service.unit([], tmp_path, of_machine=True)
+    with pytest.raises(ConfigError, match="--drain-s"):
+        service.unit(["--drain-s=soon"], tmp_path, of_machine=True)
+
+
+def test_the_property_list_comes_back(tmp_path: Path) -> None:
+    read = plistlib.loads(service.plist(ARGS, tmp_path))
+    assert read["ProgramArguments"] == [sys.executable, "-m", "paceline", "up", *ARGS]
+    assert (read["KeepAlive"], read["ExitTimeOut"]) == ({"SuccessfulExit": False}, 60)
+    assert read["EnvironmentVariables"] == {"PACELINE_HOME": str(tmp_path)}
+
+
+def test_a_file_of_someone_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "units" / "paceline.service"
+    for args in ([], ARGS):
+        text = service.unit(args, tmp_path, of_machine=False)
+        service.put(path, text.encode())
+        assert (path.read_text(), path.stat().st_mode & 0o777) == (text, 0o600)
+    path.write_text("[Unit]\n")
+    with pytest.raises(ConfigError, match="was not written by Paceline"):
+        service.put(path, b"")
+    assert path.read_text() == "[Unit]\n"
+
+
+def test_print_shows_the_file_and_changes_nothing() -> None:
+    shown = paceline("service", "install", "--print", "--model", "some", "--port", "9000")
+    assert shown.returncode == 0, shown.stderr
+    assert service.MARK in shown.stdout
+    assert '"up" "--model" "some" "--port" "9000"' in shown.stdout or "<string>9000</string>" in shown.stdout
+
+
+@pytest.mark.skipif(Path("/run/systemd/system").is_dir() or sys.platform == "darwin", reason="a service could really be installed here")
+def test_where_there_is_neither_systemd_nor_launchd_nothing_is_written() -> None:
+    assert_user_error(paceline("service", "install"), "Neither systemd nor launchd", "--print")
+    assert_user_error(paceline("service", "uninstall"), "There is no")
+    assert paceline("service", "status").returncode == 1
