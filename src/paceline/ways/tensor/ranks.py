@@ -34,6 +34,8 @@ LOOK_S: Final = 0.1
 MOST_STARTS: Final = 3
 """Times that ranks are started again, within `STARTS_S`, before requests are told that there are none."""
 STARTS_S: Final = 600.0
+AGAIN_S: Final = 1.0
+"""From one such start to the next, and twice as long each time. Raising it: ranks that are lost one soon after the other are missed for longer."""
 ENDING_S: Final = 4.0
 """For a rank to end when it is told to; then it is killed."""
 ASKED_S: Final = 10.0
@@ -95,11 +97,9 @@ class RankProcesses:
         try:
             for order in orders:
                 self._processes.append(self._start(order, SILENT_S))
-        except OSError as error:
+        except ConfigError:
             self.close()
-            raise ConfigError(
-                f"A tensor rank can't be started: {error.strerror or error}", "Ask for fewer, or leave --tensor out."
-            ) from error
+            raise
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -180,10 +180,9 @@ class RankProcesses:
             ExecutorUnavailable: ranks were started too often of late.
         """
         with self._replacing:
-            whole = self._replaced()
-        if whole and self.are_done:
-            self.lost = None
-            logger.warning("the tensor group is whole again")
+            if self._replaced() and self.are_done:
+                self.lost = None
+                logger.warning("the tensor group is whole again")
         return self.lost is None
 
     def _replaced(self) -> bool:
@@ -198,14 +197,19 @@ class RankProcesses:
         if gone and len(self._starts) >= MOST_STARTS:
             hint = "What its ranks printed may say why they end; or start without --tensor."
             raise ExecutorUnavailable(f"The tensor group is not whole: {self.lost}", hint, code="tensor_unavailable")
-        for i in gone:
-            with self._processes[i].asking:
-                self._processes[i].connection.close()
-            self._processes[i] = self._start(self._processes[i].order, SILENT_AGAIN_S)
+        if gone and self._starts and now - self._starts[-1] < AGAIN_S * 2 ** (len(self._starts) - 1):
+            time.sleep(LOOK_S)
+            return False
         self._starts += [now] * bool(gone)
         try:
+            for i in gone:
+                with self._processes[i].asking:
+                    self._processes[i].connection.close()
+                self._processes[i] = self._start(self._processes[i].order, SILENT_AGAIN_S)
             return all(self._is_ready(process, LOOK_S) for process in self._processes)
         except ConfigError as error:
+            self.lost = error.message
+            logger.warning("the tensor group: %s", error)
             raise ExecutorUnavailable(error.message, error.hint, code="tensor_unavailable") from error
 
     def close(self) -> None:
@@ -225,13 +229,19 @@ class RankProcesses:
                 process.connection.close()
 
     def _start(self, order: RankOrder, patience_s: float) -> _Process:
-        ours, theirs = Pipe()
-        with theirs:
-            fds = (theirs.fileno(), self._memory_fd)
-            self._memory.say_done(order.rank, self._memory.number)
-            command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
-            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
-        ours.send_bytes(pickle.dumps(order))
+        """Raises ConfigError where the system allows for no further process."""
+        try:
+            ours, theirs = Pipe()
+            with theirs:
+                fds = (theirs.fileno(), self._memory_fd)
+                self._memory.say_done(order.rank, self._memory.number)
+                command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
+                popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
+        except OSError as error:
+            why = f"A tensor rank can't be started: {error.strerror or error}"
+            raise ConfigError(why, "Ask for fewer, or leave --tensor out.") from error
+        with suppress(OSError):  # it has ended already, which who looks sees
+            ours.send_bytes(pickle.dumps(order))
         return _Process(order, popen, ours, time.monotonic(), patience_s)
 
     def _give_up_silent(self, process: _Process) -> None:
@@ -277,9 +287,10 @@ class RankProcesses:
             elif now - since > STALL_S and (slowest := min(range(len(arrived)), key=arrived.__getitem__)):
                 self._processes[slowest - 1].kill()
                 self._lose(f"rank {slowest} computed nothing for {STALL_S:g} s")
-            if self.lost is not None and self._replacing.acquire(blocking=False):
+            if self._replacing.acquire(blocking=False):
                 try:
-                    with suppress(ExecutorUnavailable, OSError):  # who has a batch to run is told
-                        self._replaced()
+                    with suppress(ExecutorUnavailable):  # who has a batch to run is told, by what `lost` says
+                        if self.lost is not None:
+                            self._replaced()
                 finally:
                     self._replacing.release()

@@ -23,7 +23,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError, ExecutorLost, ModelNotFound, OutOfMemory
+from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable, ModelNotFound, OutOfMemory
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.core.weights import WeightSource
@@ -37,7 +37,7 @@ from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.group import TensorGroup
 from paceline.ways.tensor.rank import WAKE, RankOrder
-from paceline.ways.tensor.ranks import RankProcesses, _Process
+from paceline.ways.tensor.ranks import MOST_STARTS, RankProcesses, _Process
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
@@ -289,13 +289,16 @@ def test_a_group_that_can_t_be_made_leaves_nothing(model: Path, monkeypatch: pyt
 
     def seen(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
         if broken == "start" and order.rank == 2:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
+            monkeypatch.setattr("paceline.ways.tensor.ranks.Pipe", no_more)
         process = start(self, order, patience_s)
         processes.append(process.popen.pid)
         return process
 
     def fails(*_: object, **__: object) -> None:
         raise OutOfMemory("there is none left")
+
+    def no_more() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(RankProcesses, "_start", seen)
     if broken == "load":
@@ -326,6 +329,72 @@ def test_why_a_rank_can_t_be_loaded_is_said_with_what_to_do(model: Path, monkeyp
     assert caught.value.hint == here.value.hint != ""
 
 
+def test_why_a_rank_can_t_be_loaded_again_outlasts_who_heard_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody asked: the watcher did."""
+    start, started = RankProcesses._start, list[int]()
+
+    def misled(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        started.append(order.rank)
+        return start(self, replace(order, settings=replace(order.settings, model=f"{model.parent}/tinny.gguf")), patience_s)
+
+    monkeypatch.setattr("paceline.ways.tensor.ranks.AGAIN_S", 0.01)
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        monkeypatch.setattr(RankProcesses, "_start", misled)
+        os.kill(group.processes[1], signal.SIGKILL)
+        _until(lambda: "tinny.gguf" in (group.lacks or ""))
+        _until(lambda: "not whole: " in _refused(group))
+        assert "tinny.gguf" in _refused(group)
+        assert len(started) == MOST_STARTS
+
+
+def test_a_start_that_fails_counts_and_the_next_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[None]()
+
+    def no_more() -> None:
+        tried.append(None)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("paceline.ways.tensor.ranks.AGAIN_S", 10 * BOUND_S)
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        monkeypatch.setattr("paceline.ways.tensor.ranks.Pipe", no_more)
+        os.kill(group.processes[1], signal.SIGKILL)
+        _until(lambda: bool(tried))
+        _until(lambda: group.lacks == "A tensor rank can't be started: Resource temporarily unavailable")
+        assert not any(group.make_whole() for _ in range(5))
+        assert len(tried) == 1
+        monkeypatch.setattr("paceline.ways.tensor.ranks.AGAIN_S", 0.0)
+        _until(lambda: "not whole: " in _refused(group))
+        assert "Resource temporarily unavailable" in _refused(group)
+        assert len(tried) == MOST_STARTS
+
+
+def test_a_group_that_is_whole_by_the_time_it_may_be_mended_is_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mended = list[bool]()
+    with engine(model, 1.0, 1.0) as built:
+        ranks = group_of(built)._ranks
+        lock, let_go = ranks._replacing, threading.Event()
+
+        class Late:
+            """Somebody else held it, until all were there again."""
+
+            def acquire(self, *, blocking: bool) -> bool:
+                ranks.lost = None
+                return lock.acquire(blocking=blocking)
+
+            def release(self) -> None:
+                lock.release()
+                let_go.set()
+
+        monkeypatch.setattr(RankProcesses, "_replaced", lambda ranks: mended.append(ranks.lost is not None))
+        ranks.lost = "rank 1 ended"
+        ranks._replacing = Late()  # type: ignore[assignment]
+        assert let_go.wait(BOUND_S)
+        ranks._replacing = lock
+        assert all(mended), "what it would end is in the middle of a batch"
+
+
 def test_threads_are_dealt_by_speed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dealt = list[int]()
     start, load = RankProcesses._start, cpu.load
@@ -353,6 +422,15 @@ def _open_memory() -> int:
 
 def _kernel_threads() -> int:
     return sum(thread.name.startswith("paceline-kernel-") for thread in threading.enumerate())
+
+
+def _refused(group: TensorGroup) -> str:
+    """What requests are told."""
+    try:
+        assert not group.make_whole()
+    except ExecutorUnavailable as error:
+        return error.message
+    return ""
 
 
 def _until(holds: Callable[[], bool]) -> None:
