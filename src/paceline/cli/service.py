@@ -47,7 +47,7 @@ Environment={_quoted(f"PACELINE_HOME={home}", dollars=False)}
 Restart=on-failure
 RestartSec=5
 RestartPreventExitStatus=2
-SuccessExitStatus=143
+SuccessExitStatus=130 143
 KillMode=mixed
 TimeoutStopSec={_stop_s(args):g}
 LimitNOFILE=8192

@@ -29,7 +29,7 @@ def test_the_unit_says_how_to_stop_and_when_to_start_again(tmp_path: Path) -> No
     lines = service.unit(ARGS, tmp_path, of_machine=False).splitlines()
     command = r'"-m" "paceline" "up" "--model" "a b" "--drain-s" "45" "--api-key" "x\"y%%z$$HOME\\"'
     assert f'ExecStart="{sys.executable}" {command}' in lines
-    assert {"Restart=on-failure", "SuccessExitStatus=143", "TimeoutStopSec=60", "WantedBy=default.target"} <= set(lines)
+    assert {"Restart=on-failure", "SuccessExitStatus=130 143", "TimeoutStopSec=60", "WantedBy=default.target"} <= set(lines)
     assert "WantedBy=multi-user.target" in service.unit([], tmp_path, of_machine=True)
     assert "TimeoutStopSec=45" in service.unit([], tmp_path, of_machine=True)
     with pytest.raises(ConfigError, match="--drain-s"):
