@@ -56,7 +56,7 @@ from paceline.net.member.state import Sight, sight_of, write_sight
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_servicer import WeightsDescription, parts
-from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, rank_pb2, shard_pb2, weights_pb2
 from paceline.ways.draft.connection import read_block
 from paceline.ways.draft.pool import BlockAsk, read_ask, write_ask, write_block
 from paceline.ways.forward import codec as generate
@@ -73,6 +73,8 @@ from paceline.ways.pipeline.executor.route import (
 )
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import read_batch, write_batch
+from paceline.ways.tensor import codec as ranks
+from paceline.ways.tensor.codec import RankFault, RankLoading, RankOpened, RankRequest, Stops
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")
@@ -456,6 +458,23 @@ def tensor_examples() -> Iterator[Example]:
     )
 
 
+def rank_examples() -> Iterator[Example]:
+    ticket = b"t" * 32
+    least = RankRequest(1, "m", SHA, WeightsFormat.INT4, 1, (Stops(1, 0, 1), Stops(2, 4, 8)), 1, 1, 1, 1, ("h:1",), ticket)
+    rich = replace(
+        least, weights=WeightsFormat.BF16, rank=2, stops=(Stops(1, 2, 3), Stops(2, 4, 6), Stops(3, 6, 9)), n_blocks=900, max_rows=512,
+        logits_rows=64, max_blocks=512, addresses=("10.0.0.2:7501", "10.1.0.2:7501"),
+    )  # fmt: skip
+    for name, request in (("rich", rich), ("minimal", least)):
+        yield coded(name, rank_pb2.OpenRankRequest, request, ranks.write_open, ranks.read_open)
+    for name, event in (
+        ("loading", RankLoading(1 << 30, 3 << 30)),
+        ("opened", RankOpened(7501, ticket, "cpu/1")),
+        ("fault", RankFault("ended, with -9")),
+    ):
+        yield coded(name, rank_pb2.OpenRankResponse, event, ranks.write_event, ranks.read_event)
+
+
 LAST_SEQ = 0xFFFFFFFF
 
 
@@ -492,8 +511,8 @@ def examples() -> tuple[Example, ...]:
     """All of them."""
     return (
         *fleet_examples(), *control_examples(), *generate_examples(), *propose_examples(), *shard_examples(), *weights_examples(), *kv_examples(),
-        *tensor_examples(),
+        *tensor_examples(), *rank_examples(),
     )  # fmt: skip
 
 
-MODULES = (control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2)
+MODULES = (control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, rank_pb2, shard_pb2, weights_pb2)

@@ -41,6 +41,7 @@ from paceline.cli.options import (
     of_model,
     of_pipeline,
     of_server,
+    tensor_nodes,
     tensor_speeds,
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
@@ -221,6 +222,7 @@ def up(
         draft_on=None if pin_draft is None else NodeId(pin_draft),
         kv_disk_bytes=disk_size(kv_disk),
         tensor=tensor_speeds(tensor),
+        tensor_on=tensor_nodes(tensor),
     )
     sharing = SharingOptions(
         fleet_port=fleet_port,

@@ -21,6 +21,7 @@ from paceline.cli.options import (
     Tensor,
     Threads,
     Weights,
+    tensor_nodes,
     tensor_speeds,
 )
 from paceline.fleet.presets import DEFAULT_PRESET
@@ -59,7 +60,7 @@ def bench(
     from paceline.bench.engine import BenchPlan, run_bench
     from paceline.cli.bench import counts, print_report, show, telling
 
-    settings = NodeSettings(model, weights, device=device, threads=threads, tensor=tensor_speeds(tensor))
+    settings = NodeSettings(model, weights, device=device, threads=threads, tensor=tensor_speeds(tensor), tensor_on=tensor_nodes(tensor))
     plan = BenchPlan(prompt_tokens, answer_tokens, counts("--concurrency", concurrency), rounds=rounds, sampling=sampling)
     with telling() as tell:
         report = run_bench(settings, plan, tell)

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from paceline.backends.table import Kernels
 from paceline.core.errors import ConfigError
+from paceline.core.ids import NodeId
 from paceline.core.model import WeightsFormat
 from paceline.machine.settings import PrefillRole
 from paceline.server.settings import ServerSettings, TlsFiles, check_bind, is_loopback
@@ -183,7 +184,8 @@ Tensor = Annotated[
     of_model(
         "--tensor",
         metavar="RANKS",
-        help="Share each layer among so many processes of this machine; 2:1 for two, the first twice as fast. Changes no byte.",
+        help="Share each layer among so many processes of this machine; 2:1 for two, the first twice as fast; 2:1@desktop, the other on "
+        "that machine of the fleet. Changes no byte.",
     ),
 ]
 Threads = Annotated[int | None, of_model("--threads", "-t", min=1, help="Default: one a physical core.")]
@@ -226,13 +228,25 @@ def tensor_speeds(text: str) -> tuple[float, ...]:
         ConfigError: they are none.
     """
     try:
-        numbers = [float(part) for part in text.split(":")]
+        numbers = [float(part.partition("@")[0]) for part in text.split(":")]
         speeds = tuple(numbers) if len(numbers) > 1 else (1.0,) * int(text)
     except ValueError:
         speeds = ()
     if not 1 <= len(speeds) <= MOST_RANKS or not all(0.01 <= speed <= 100 for speed in speeds):
         raise ConfigError(f"--tensor {text!r} says no ranks", f"Write how many, 1 to {MOST_RANKS}, or their speeds, like 2:1.")
     return speeds
+
+
+def tensor_nodes(text: str) -> tuple[NodeId | None, ...]:
+    """The nodes that a person names for tensor ranks, None for this machine; none at all where all are here.
+
+    Raises:
+        ConfigError: the first is elsewhere, or a name is none.
+    """
+    named = [part.partition("@")[1:] for part in text.split(":")]
+    if named[0][0] or any(at and not name for at, name in named):
+        raise ConfigError(f"--tensor {text!r} names no machines for its ranks", "The first is this one's: write it like 2:1@desktop.")
+    return tuple(NodeId(name) if at else None for at, name in named) if any(name for _, name in named) else ()
 
 
 def disk_size(text: str | None) -> int:

@@ -209,6 +209,10 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     """In no fleet, this machine has the drafts that it makes itself, and no others."""
     draft = None if settings is None else settings.draft
+    if settings is not None and settings.tensor_on:
+        raise ConfigError(
+            "--tensor names other machines, and this one is in no fleet", "Make it part of one: paceline init, paceline join."
+        )
     if settings is not None and settings.draft_on is not None:
         raise ConfigError(
             f"--pin-draft {settings.draft_on} is another machine, and this one is in no fleet",

@@ -131,7 +131,7 @@ def build_engine(
         and devices.fastest_device() is not DeviceKind.CPU
     ):
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
-    if (ranks := len(settings.tensor)) > setup.threads:
+    if (ranks := len(settings.tensor) - sum(node is not None for node in settings.tensor_on)) > setup.threads:
         notes.append(f"{ranks} tensor ranks share {setup.threads} threads: those that wait take time from those that compute")
     if not runner.holds_identity:
         notes.append(
@@ -189,7 +189,9 @@ def build_engine(
 def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
     """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second."""
     setup = built.setup
-    key = SpeedKey(setup.digest, setup.weights, setup.threads, setup.settings.tensor)
+    places = setup.settings.tensor_on or (None,) * len(setup.settings.tensor)
+    ranks = tuple(speed if node is None else -speed for speed, node in zip(setup.settings.tensor, places, strict=True))
+    key = SpeedKey(setup.digest, setup.weights, setup.threads, ranks)
     return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock, built.sampler))
 
 

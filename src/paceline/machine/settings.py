@@ -62,6 +62,8 @@ class NodeSettings:
     """What a step may take while an answer waits for its next token. Raising it makes prompts faster, and an answer's pauses longer."""
     tensor: tuple[float, ...] = (1.0,)
     """Speeds of the processes that share each layer, this one's first; one: it has all. Several gain where cores have memory of their own."""
+    tensor_on: tuple[NodeId | None, ...] = ()
+    """The nodes of the fleet that run those processes, None for this machine, which runs the first; empty: it runs all."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     kv_disk_bytes: int = 0

@@ -215,7 +215,7 @@ class SpeedKey:
     weights: str
     threads: int
     ranks: tuple[float, ...] = (1.0,)
-    """Speeds of the tensor ranks that share the layers."""
+    """Speeds of the tensor ranks that share the layers; below 0 of those on other machines."""
 
 
 class SpeedCache:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock, SystemClock
@@ -18,6 +20,9 @@ from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.tensor import load_group
+
+if TYPE_CHECKING:
+    from paceline.ways.tensor.hosting import RankPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,13 @@ class BuiltNode(HostedModel):
     """The layers that a pipeline runs now behind this machine's own; from any thread."""
 
 
-def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:
+def build_node(
+    settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None, places: Mapping[int, RankPlace] | None = None
+) -> BuiltNode:
     """`build_engine`, behind a host with the engine in a thread of its own. In a fleet, a new model's speed is measured: about a second.
+
+    Args:
+        places: of the tensor ranks that other nodes run, where the settings name any.
 
     Raises:
         UserError: something asked for can't be had.
@@ -44,7 +54,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     home = Home.from_environment()
     in_fleet = home.is_in_fleet
     drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
-    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None, load_group)
+    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None, partial(load_group, places=places or {}))
     warm = introduced(built, home, clock) if in_fleet else None
     kept = drafts if built.drafts is drafts else None
 

@@ -47,6 +47,7 @@ from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.pipeline.splits import PIPELINE
+from paceline.ways.tensor.hosting import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +277,13 @@ def _plan_now(
 
 
 async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTold) -> BuiltNode:
-    """All of the model on this machine. Without a plan it is tried all the same: a load knows best what fits."""
-    return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading)
+    """All of the model on this machine, and on those that its tensor ranks are on. Without a plan it is tried all the same: a load knows best what fits.
+
+    Raises:
+        UserError: it can't be had, and why.
+    """
+    places = await places_of(settings, whole.fleet, told.say) if settings.tensor_on else None
+    return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading, None, places)
 
 
 async def _build_spread(

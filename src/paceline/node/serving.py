@@ -43,6 +43,7 @@ from paceline.ways.kv.service import KvSharing
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 from paceline.ways.pipeline.meter import PipelineMeter, pipeline_metrics
 from paceline.ways.pipeline.routes.build import PipelineSlots
+from paceline.ways.tensor.hosting import RankHost
 
 
 class Portrait:
@@ -141,6 +142,7 @@ class FleetServing:
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
+        self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.check_caller, hosting.threads, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.planning: dict[str, object] = {}
@@ -175,6 +177,8 @@ class FleetServing:
         ]
         if self.shards is not None:
             services.append(self.shards.service)
+        if self.ranks is not None:
+            services.append(self.ranks.service)
         await self.fleet.start(*services, claim=claim)
         if self.shards is not None:
             self.shards.start()
@@ -288,6 +292,8 @@ class FleetServing:
         await self.drafting.stop()
         await self.kv.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
+        if self.ranks is not None:
+            await self.ranks.stop()
         await self.inference.close()
         await asyncio.gather(*(task for task in (self._learning, self._showing) if task is not None), return_exceptions=True)
 

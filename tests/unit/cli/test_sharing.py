@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from paceline.cli.options import ApiOptions
+from paceline.cli.options import ApiOptions, tensor_nodes, tensor_speeds
 from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
@@ -137,6 +137,20 @@ def test_who_drafts_where_no_node_may_draft(changes: dict[str, bool], ways: str,
 def test_who_drafts_in_no_fleet() -> None:
     with pytest.raises(ConfigError, match="--pin-draft idle is another machine, and this one is in no fleet"):
         run_shared(NodeSettings("nothing", draft_on=NodeId("idle")), PLAIN, ApiOptions(), greet=False)
+
+
+def test_machines_of_tensor_ranks_are_named_behind_their_speeds() -> None:
+    for text in ("2", "2:1"):
+        assert tensor_nodes(text) == ()
+    assert (tensor_speeds("2:1@desk:1"), tensor_nodes("2:1@desk:1")) == ((2.0, 1.0, 1.0), (None, NodeId("desk"), None))
+    for text in ("1@desk:1", "1:1@", "1@desk"):
+        with pytest.raises(ConfigError, match=r"names no machines|says no ranks"):
+            (tensor_nodes(text), tensor_speeds(text))
+
+
+def test_tensor_ranks_of_other_machines_in_no_fleet() -> None:
+    with pytest.raises(ConfigError, match="--tensor names other machines, and this one is in no fleet"):
+        run_shared(NodeSettings("m", tensor=(1.0, 1.0), tensor_on=(None, NodeId("b"))), PLAIN, ApiOptions(), greet=False)
 
 
 def test_drafts_of_a_node_where_no_node_may_draft() -> None:

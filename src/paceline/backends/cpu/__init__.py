@@ -164,7 +164,7 @@ def load(
 
     Args:
         lowering: to use; None: what the process uses.
-        exchange: of a tensor group, of whose ranks this is one: its share is loaded. Only the first rank has an embedding and a numerics id. None: alone.
+        exchange: of a tensor group, of whose ranks this is one: its share is loaded. Only the first rank has an embedding, and a numerics id besides those that prove theirs. None: alone.
 
     Raises:
         ConfigError: this process uses kernels of another lowering.
@@ -195,7 +195,7 @@ def load(
     # The rest behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
     with kernel_cache.alone():
         # Of the whole model: stages that hold other layers of it have the same id.
-        identity = numerics_id(source.spec, forms, options.threads) if exchange is None or exchange.rank == 0 else ""
+        identity = numerics_id(source.spec, forms, options.threads) if exchange is None or exchange.rank == 0 or exchange.proves else ""
         runner = CpuRunner(
             model,
             n_blocks=options.n_blocks,

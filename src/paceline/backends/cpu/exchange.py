@@ -27,6 +27,7 @@ class Exchange:
         shares: of all ranks, the first one's first.
         memory: bytes that all ranks see, `exchange_bytes`, zeroed, from a cache line on.
         max_rows: of a batch.
+        proves: the rank has a numerics id, which the first compares with its own: it is on another machine.
     """
 
     spec: ModelSpec
@@ -34,6 +35,7 @@ class Exchange:
     rank: int
     memory: npt.NDArray[np.uint8]
     max_rows: int
+    proves: bool = False
 
     @property
     def arrived(self) -> int:
@@ -61,12 +63,20 @@ class Exchange:
         """
         sums, first = self._sums(down)
         share = self.shares[self.rank]
-        owned = share.down if down else share.out
+        owned = _owned(share, down)
         rows = [
             (bounds.ctypes.data + 8 * (node.start - owned.start), len(node), first + self._plane * sums.nodes.index(node))
             for node in subtrees(owned, _segments(self.spec)[down])
         ]
         return np.array([len(rows), *(word for row in rows for word in row)], np.int64)
+
+    def sums_of(self, rank: int, down: bool) -> npt.NDArray[np.float32]:
+        """A rank's partial sums of a layer's half, [sums, rows, hidden]."""
+        _, first = self._sums(down)
+        before = sum(len(subtrees(_owned(share, down), _segments(self.spec)[down])) for share in self.shares[:rank])
+        count = len(subtrees(_owned(self.shares[rank], down), _segments(self.spec)[down]))
+        start = first - self.arrived + self._plane * before
+        return self.memory[start : start + self._plane * count].view(np.float32).reshape(count, self.max_rows, self.spec.hidden)
 
     def joins(self, down: bool) -> Words:
         """How all partial sums are added, as `step._add_partials` has it."""
@@ -81,6 +91,10 @@ class Exchange:
         vocab = padded(self.spec.vocab)
         rows = (len(self.memory) - start) // (4 * vocab)
         return self.memory[start : start + 4 * vocab * rows].view(np.float32).reshape(rows, vocab)
+
+
+def _owned(share: Share, down: bool) -> range:
+    return share.down if down else share.out
 
 
 def padded(vocab: int) -> int:

@@ -74,10 +74,38 @@ def deal(spec: ModelSpec, speeds: Sequence[float]) -> tuple[Share, ...]:
     heads, groups = segment_bounds(spec.n_kv_heads), segment_bounds(spec.ffn // GROUP)
     blocks = -(-spec.vocab // LANES)
     # The first has some: with the first outputs goes the embedding.
-    ends = [max(bool(rank), round(blocks * part / sum(speeds))) for rank, part in enumerate(accumulate(speeds, initial=0.0))]
+    ends = [max(1, round(blocks * part / sum(speeds))) for part in accumulate(speeds)]
+    return cut(
+        spec,
+        [
+            (out.stop, down.stop, end)
+            for out, down, end in zip(_deal(heads, tuple(speeds)), _deal(groups, tuple(speeds)), ends, strict=True)
+        ],
+    )
+
+
+def cut(spec: ModelSpec, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ...]:
+    """Shares by where they end, one behind the other.
+
+    Args:
+        stops: segments of both sums, and blocks of the head's outputs.
+
+    Raises:
+        ValueError: one ends before it begins, the last before the model, or the first has no outputs.
+    """
+    heads = segment_bounds(spec.n_kv_heads)
+    whole = (len(heads) - 1, len(segment_bounds(spec.ffn // GROUP)) - 1, -(-spec.vocab // LANES))
+    if (
+        any(b < a for one, other in pairwise(((0, 0, 0), *stops)) for a, b in zip(one, other, strict=True))
+        or not stops
+        or stops[-1] != whole
+    ):
+        raise ValueError(f"ranks that end at {list(stops)} don't share a model that ends at {whole}")
+    if not stops[0][2]:
+        raise ValueError("the first rank has no outputs")
     return tuple(
-        Share(range(heads[out.start], heads[out.stop]), out, down, range(*vocab))
-        for out, down, vocab in zip(_deal(heads, tuple(speeds)), _deal(groups, tuple(speeds)), pairwise(ends), strict=True)
+        Share(range(heads[out[0]], heads[out[1]]), range(*out), range(*down), range(*vocab))
+        for out, down, vocab in (zip(*pair, strict=True) for pair in pairwise(((0, 0, 0), *stops)))
     )
 
 

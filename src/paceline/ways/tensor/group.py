@@ -1,4 +1,4 @@
-"""A tensor group on this host: a `LayerRunner` made of ranks, this process the first of them, and the executor that drives it.
+"""A tensor group: a `LayerRunner` made of ranks, this process the first of them, and the executor that drives it.
 
 All ranks run the same batches, each on its share of heads, inner activations and outputs; a group's KV is that of its ranks, each with its own heads.
 Shapes: L layers, H heads, B bytes of a head's block; others as `engine.local`.
@@ -7,9 +7,11 @@ Shapes: L layers, H heads, B bytes of a head's block; others as `engine.local`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,8 @@ from paceline.engine.local import Int32, LocalExecutor, RowPlan
 from paceline.machine.setup import Setup
 from paceline.store.home import Home
 from paceline.ways.tensor import rank as protocol
+from paceline.ways.tensor.away import AwayRank
+from paceline.ways.tensor.hosting import RankPlace
 from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
 from paceline.ways.tensor.rank import RankOrder, block_request
 from paceline.ways.tensor.ranks import RankProcesses
@@ -40,6 +44,7 @@ class TensorGroup:
         n_blocks: of KV.
         config: of the engine that will run it.
         progress: called with bytes read and bytes to read, of this process's share.
+        places: of ranks that run on other machines.
 
     Raises:
         UserError: a rank can't be loaded.
@@ -48,9 +53,17 @@ class TensorGroup:
     block_size, one_path, holds_identity = CpuRunner.block_size, CpuRunner.one_path, CpuRunner.holds_identity
     kv_layout = CpuRunner.kv_layout
 
-    def __init__(self, setup: Setup, n_blocks: int, config: EngineConfig, progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        n_blocks: int,
+        config: EngineConfig,
+        progress: LoadProgress | None = None,
+        places: Mapping[int, RankPlace] = MappingProxyType({}),
+    ) -> None:
         spec, speeds = setup.opened.spec, setup.settings.tensor
-        threads = [max(1, round(setup.threads * speed / sum(speeds))) for speed in speeds]
+        here = sum(speed for rank, speed in enumerate(speeds) if rank not in places)
+        threads = [max(1, round(setup.threads * min(1.0, speed / here))) for speed in speeds]
         max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)
         self._sizes = GroupSizes(spec, deal(spec, speeds), config.max_rows, max_blocks, config.max_logits_rows)
         self._memory_fd = make_memory(self._sizes)
@@ -69,10 +82,12 @@ class TensorGroup:
         )
         with ExitStack() as undo:
             undo.callback(os.close, self._memory_fd)
-            self._ranks = RankProcesses(self._memory, self._memory_fd, orders)
+            away = {rank: partial(AwayRank, place, setup, self._memory) for rank, place in places.items()}
+            self._ranks = RankProcesses(self._memory, self._memory_fd, orders, away)
             undo.callback(self._ranks.close)
             self._runner = cpu.load(setup.opened.weights, options, progress, lowering=setup.kernels.lowering, exchange=exchange)
             undo.callback(self._runner.close)
+            self._ranks.check_numerics(self._runner.numerics_id)
             self._ranks.await_loads()
             undo.pop_all()
         self._heard, self._closed = 0, False

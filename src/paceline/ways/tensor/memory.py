@@ -97,6 +97,11 @@ class GroupMemory:
         return LayerRange(int(self._words[_At.FIRST_LAYER]), int(self._words[_At.STOP_LAYER]))
 
     @property
+    def words(self) -> npt.NDArray[np.int64]:
+        """Of the command that was given last, its number aside."""
+        return self._words[_At.COMMAND : _At.EXCHANGE + 1]
+
+    @property
     def x_TD(self) -> npt.NDArray[np.uint16]:
         return self._x_TD[: int(self._words[_At.ROWS])]
 
@@ -136,6 +141,21 @@ class GroupMemory:
         """The exchange that each rank has reached."""
         return self.exchange[: CACHE_LINE * len(self.sizes.shares)].view(np.int64)[::_WORD].tolist()
 
+    def say_arrived(self, rank: int, exchange: int) -> None:
+        """A rank on another machine has reached an exchange; what it leaves there is written."""
+        team.set_word(self.exchange.ctypes.data + CACHE_LINE * rank, exchange)
+
+    def await_arrival(self, rank: int, exchange: int) -> bool:
+        """Wait for a rank to reach an exchange, for a moment. Returns whether it has."""
+        address = self.exchange.ctypes.data + CACHE_LINE * rank
+        arrived = self.exchange[CACHE_LINE * rank :][:8].view(np.int64)
+        return int(arrived[0]) >= exchange or (team.await_word(address, int(arrived[0])) and int(arrived[0]) >= exchange)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether what all ranks are at is void."""
+        return bool(self._given_up[0])
+
     @property
     def _given_up(self) -> npt.NDArray[np.int64]:
         return self.exchange[CACHE_LINE * len(self.sizes.shares) :][:8].view(np.int64)
@@ -152,8 +172,12 @@ class GroupMemory:
         """The last command that a rank is done with."""
         return int(self._words[_At.RANKS + _WORD * rank + _DONE])
 
+    def done_address(self, rank: int) -> int:
+        """Where that is."""
+        return int(self._words.ctypes.data) + 8 * (_At.RANKS + _WORD * rank + _DONE)
+
     def say_done(self, rank: int, number: int) -> None:
-        team.set_word(self._words.ctypes.data + 8 * (_At.RANKS + _WORD * rank + _DONE), number)
+        team.set_word(self.done_address(rank), number)
 
     def sleeps(self, rank: int) -> bool:
         """Whether a rank waits to be woken."""

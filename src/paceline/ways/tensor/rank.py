@@ -50,7 +50,7 @@ class GroupSizes:
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """What a rank is to be: sent by its leader, which is the same program on the same machine."""
+    """What a rank is to be: sent to its process by the same program on the same machine."""
 
     rank: int
     settings: NodeSettings
@@ -58,6 +58,8 @@ class RankOrder:
     layers: LayerRange
     n_blocks: int
     threads: int
+    is_away: bool = False
+    """Its leader is another machine, to which it proves that it computes the same bytes."""
 
 
 def block_request(letter: bytes, block: BlockId, layers: LayerRange) -> bytes:
@@ -98,7 +100,7 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     def tell(done: int, total: int) -> None:
         connection.send_bytes(PROGRESS + done.to_bytes(8, "little") + total.to_bytes(8, "little"))
 
-    exchange = Exchange(sizes.spec, sizes.shares, order.rank, memory.exchange, sizes.max_rows)
+    exchange = Exchange(sizes.spec, sizes.shares, order.rank, memory.exchange, sizes.max_rows, order.is_away)
     runner = cpu.load(setup.opened.weights, options, tell, lowering=setup.kernels.lowering, exchange=exchange)
     with kernel_cache.alone():  # before others wait for this rank
         nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
@@ -174,7 +176,7 @@ def main() -> None:
     except PacelineError as error:
         connection.send_bytes(FAILED + json.dumps([error.message, error.hint]).encode())
         return
-    connection.send_bytes(READY)
+    connection.send_bytes(READY + runner.numerics_id.encode())
     try:
         _Rank(order, runner, memory, connection).run()
     finally:

@@ -1,4 +1,4 @@
-"""The other ranks of a tensor group on this host, each a process: started, watched, ended, and started again.
+"""The other ranks of a tensor group, each a process of this host or of another: started, watched, ended, and started again.
 
 Law: a rank that is gone, or that computes nothing for `STALL_S` while another waits for it, is lost, and with it what all ranks were at. They are whole
 again once a process has its share; nobody waits for one that is not there.
@@ -6,23 +6,17 @@ again once a process has its share; nobody waits for one that is not there.
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Final
 
 from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable
-from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory
+from paceline.ways.tensor.process import Rank, RankProcess
 from paceline.ways.tensor.rank import RankOrder
 
 logger = logging.getLogger(__name__)
@@ -46,31 +40,8 @@ SILENT_AGAIN_S: Final = 60.0
 """Likewise, of one that is started again: kernels are there, and answers wait."""
 
 
-@dataclass(slots=True)
-class _Process:
-    """One rank."""
-
-    order: RankOrder
-    popen: subprocess.Popen[bytes]
-    connection: Connection
-    heard_s: float
-    """When it said something while it loaded."""
-    patience_s: float
-    """With its silence, then."""
-    is_ready: bool = False
-    asking: threading.Lock = field(default_factory=threading.Lock)
-    """Held for a question and its answer."""
-    sending: threading.Lock = field(default_factory=threading.Lock)
-    """Held for one message: several threads send."""
-
-    def send(self, message: bytes) -> None:
-        """Raises OSError where it is gone."""
-        with self.sending:
-            self.connection.send_bytes(message)
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+StartsRank = Callable[[RankOrder, float], Rank]
+"""Has a rank loaded on another machine; how long it may be silent while it loads. Does not wait."""
 
 
 class RankProcesses:
@@ -79,10 +50,13 @@ class RankProcesses:
     Args:
         memory: of the group, and its file descriptor.
         orders: of those ranks.
+        away: ranks that run on other machines. One that is lost is asked for there once more; where that fails it runs here.
     """
 
-    def __init__(self, memory: GroupMemory, memory_fd: int, orders: Sequence[RankOrder]) -> None:
-        self._memory, self._memory_fd = memory, memory_fd
+    def __init__(
+        self, memory: GroupMemory, memory_fd: int, orders: Sequence[RankOrder], away: Mapping[int, StartsRank] = MappingProxyType({})
+    ) -> None:
+        self._memory, self._memory_fd, self._away = memory, memory_fd, dict(away)
         self._starts: list[float] = []
         """When ranks were started again."""
         self.lost: str | None = None
@@ -90,10 +64,10 @@ class RankProcesses:
         self.losses = 0
         """So far; with each, all KV is void."""
         self._lost_s = 0.0
-        self._closed = False
+        self._closed, self._numerics_id = False, ""
         self._replacing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="paceline-tensor-watcher", daemon=True)
-        self._processes = list[_Process]()
+        self._processes = list[Rank]()
         try:
             for order in orders:
                 self._processes.append(self._start(order, SILENT_S))
@@ -103,8 +77,8 @@ class RankProcesses:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Process ids."""
-        return tuple(process.popen.pid for process in self._processes)
+        """Process ids; 0 for those of other machines."""
+        return tuple(process.pid for process in self._processes)
 
     def await_loads(self) -> None:
         """Wait until all are loaded, and watch them from then on.
@@ -114,18 +88,21 @@ class RankProcesses:
         """
         for process in self._processes:
             while not self._is_ready(process, wait_s=1.0):
-                if process.popen.poll() is not None:
-                    name, status = process.order.rank, process.popen.returncode
-                    raise ConfigError(f"Rank {name} of the tensor group ended while it loaded, with {status}", "What it printed says why.")
+                if (gone := process.gone) is not None:
+                    why = f"Rank {process.order.rank} of the tensor group was lost while it loaded: it {gone}"
+                    raise ConfigError(why, "What it printed says why.")
                 self._give_up_silent(process)
         self._watcher.start()
+
+    def check_numerics(self, numerics_id: str) -> None:
+        """Have those of other machines held, whenever they are loaded, to this machine's kernels."""
+        self._numerics_id = numerics_id
 
     def wake(self) -> None:
         """Let those that sleep see the command that was given."""
         for process in self._processes:
             if self._memory.sleeps(process.order.rank):
-                with suppress(OSError):  # it is gone, which the watcher sees
-                    process.send(protocol.WAKE)
+                process.wake()
 
     def ask(self, rank: int, message: bytes) -> bytes:
         """Have a rank give out or take in a block.
@@ -134,15 +111,8 @@ class RankProcesses:
             ExecutorLost: it is gone, or its KV is void.
         """
         process = self._processes[rank - 1]
-        with process.asking:
-            try:
-                self.check()
-                process.send(message)
-                if not process.connection.poll(ASKED_S):
-                    process.kill()
-                answer = process.connection.recv_bytes()[1:]
-            except (EOFError, OSError) as error:
-                raise ExecutorLost(f"rank {rank} of the tensor group is gone", ()) from error
+        self.check()
+        answer = process.ask(message, ASKED_S)
         if process is not self._processes[rank - 1]:
             raise ExecutorLost(f"rank {rank} of the tensor group was started again", ())
         self.check()
@@ -170,7 +140,7 @@ class RankProcesses:
     @property
     def lacks(self) -> str | None:
         """Why they could not run now; None where all are loaded."""
-        whole = all(process.is_ready and process.popen.returncode is None for process in self._processes)
+        whole = all(process.is_ready and process.gone is None for process in self._processes)
         return None if whole else self.lost
 
     def make_whole(self) -> bool:
@@ -192,7 +162,7 @@ class RankProcesses:
             if process.is_ready and now - self._lost_s > STALL_S and self._memory.done(process.order.rank) != self._memory.number:
                 process.kill()  # stopped, too
             self._give_up_silent(process)
-        gone = [i for i, process in enumerate(self._processes) if process.popen.poll() is not None]
+        gone = [i for i, process in enumerate(self._processes) if process.gone is not None]
         self._starts = [at for at in self._starts if now - at < STARTS_S]
         if gone and len(self._starts) >= MOST_STARTS:
             hint = "What its ranks printed may say why they end; or start without --tensor."
@@ -203,9 +173,11 @@ class RankProcesses:
         self._starts += [now] * bool(gone)
         try:
             for i in gone:
-                with self._processes[i].asking:
-                    self._processes[i].connection.close()
-                self._processes[i] = self._start(self._processes[i].order, SILENT_AGAIN_S)
+                lost = self._processes[i]
+                if not lost.is_ready and self._away.pop(lost.order.rank, None) is not None:
+                    logger.warning("the tensor group: rank %d %s; it runs on this machine from now on", lost.order.rank, lost.gone)
+                lost.close(0)
+                self._processes[i] = self._start(lost.order, SILENT_AGAIN_S)
             return all(self._is_ready(process, LOOK_S) for process in self._processes)
         except ConfigError as error:
             self.lost = error.message
@@ -221,48 +193,32 @@ class RankProcesses:
         self._memory.give_end()
         self.wake()
         for process in self._processes:
-            try:
-                process.popen.wait(ENDING_S if process.is_ready else 0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            with process.asking:
-                process.connection.close()
+            process.close(ENDING_S)
 
-    def _start(self, order: RankOrder, patience_s: float) -> _Process:
+    def _start(self, order: RankOrder, patience_s: float) -> Rank:
         """Raises ConfigError where the system allows for no further process."""
-        try:
-            ours, theirs = Pipe()
-            with theirs:
-                fds = (theirs.fileno(), self._memory_fd)
-                self._memory.say_done(order.rank, self._memory.number)
-                command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
-                popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
-        except OSError as error:
-            why = f"A tensor rank can't be started: {error.strerror or error}"
-            raise ConfigError(why, "Ask for fewer, or leave --tensor out.") from error
-        with suppress(OSError):  # it has ended already, which who looks sees
-            ours.send_bytes(pickle.dumps(order))
-        return _Process(order, popen, ours, time.monotonic(), patience_s)
+        if (away := self._away.get(order.rank)) is not None:
+            self._memory.say_done(order.rank, self._memory.number)
+            return away(order, patience_s)
+        return RankProcess(order, self._memory, self._memory_fd, patience_s)
 
-    def _give_up_silent(self, process: _Process) -> None:
+    def _give_up_silent(self, process: Rank) -> None:
         """End one whose load says nothing any more."""
-        if not process.is_ready and time.monotonic() - process.heard_s > process.patience_s:
+        if process.is_silent:
             process.kill()
 
-    def _is_ready(self, process: _Process, wait_s: float) -> bool:
+    def _is_ready(self, process: Rank, wait_s: float) -> bool:
         """Whether a rank is loaded; waits a moment.
 
         Raises:
             ConfigError: it can't be.
         """
-        with suppress(EOFError, OSError):  # it is gone, which who asks sees
-            while not process.is_ready and process.connection.poll(wait_s):
-                message = process.connection.recv_bytes()
-                process.heard_s = time.monotonic()
-                if message[:1] == protocol.FAILED:
-                    why, hint = json.loads(message[1:])
-                    raise ConfigError(f"Rank {process.order.rank} of the tensor group can't be loaded: {why}", hint)
-                process.is_ready = message[:1] == protocol.READY
+        process.hear(wait_s)
+        if process.is_ready and self._numerics_id and process.numerics_id not in {"", self._numerics_id}:
+            raise ConfigError(
+                f"Rank {process.order.rank} of the tensor group computes other bytes: {process.numerics_id}, and {self._numerics_id} here",
+                "Have machines share layers that run the same version of Paceline.",
+            )
         return process.is_ready
 
     def _lose(self, why: str) -> None:
@@ -279,8 +235,8 @@ class RankProcesses:
             time.sleep(LOOK_S)
             now, arrived = time.monotonic(), self._memory.arrived
             for process in self._processes:
-                if process.is_ready and process.popen.poll() is not None:
-                    self._lose(f"rank {process.order.rank} ended, with {process.popen.returncode}")
+                if process.is_ready and (gone := process.gone) is not None:
+                    self._lose(f"rank {process.order.rank} {gone}")
             waits = len(set(arrived)) > 1 and self.lost is None
             if not waits or arrived != before or now - since > STALL_S + 1:  # in the last case this process slept
                 since, before = now, arrived

@@ -36,8 +36,9 @@ from paceline.store.catalog import resolve
 from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.group import TensorGroup
+from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import WAKE, RankOrder
-from paceline.ways.tensor.ranks import MOST_STARTS, RankProcesses, _Process
+from paceline.ways.tensor.ranks import MOST_STARTS, RankProcesses
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
@@ -264,15 +265,15 @@ def test_a_rank_that_is_lost_while_idle_is_loaded_again_and_health_says_so_meanw
 def test_the_first_wakes_of_a_rank_that_sleeps_are_lost(model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks by itself, before it is taken for one that computes nothing."""
     monkeypatch.setattr("paceline.ways.tensor.ranks.STALL_S", BOUND_S)
-    lost, send = list[bytes](), _Process.send
+    lost, send = list[bytes](), RankProcess.send
 
-    def loses(self: _Process, message: bytes) -> None:
+    def loses(self: RankProcess, message: bytes) -> None:
         if message == WAKE and len(lost) < 3:
             lost.append(message)
         else:
             send(self, message)
 
-    monkeypatch.setattr(_Process, "send", loses)
+    monkeypatch.setattr(RankProcess, "send", loses)
     with engine(model, 1.0, 1.0) as built:
         group = group_of(built)
         _until(lambda: group._memory.sleeps(1))
@@ -289,7 +290,7 @@ def test_a_group_that_can_t_be_made_leaves_nothing(model: Path, monkeypatch: pyt
 
     def seen(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
         if broken == "start" and order.rank == 2:
-            monkeypatch.setattr("paceline.ways.tensor.ranks.Pipe", no_more)
+            monkeypatch.setattr("paceline.ways.tensor.process.Pipe", no_more)
         process = start(self, order, patience_s)
         processes.append(process.popen.pid)
         return process
@@ -358,7 +359,7 @@ def test_a_start_that_fails_counts_and_the_next_waits(model: Path, monkeypatch: 
     monkeypatch.setattr("paceline.ways.tensor.ranks.AGAIN_S", 10 * BOUND_S)
     with engine(model, 1.0, 1.0) as built:
         group = group_of(built)
-        monkeypatch.setattr("paceline.ways.tensor.ranks.Pipe", no_more)
+        monkeypatch.setattr("paceline.ways.tensor.process.Pipe", no_more)
         os.kill(group.processes[1], signal.SIGKILL)
         _until(lambda: bool(tried))
         _until(lambda: group.lacks == "A tensor rank can't be started: Resource temporarily unavailable")

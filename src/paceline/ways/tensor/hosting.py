@@ -1,0 +1,214 @@
+"""Runs ranks of other members' tensor groups: RankService, and the processes behind it.
+
+A rank is the call that opened it: it is loaded into a process of its own, takes commands over a tensor stream, and ends with the call. Guests have none run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.backends import cpu, table
+from paceline.backends.options import DeviceKind
+from paceline.core.background import came_within, tell_loop
+from paceline.core.errors import (
+    BadPipelineRequest,
+    NotTrusted,
+    PacelineError,
+    PlacementError,
+    ShardUnavailable,
+    UserError,
+    WeightsMismatch,
+)
+from paceline.core.ids import NodeId, Trust
+from paceline.machine.devices import usable_cores
+from paceline.machine.fetch import in_thread
+from paceline.machine.settings import NodeSettings
+from paceline.net.member.node import FleetNode
+from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
+from paceline.net.tensor.dialling import dial
+from paceline.net.trust.certificates import Member
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Context, Limit
+from paceline.net.wire import rank_pb2 as wire
+from paceline.net.wire.rank_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
+from paceline.store.catalog import ModelLocation, find_whole
+from paceline.store.home import Home
+from paceline.ways.tensor.codec import RankEvent, RankFault, RankLoading, RankOpened, RankRequest, read_open, write_event
+from paceline.ways.tensor.rank import GroupSizes, RankOrder
+
+REPORT_S = 0.5
+"""How often a load says how far it is."""
+CONNECT_S = 10.0
+"""For both tensor streams, once a rank is loaded."""
+LOAD_SILENT_S = 600.0
+"""For a process to say how far its load is. It may wait for others that compile kernels."""
+LOOK_S = 0.1
+"""Between two looks at a rank's process."""
+SEEN_S = 60.0
+"""For machines that a person named to be seen. Raising it: a name that is wrong is told later."""
+STOP_S = 4.0
+"""What a stop gives ranks to end: their processes are killed."""
+MOST_RANKS = 4
+"""Of groups of others, side by side. Each is a process, and takes cores from the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank of a group is to run, and how it is reached."""
+
+    node_id: NodeId
+    fleet: FleetNode
+    loop: asyncio.AbstractEventLoop
+    """The fleet's."""
+
+
+async def places_of(settings: NodeSettings, fleet: FleetNode, say: Callable[[str], None]) -> dict[int, RankPlace]:
+    """Where the tensor ranks are that other nodes run, once these are in view.
+
+    Raises:
+        PlacementError: they don't come.
+    """
+    named = {rank: node_id for rank, node_id in enumerate(settings.tensor_on) if node_id is not None}
+    loop = asyncio.get_running_loop()
+    until = loop.time() + SEEN_S
+    while away := ", ".join(sorted({*named.values()} - {*fleet.view().ids})):
+        if loop.time() > until:
+            raise PlacementError(f"{away} is not in this fleet's view", "Start `paceline up` there.")
+        say(f"Waiting for {away}, to share the layers of {settings.model} with")
+        await asyncio.sleep(SEEN_S / 20)
+    return {rank: RankPlace(node_id, fleet, loop) for rank, node_id in named.items()}
+
+
+class RankHost:
+    """Lives on one event loop.
+
+    Args:
+        check_caller: raises NotTrusted for members that are not served.
+        threads: of a rank; None: one a core.
+        beside: models that lie elsewhere than in the home.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetNode,
+        home: Home,
+        check_caller: Callable[[Member], None],
+        threads: int | None = None,
+        beside: Sequence[ModelLocation] = (),
+    ) -> None:
+        self._fleet, self._home, self._check, self._beside = fleet, home, check_caller, beside
+        self._threads = threads or usable_cores()
+        self._open = 0
+        self._ended = asyncio.Event()
+        """Set whenever one has."""
+
+    async def stop(self) -> None:
+        """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self._open:
+                    self._ended.clear()
+                    await self._ended.wait()
+
+    def service(self, guard: PeerGuard) -> Service:
+        limits = {"RankService/OpenRank": Limit(16 * KIB, 16)}
+        return Service(partial(add_RankServiceServicer_to_server, RankServicer(self, guard.peer)), limits)
+
+    def admit(self, caller: Member) -> None:
+        """Check a caller before anything else is looked at.
+
+        Raises:
+            NotTrusted: this caller is not served.
+        """
+        self._check(caller)
+        if caller.trust is Trust.GUEST:
+            raise NotTrusted(f"{caller.node_id} is a guest of the fleet, and tensor ranks are run for members", who=caller.node_id)
+
+    async def open(self, request: RankRequest, caller: Member) -> AsyncGenerator[RankEvent]:
+        """A rank: how far its load is, opened, at worst a fault as the last. Closing it ends the rank.
+
+        Raises:
+            PipelineError: it can't be had.
+        """
+        if self._open >= MOST_RANKS:
+            raise ShardUnavailable(f"{self._open} tensor ranks of other machines run here, and no more are taken")
+        self._open += 1
+        try:
+            async with AsyncExitStack() as ends:
+                async for event in self._rank(request, caller, ends):
+                    yield event
+        finally:
+            self._open -= 1
+            self._ended.set()
+
+    async def _rank(self, request: RankRequest, caller: Member, ends: AsyncExitStack) -> AsyncGenerator[RankEvent]:
+        order = await in_thread(partial(self._order, request))
+        from paceline.ways.tensor.hosted import HostedRank
+
+        rank = HostedRank(order)
+        ends.push_async_callback(in_thread, rank.close)
+        await in_thread(partial(rank.start, LOAD_SILENT_S))
+        while not await in_thread(partial(rank.is_loaded, REPORT_S)):
+            yield RankLoading(*rank.process.progress)
+        expected = self._fleet.tensors.expect()
+        ends.callback(expected.cancel)
+        yield RankOpened(self._fleet.tensors.port, expected.ticket, rank.process.numerics_id)
+        deadline, ended, loop = time.perf_counter() + CONNECT_S, asyncio.Event(), asyncio.get_running_loop()
+        way = partial(dial, request.addresses, caller, request.ticket, self._fleet.identity, self._fleet.gossip.voids, deadline)
+        accept = partial(expected.wait, deadline)
+        await in_thread(partial(rank.connect, way, accept, caller.node_id, partial(tell_loop, loop, ended.set)), expected.cancel)
+        while rank.gone is None and not await came_within(ended, LOOK_S):
+            pass
+        yield RankFault(rank.gone or "was ended")
+
+    def _order(self, request: RankRequest) -> RankOrder:
+        """What the rank's process is to be. Blocks.
+
+        Raises:
+            PipelineError: these weights, their format or these shares can't be had here.
+        """
+        from paceline.backends.cpu.shares import cut
+        from paceline.ways.tensor.frames import VERSION
+
+        if request.version != VERSION:
+            raise BadPipelineRequest(f"It speaks version {request.version} of tensor ranks, this node version {VERSION}")
+        found = find_whole(request.digest, self._home, self._beside)
+        if found is None:
+            raise WeightsMismatch(f"{request.model_id} with digest {request.digest[:12]} is not on this machine", "Pull it there.")
+        location, source = found
+        spec = source.spec
+        try:
+            kernels = table.choose(spec, request.weights, device=DeviceKind.CPU)
+            shares = cut(spec, [(stops.out, stops.down, stops.vocab) for stops in request.stops])
+        except UserError as error:
+            raise ShardUnavailable(error.message, error.hint) from error
+        except ValueError as error:
+            raise BadPipelineRequest(f"A tensor rank is asked for: {error}") from error
+        if kernels.lowering is None or spec.moe is not None or spec.qk_norm_whole:
+            raise ShardUnavailable("This machine has no kernels for a tensor rank of this model")
+        cpu.prepare(kernels.lowering, self._home.kernels)
+        settings = NodeSettings(str(location.path), request.weights, device=kernels, threads=self._threads)
+        sizes = GroupSizes(spec, shares, request.max_rows, request.max_blocks, request.logits_rows)
+        return RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True)
+
+
+class RankServicer(RankServiceServicer):
+    def __init__(self, host: RankHost, who: Callable[[Context], Member]) -> None:
+        self._host, self._who = host, who
+
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
+    async def OpenRank(self, request: wire.OpenRankRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            caller = self._who(context)
+            self._host.admit(caller)
+            async with aclosing(self._host.open(read_open(request), caller)) as events:
+                async for event in events:
+                    await context.write(write_event(event))
+        except PacelineError as error:
+            await abort(context, error)

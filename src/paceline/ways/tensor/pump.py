@@ -1,0 +1,341 @@
+"""Two threads, one on each side of a pair of tensor streams, that have a rank on another machine meet its group: what each leaves in its own memory, they
+carry to the other's.
+
+At each exchange a side sends what its ranks left and takes what the other's did. Up to `TOGETHER_BYTES` both send first, as the system has room for it
+on its way; beyond, the group does, so that never both wait for the other to read. A group of several machines meets at the first: it passes on what it got.
+No other barrier is needed: a plane is written again two exchanges later at the earliest, when its bytes have long been sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu.exchange import Exchange
+from paceline.backends.cpu.shares import LANES
+from paceline.backends.cpu.team import await_word
+from paceline.core.errors import ExecutorLost, StreamClosed, StreamCorrupt, StreamIdle, TensorStreamError
+from paceline.core.model import LayerRange
+from paceline.net.tensor.ends import TensorReceiver, TensorSender
+from paceline.net.tensor.incoming import Array, TensorMessage
+from paceline.ways.tensor import frames
+from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
+from paceline.ways.tensor.memory import Command, GroupMemory
+from paceline.ways.tensor.process import RankProcess
+from paceline.ways.tensor.rank import HEADER, LOOKS_S
+
+TOGETHER_BYTES: Final = 48 << 10
+LOOK_S: Final = 0.004
+"""How long a side looks at its stream before it sleeps. Raising it: halves of a layer that take longer are met sooner, and more of a core is taken."""
+SENT_S: Final = 10.0
+"""For bytes to move, once some have; who computes nothing is found before (`ranks.STALL_S`)."""
+ASKED_S: Final = 10.0
+"""For a process to give out or take in a block."""
+JOIN_S: Final = 5.0
+
+
+class _CalledOff(Exception):
+    """What the ranks are at is void."""
+
+
+class Pump(ABC):
+    """What both sides have in common.
+
+    Args:
+        memory: this side's.
+        rank: the one that is on another machine than the first.
+        sends_first: where both could not at once: the group.
+        on_end: told once, in the pump's thread, why it ended.
+    """
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        rank: int,
+        sender: TensorSender,
+        receiver: TensorReceiver,
+        *,
+        sends_first: bool,
+        on_end: Callable[[str], object],
+    ) -> None:
+        self.memory, self.rank, self._sender, self._receiver = memory, rank, sender, receiver
+        self._sends_first, self._on_end = sends_first, on_end
+        sizes = memory.sizes
+        self._exchange_at = Exchange(sizes.spec, sizes.shares, rank, memory.exchange, sizes.max_rows)
+        self._others = [other for other in range(1, len(sizes.shares)) if other != rank]
+        self._closed = False
+        receiver.look(LOOK_S)
+        self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End both streams and the thread. Idempotent, from any thread but its own."""
+        self._closed = True
+        self._sender.close()
+        self._receiver.close()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+
+    @abstractmethod
+    def _serve(self) -> None:
+        """Until it is closed. Raises TensorStreamError, or ExecutorLost where the rank's process is gone."""
+
+    def _run(self) -> None:
+        why = "was ended"
+        try:
+            self._serve()
+        except (TensorStreamError, ExecutorLost) as error:
+            why = f"is lost: {error.message}"
+        finally:
+            self._closed = True
+            self._sender.close()
+            self._receiver.close()
+            self._on_end(why)
+
+    def _send(self, header: bytes, array: Array = NOTHING) -> None:
+        self._sender.send(header, array, time.perf_counter() + SENT_S)
+
+    def _take(self, letter: bytes) -> TensorMessage:
+        """The next message, which is of that letter.
+
+        Raises:
+            _CalledOff: the group gives up what its ranks are at.
+        """
+        while True:
+            try:
+                message = self._receiver.receive(time.perf_counter() + SENT_S)
+            except StreamIdle:  # who waits is watched by others, and may have slept
+                if self._closed:
+                    raise
+                continue
+            if message.header[:1] == letter:
+                return message
+            if message.header[:1] == GIVE_UP and not self._sends_first:
+                raise _CalledOff
+            raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where {letter!r} was to come"))
+
+    def _views(self, half: bool | None, rows: int, rank: int) -> npt.NDArray[np.float32]:
+        """What a rank leaves at an exchange, in this side's memory. None as a half: the logits, which the first rank alone reads."""
+        if half is not None:
+            return self._exchange_at.sums_of(rank, half)[:, :rows]
+        vocab = self.memory.sizes.shares[rank].vocab if rank == self.rank else range(0)
+        return self._exchange_at.logits[None, :rows, LANES * vocab.start : LANES * vocab.stop]
+
+    def _give_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
+        self._send(frames.numbered(SUMS, number), self._views(half, rows, rank))
+
+    def _take_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
+        message, into = self._take(SUMS), self._views(half, rows, rank)
+        if frames.read_number(message.header) != number or message.array.dtype != np.float32 or message.array.shape != into.shape:
+            raise self._receiver.refuse(StreamCorrupt(f"{message.array.dtype} of shape {message.array.shape} as sums of {into.shape}"))
+        into[:] = message.array
+        self.memory.say_arrived(rank, number)
+
+    def _meet(self, number: int, half: bool | None, rows: int, first: int, second: int) -> None:
+        """The first rank's sums and those of the one away cross: `first` is this side's."""
+        self._await(first, number)
+        sends = self._sends_first or max(self._views(half, rows, rank).nbytes for rank in (first, second)) <= TOGETHER_BYTES
+        if sends:
+            self._give_sums(number, half, rows, first)
+        self._take_sums(number, half, rows, second)
+        if not sends:
+            self._give_sums(number, half, rows, first)
+
+    def _await(self, rank: int, number: int) -> None:
+        """Wait for a rank of this side to leave its sums. Raises _CalledOff."""
+        while not self.memory.await_arrival(rank, number):
+            self._check()
+
+    def _check(self) -> None:
+        """Raises where nothing is to be waited for any more."""
+        if self._closed:
+            raise StreamClosed("The tensor streams of a rank were closed here")
+
+
+def exchanges(command: Command, layers: LayerRange) -> Iterator[bool | None]:
+    """Which halves ranks meet at the end of, in their order: of attention False, of feed-forward True, of the head None."""
+    if command is Command.HEAD:
+        yield None
+    else:
+        for _ in range(len(layers)):
+            yield False
+            yield True
+
+
+class GroupPump(Pump):
+    """The group's side: follows the commands of the group's memory, and hands on what asks for blocks.
+
+    Args:
+        on_end: as `Pump` has it.
+    """
+
+    def __init__(
+        self, memory: GroupMemory, rank: int, sender: TensorSender, receiver: TensorReceiver, on_end: Callable[[str], object]
+    ) -> None:
+        super().__init__(memory, rank, sender, receiver, sends_first=True, on_end=on_end)
+        self._woken = threading.Semaphore(0)
+        self._asks: queue.SimpleQueue[tuple[bytes, Future[bytes]]] = queue.SimpleQueue()
+
+    def wake(self) -> None:
+        self._woken.release()
+
+    def ask(self, message: bytes, within_s: float) -> bytes:
+        """Have the rank give out or take in a block, between two batches; as `process.Rank` has it. Raises TimeoutError, too."""
+        answer = Future[bytes]()
+        self._asks.put((message, answer))
+        self.wake()
+        if self._closed:
+            self._refuse_asks()
+        return answer.result(within_s)
+
+    def _serve(self) -> None:
+        memory, rank, seen = self.memory, self.rank, self.memory.done(self.rank)
+        while not self._closed:
+            if not self._asks.empty():
+                self._hand_on(*self._asks.get())
+            elif memory.number == seen and not await_word(memory.number_address, seen):
+                memory.say_sleeps(rank, True)
+                if memory.number == seen and self._asks.empty():
+                    self._woken.acquire(timeout=LOOKS_S)
+                memory.say_sleeps(rank, False)
+            elif memory.number != seen:
+                seen = memory.number
+                self._follow()
+                memory.say_done(rank, seen)
+
+    def _run(self) -> None:
+        super()._run()
+        self._refuse_asks()
+
+    def _refuse_asks(self) -> None:
+        while not self._asks.empty():
+            self._asks.get()[1].set_exception(ExecutorLost(f"rank {self.rank} of the tensor group is gone", ()))
+
+    def _follow(self) -> None:
+        """One command."""
+        memory = self.memory
+        command, layers, rows, exchange = memory.command, memory.layers, len(memory.x_TD), memory.exchange_number
+        if command not in {Command.LAYERS, Command.HEAD}:
+            return
+        self._send(*frames.write_command(memory))
+        try:
+            for at, half in enumerate(exchanges(command, layers), exchange + 1):
+                self._meet(at, half, rows, 0, self.rank)
+                for other in self._others:
+                    self._await(other, at)
+                    self._give_sums(at, half, rows, other)
+        except _CalledOff:
+            self._send(GIVE_UP)
+            while (message := self._take_any()).header[:1] != DONE:
+                pass  # sums that were on their way
+            memory.say_arrived(self.rank, frames.read_number(message.header))
+
+    def _take_any(self) -> TensorMessage:
+        while True:
+            try:
+                return self._receiver.receive(time.perf_counter() + SENT_S)
+            except StreamIdle:
+                self._check()
+
+    def _check(self) -> None:
+        super()._check()
+        if self.memory.is_given_up:
+            raise _CalledOff
+
+    def _hand_on(self, message: bytes, answer: Future[bytes]) -> None:
+        head, data = message[:HEADER], message[HEADER:]
+        try:
+            self._send(ASK + head, np.frombuffer(data, np.uint16))
+            answer.set_result(self._take(BLOCK).array.tobytes())
+        except TensorStreamError:
+            answer.set_exception(ExecutorLost(f"rank {self.rank} of the tensor group is gone", ()))
+            raise
+
+
+class RankPump(Pump):
+    """The rank's side: puts commands where the rank's process finds them.
+
+    Args:
+        process: the rank's, loaded.
+        layers, n_blocks: that it has.
+    """
+
+    def __init__(
+        self,
+        process: RankProcess,
+        memory: GroupMemory,
+        layers: LayerRange,
+        n_blocks: int,
+        sender: TensorSender,
+        receiver: TensorReceiver,
+        on_end: Callable[[str], object],
+    ) -> None:
+        super().__init__(memory, process.order.rank, sender, receiver, sends_first=False, on_end=on_end)
+        self._process, self._layers, self._n_blocks = process, layers, n_blocks
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                message = self._receiver.receive(time.perf_counter() + LOOKS_S)
+            except StreamIdle:
+                continue
+            match message.header[:1]:
+                case frames.COMMAND:
+                    self._follow(message)
+                case frames.ASK:
+                    data = self._process.ask(frames.block_message(message, self._layers, self._n_blocks), ASKED_S)
+                    self._send(BLOCK, np.frombuffer(data, np.uint16))
+                case frames.GIVE_UP:  # it came behind the last exchange
+                    self._say_done()
+                case _:
+                    raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where a command was to come"))
+
+    def _follow(self, message: TensorMessage) -> None:
+        memory = self.memory
+        try:
+            given = frames.read_command(message, memory, self._layers, self._n_blocks)
+        except StreamCorrupt as error:
+            raise self._receiver.refuse(error) from error
+        if given.plan is not None:
+            memory.give_layers(given.x_TD, given.plan, given.layers, given.exchange)
+        else:
+            memory.give_head(given.x_TD, given.exchange)
+        if memory.sleeps(self.rank):
+            self._process.wake()
+        try:
+            for at, half in enumerate(exchanges(given.command, given.layers), given.exchange + 1):
+                self._meet(at, half, len(given.x_TD), self.rank, 0)
+                for other in self._others:
+                    self._take_sums(at, half, len(given.x_TD), other)
+        except _CalledOff:
+            memory.give_up()
+            self._say_done()
+            memory.withdraw()
+
+    def _say_done(self) -> None:
+        """Once the rank is at rest."""
+        while not self._is_at_rest:
+            self._check()
+        self._send(frames.numbered(DONE, self.memory.arrived[self.rank]))
+
+    @property
+    def _is_at_rest(self) -> bool:
+        done = self.memory.done(self.rank)
+        return done == self.memory.number or (
+            await_word(self.memory.done_address(self.rank), done) and self.memory.done(self.rank) == self.memory.number
+        )
+
+    def _check(self) -> None:
+        super()._check()
+        if (gone := self._process.gone) is not None:
+            raise ExecutorLost(f"its process {gone}", ())

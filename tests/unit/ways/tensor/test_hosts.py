@@ -1,0 +1,227 @@
+"""A tensor group over two nodes of a fleet, with real mTLS on loopback and real processes, answers as one process does, whatever becomes of the other node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fakes.fleets import TestFleet
+from tests.fakes.loops import on_a_loop
+from tests.unit.net.member.nodes import make_node, until_seen
+from tests.unit.ways.tensor.test_group import TINY, _await_state, _recall, alone, answers, engine, group_of, model
+
+from paceline.backends import cpu
+from paceline.core.errors import ConfigError
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import BlockId, NodeId, RequestId, Trust
+from paceline.machine.build import BuiltEngine, build_engine
+from paceline.machine.settings import NodeSettings
+from paceline.net.member.node import FleetNode
+from paceline.store.catalog import resolve
+from paceline.store.home import Home
+from paceline.ways.tensor import load_group
+from paceline.ways.tensor.away import AwayRank
+from paceline.ways.tensor.codec import Stops
+from paceline.ways.tensor.hosted import HostedRank
+from paceline.ways.tensor.hosting import RankHost, RankPlace
+
+pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+
+__all__ = ["alone", "model"]
+
+PATIENT = "desk,ttl_s=100,exchange_s=0.2,restamp_s=0.2,rpc_timeout_s=20"
+"""A preset whose cards outlast a processor that others want, too: a node whose card expires is hung up on."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Nodes of one fleet, the first of which has groups, and the others run ranks of them."""
+
+    nodes: tuple[FleetNode, ...]
+    loop: asyncio.AbstractEventLoop
+
+    def places(self, *names: str) -> Mapping[int, RankPlace]:
+        """Of ranks from the second on."""
+        return {rank: RankPlace(NodeId(name), self.nodes[0], self.loop) for rank, name in enumerate(names, 1)}
+
+
+def every_member(_: object) -> None: ...
+
+
+@asynccontextmanager
+async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER) -> AsyncIterator[Hosts]:
+    fleet, home = TestFleet(), Home.from_environment()
+    a = make_node(fleet, root, "a", trust=trust, preset=PATIENT)
+    made, started, ranks = [a], list[FleetNode](), list[RankHost]()
+    try:
+        await a.start()
+        started.append(a)
+        for name in ("b", "c"):
+            node = make_node(fleet, root, name, a, preset=PATIENT)
+            host = RankHost(node, home, every_member, threads=1, beside=[resolve(str(model), home)])
+            await node.start(host.service)
+            started.append(node)
+            made.append(node)
+            ranks.append(host)
+        await asyncio.gather(*(until_seen(node, "a", "b", "c") for node in made))
+        yield Hosts(tuple(made), asyncio.get_running_loop())
+    finally:
+        await asyncio.gather(*(node.stop() for node in started))
+        await asyncio.gather(*(host.stop() for host in ranks))
+
+
+@pytest.fixture(scope="module")
+def hosts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with on_a_loop(partial(nodes, tmp_path_factory.mktemp("hosts"), model)) as made:
+        yield made
+
+
+@contextmanager
+def group(model: Path, places: Mapping[int, RankPlace], *speeds: float) -> Iterator[BuiltEngine]:
+    settings = NodeSettings(str(model), context=1024, kv_tokens=4096, threads=1, draft="off", tensor=speeds)
+    built = build_engine(settings, spread=partial(load_group, places=places))
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def rank_of(built: BuiltEngine, rank: int = 1) -> AwayRank:
+    found = group_of(built)._ranks._processes[rank - 1]
+    assert isinstance(found, AwayRank)
+    return found
+
+
+def test_a_rank_of_another_node_answers_as_one_process(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        assert answers(built, "away") == alone
+        assert rank_of(built).gone is None
+
+
+@pytest.mark.parametrize("places", [("b", "c"), ("b", "")], ids=["two away", "one away and one here"])
+def test_three_ranks_meet_at_the_first(model: Path, alone: list[list[int]], hosts: Hosts, places: tuple[str, ...]) -> None:
+    with group(model, {rank: place for rank, place in hosts.places(*places).items() if place.node_id}, 2.0, 1.0, 1.0) as built:
+        assert answers(built, "three") == alone
+        assert group_of(built).losses == 0
+
+
+def test_kv_goes_out_and_in_over_the_streams(model: Path, hosts: Hosts) -> None:
+    with engine(model, 1.0) as one, group(model, hosts.places("b"), 1.0, 1.0) as built:
+        for each, name in ((one, "one"), (built, "two")):
+            answers(each, name, 1)
+        runner = group_of(built)
+        mine, its = (bytearray(runner.block_bytes) for _ in range(2))
+        for block in range(3):
+            one.runner.export_block(BlockId(block), memoryview(mine))
+            runner.export_block(BlockId(block), memoryview(its))
+            assert its == mine
+        runner.import_block(BlockId(100), memoryview(mine))
+        runner.export_block(BlockId(100), memoryview(its))
+        assert its == mine
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> list[HostedRank]:
+    """Ranks that nodes of this process run for others, as they are started."""
+    found, start = list[HostedRank](), HostedRank.start
+
+    def started(self: HostedRank, patience_s: float) -> None:
+        start(self, patience_s)
+        found.append(self)
+
+    monkeypatch.setattr(HostedRank, "start", started)
+    return found
+
+
+def end_stream(built: BuiltEngine) -> None:
+    pump = rank_of(built)._pump
+    assert pump is not None
+    pump._sender.close()
+
+
+STRIKES: dict[str, Callable[[BuiltEngine, HostedRank], object]] = {
+    "killed": lambda _, rank: os.kill(rank.process.pid, signal.SIGKILL),
+    "stopped": lambda _, rank: os.kill(rank.process.pid, signal.SIGSTOP),
+    "cut off": lambda built, _: end_stream(built),
+}
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+def test_a_rank_away_that_is_lost_costs_no_answer(
+    model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], strike: str
+) -> None:
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        lost = rank_of(built)
+        assert answers(built, "struck", strike=lambda: STRIKES[strike](built, hosted[0])) == alone
+        assert lost.gone is not None
+        assert rank_of(built) is not lost
+        assert group_of(built).losses == 1
+        assert answers(built, "after") == alone
+    for rank in hosted:
+        _await_state(rank.process.pid, "ZX")
+
+
+def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        lose_none = rank_of(built)
+        for turn in range(10):
+            request = RequestId(f"gone-{turn}")
+            ids = tuple(np.random.default_rng(turn).integers(5, TINY.vocab, 800).tolist())
+            built.engine.add(GenerationRequest(request, ids, 4, SamplingParams(seed=1)))
+            built.engine.submit()
+            recalled = threading.Thread(target=_recall, args=(built, request, built.executor.advanced + turn % 3))
+            recalled.start()
+            built.engine.collect()
+            recalled.join()
+            built.engine.abort(request)
+        assert answers(built, "after") == alone
+        assert rank_of(built) is lose_none
+
+
+def test_a_node_that_leaves_for_good_leaves_its_rank_here(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
+    with group(model, hosts.places("c"), 1.0, 1.0) as built:
+
+        def leave() -> None:
+            asyncio.run_coroutine_threadsafe(hosts.nodes[2].stop(), hosts.loop).result(60)
+
+        assert answers(built, "left", strike=leave) == alone
+        _, here = group_of(built).processes
+        assert here
+        assert answers(built, "after") == alone
+
+
+def test_guests_have_no_ranks_run(model: Path, tmp_path: Path) -> None:
+    with (
+        on_a_loop(partial(nodes, tmp_path, model, Trust.GUEST)) as made,
+        pytest.raises(ConfigError, match="a is a guest of the fleet"),
+        group(model, made.places("b"), 1.0, 1.0),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"version": 99}, "speaks version 99"),
+        ({"digest": "ab" * 32}, "is not on this machine"),
+        ({"stops": (Stops(1, 1, 1), Stops(2, 2, 2))}, "don't share a model"),
+    ],
+    ids=["version", "weights", "shares"],
+)
+def test_a_rank_that_can_t_be_is_refused_and_why(
+    model: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], says: str
+) -> None:
+    request = AwayRank._request
+    monkeypatch.setattr(AwayRank, "_request", lambda self, ticket: replace(request(self, ticket), **wrong))
+    with pytest.raises(ConfigError, match=says), group(model, hosts.places("b"), 1.0, 1.0):
+        pass
