@@ -34,7 +34,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
     said: list[str] = []
     spread: list[Choice] = []
 
-    def too_large(settings: NodeSettings, _: object) -> None:
+    def too_large(settings: NodeSettings, *_: object) -> None:
         raise OutOfMemory(f"The weights of {settings.model} need 90.0 GiB")
 
     async def over_others(*given: Any) -> Any:
