@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
 
 import grpc
 import grpc.aio
@@ -27,13 +26,10 @@ from paceline.net.wire import rank_pb2 as wire
 from paceline.net.wire.rank_pb2_grpc import RankServiceStub
 from paceline.ways.tensor import frames
 from paceline.ways.tensor.codec import RankFault, RankLoading, RankOpened, RankRequest, Stops, read_event, write_open
-from paceline.ways.tensor.hosting import RankPlace
+from paceline.ways.tensor.hosting import CONNECT_S, RankPlace
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.pump import GroupPump
 from paceline.ways.tensor.rank import RankOrder
-
-CONNECT_S: Final = 10.0
-"""For both tensor streams, once a rank is loaded."""
 
 Call = grpc.aio.UnaryStreamCall[wire.OpenRankRequest, wire.OpenRankResponse]
 

@@ -105,24 +105,27 @@ class Pump(ABC):
     def _send(self, header: bytes, array: Array = NOTHING) -> None:
         self._sender.send(header, array, time.perf_counter() + SENT_S)
 
+    def _receive(self) -> TensorMessage:
+        """The next message, however long it takes: who waits is watched by others, and may have slept."""
+        while True:
+            try:
+                return self._receiver.receive(time.perf_counter() + SENT_S)
+            except StreamIdle:
+                if self._closed:
+                    raise
+
     def _take(self, letter: bytes) -> TensorMessage:
         """The next message, which is of that letter.
 
         Raises:
             _CalledOff: the group gives up what its ranks are at.
         """
-        while True:
-            try:
-                message = self._receiver.receive(time.perf_counter() + SENT_S)
-            except StreamIdle:  # who waits is watched by others, and may have slept
-                if self._closed:
-                    raise
-                continue
-            if message.header[:1] == letter:
-                return message
-            if message.header[:1] == GIVE_UP and not self._sends_first:
-                raise _CalledOff
-            raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where {letter!r} was to come"))
+        message = self._receive()
+        if message.header[:1] == letter:
+            return message
+        if message.header[:1] == GIVE_UP and not self._sends_first:
+            raise _CalledOff
+        raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where {letter!r} was to come"))
 
     def _views(self, half: bool | None, rows: int, rank: int) -> npt.NDArray[np.float32]:
         """What a rank leaves at an exchange, in this side's memory. None as a half: the logits, which the first rank alone reads."""
@@ -236,16 +239,9 @@ class GroupPump(Pump):
                     self._give_sums(at, half, rows, other)
         except _CalledOff:
             self._send(GIVE_UP)
-            while (message := self._take_any()).header[:1] != DONE:
+            while (message := self._receive()).header[:1] != DONE:
                 pass  # sums that were on their way
             memory.say_arrived(self.rank, frames.read_number(message.header))
-
-    def _take_any(self) -> TensorMessage:
-        while True:
-            try:
-                return self._receiver.receive(time.perf_counter() + SENT_S)
-            except StreamIdle:
-                self._check()
 
     def _check(self) -> None:
         super()._check()
