@@ -35,7 +35,7 @@ NEAREST: Final[Mapping[str, Form]] = {
     **{form.name: form for form in Form},
     **dict.fromkeys(("F32", "F16"), Form.BF16),
     **dict.fromkeys(("Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "TQ1_0", "TQ2_0"), Form.Q4_1),
-    **dict.fromkeys(("Q3_K", "IQ3_XXS", "IQ3_S", "MXFP4"), Form.Q5_1),
+    **dict.fromkeys(("Q3_K", "IQ3_XXS", "IQ3_S"), Form.Q5_1),
     **dict.fromkeys(("IQ4_NL", "IQ4_XS", "NVFP4"), Form.Q8_0),
 }
 """The form for each of GGML's types under `stored`."""

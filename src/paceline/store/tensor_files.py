@@ -151,10 +151,12 @@ HALVES: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
-"""Where a block of each type has half-precision scales, in bytes from its start. IQ1_M's is in four pieces; MXFP4 has none."""
+"""Where a block of each type has half-precision scales, in bytes from its start. IQ1_M's is in four pieces; MXFP4 has none, but an exponent."""
 
 
 def _scales_are_finite(kind: TensorType, rows_NB: Bytes) -> bool:
+    if kind.name == "MXFP4":
+        return not (rows_NB.reshape(-1, kind.nbytes)[:, 0] == 255).any()
     if kind.name not in HALVES:
         return True
     words_NG = rows_NB.view(np.uint16).reshape(-1, kind.nbytes // 2)

@@ -370,11 +370,12 @@ def test_a_file_cut_after_opening_is_found_when_read(gguf_model: Any, tmp_path: 
         source.read("model.layers.99.mlp.up_proj.weight")
 
 
-def test_a_scale_that_is_no_number_is_damage(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
-    model = gguf_model("llama", "Q8_0")
+@pytest.mark.parametrize(("quant", "bad"), [("Q8_0", np.float16(np.nan).tobytes()), ("MXFP4", b"\xff")])
+def test_a_scale_that_is_no_number_is_damage(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, bad: bytes) -> None:
+    model = gguf_model("llama", quant)
     raw, kind = model.stored["blk.0.attn_v.weight"]
     raw = raw.copy()
-    raw[0, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    raw[0, : len(bad)] = np.frombuffer(bad, np.uint8)
     model.stored["blk.0.attn_v.weight"] = (raw, kind)
     source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
     with pytest.raises(ModelFileError, match="not a finite number"):

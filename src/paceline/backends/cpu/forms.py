@@ -28,6 +28,7 @@ class Form(IntEnum):
     Q5_K = 6
     Q6_K = 7
     BF16 = 8
+    MXFP4 = 9
 
 
 PANEL = 8
@@ -49,6 +50,10 @@ GROUP_BYTES = {Inputs.INT8: 48, Inputs.INT16: 72, Inputs.BF16: 64}
 """A group of a row: its codes; of integers then scale and scale * sum (fp32), of int8 then -32 * the sum of each half's codes (int32)."""
 
 
+POINTS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""What the codes of MXFP4 name, doubled."""
+
+
 class Scales(Enum):
     """What turns a group's whole sum into its part of the output."""
 
@@ -62,6 +67,8 @@ class Scales(Enum):
     """An fp16 scale and an fp16 minimum a superblock, each times a 6-bit whole number a group; the minimum is subtracted."""
     SUB_SCALES = auto()
     """An fp16 scale a superblock, times an int8 for each half of a group; the code `zero` means 0."""
+    POWER = auto()
+    """A power of two a group, by a byte: the exponent of E8M0. Codes name points of E2M1, which are whole numbers once doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,14 @@ class Layout:
 
     @property
     def record_bytes(self) -> int:
-        sizes = {Scales.NONE: 0, Scales.SCALE: 32, Scales.SCALE_OFFSET: 64, Scales.SUB_MINIMUMS: 256, Scales.SUB_SCALES: 288}
+        sizes = {
+            Scales.NONE: 0,
+            Scales.SCALE: 32,
+            Scales.SCALE_OFFSET: 64,
+            Scales.SUB_MINIMUMS: 256,
+            Scales.SUB_SCALES: 288,
+            Scales.POWER: 16,
+        }
         return self.scales_at + sizes[self.scales]
 
     @property
@@ -124,4 +138,5 @@ LAYOUT = {
     Form.Q5_K: Layout(5, Scales.SUB_MINIMUMS),
     Form.Q6_K: Layout(6, Scales.SUB_SCALES, 32),
     Form.BF16: Layout(16, Scales.NONE),
+    Form.MXFP4: Layout(4, Scales.POWER),
 }

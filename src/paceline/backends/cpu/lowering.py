@@ -103,6 +103,12 @@ class _Avx2(_Halves):
         parts = zip(self.halves(offsets), self.halves(self.b.sext(some, I)), strict=True)
         return self.whole([self.call("llvm.x86.avx2.gather.d.d.256", kind, zero, base, *part, once) for part in parts])
 
+    def look_up(self, table: Sequence[int], codes: Value) -> Value:
+        kind = ir.VectorType(I8, 32)
+        parts = [self.b.bitcast(half, kind) for half in self.halves(codes)]
+        found = [self.call("llvm.x86.avx2.pshuf.b", kind, ir.Constant(kind, [*table] * 2), part) for part in parts]
+        return self.b.bitcast(self.whole(found), I)
+
     def exp2(self, x: Value) -> Value:
         """As the arithmetic has it. Above 200 it is infinite anyway, and x - n would not be a number there where x is infinite.
 
@@ -171,6 +177,12 @@ class _Avx512(_X86):
 
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
         return self.call("llvm.x86.avx512.mask.gather.dpi.512", I, self.const_i(0), base, offsets, some, ir.Constant(I32, 1))
+
+    def look_up(self, table: Sequence[int], codes: Value) -> Value:
+        kind = ir.VectorType(I8, 64)
+        return self.b.bitcast(
+            self.call("llvm.x86.avx512.pshuf.b.512", kind, ir.Constant(kind, [*table] * 4), self.b.bitcast(codes, kind)), I
+        )
 
     def exp2(self, x: Value) -> Value:
         """r by VREDUCEPS to the nearest, which is exact, unlike what it gives for n = floor(x), rounding downwards. Times 2**n by VSCALEFPS: exact."""

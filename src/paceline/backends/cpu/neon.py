@@ -130,6 +130,11 @@ class Neon(Emit):
         codes = self.b.lshr(codes, ir.Constant(kind, [4] * 64)) if high else self.b.and_(codes, ir.Constant(kind, [15] * 64))
         return self.b.bitcast(codes, I)
 
+    def look_up(self, table: Sequence[int], codes: Value) -> Value:
+        quarters = [self.b.bitcast(quarter, _I8_16) for quarter in self.quarters(codes)]
+        found = [self.call("llvm.aarch64.neon.tbl1.v16i8", _I8_16, ir.Constant(_I8_16, [*table]), quarter) for quarter in quarters]
+        return self.whole([self.b.bitcast(each, _I4) for each in found])
+
     def sdot(self, acc: Value, a: Value, b: Value) -> Value:
         """acc + four products of signed bytes a lane, of one register."""
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", _I4, acc, self.b.bitcast(a, _I8_16), self.b.bitcast(b, _I8_16))

@@ -86,7 +86,7 @@ class _Packing:
         self._offset = layout.scales is Scales.SCALE_OFFSET
         # Where a block of the file has its low four bits, and those above.
         if layout.groups == 1:
-            self._upper_at = 4 if self._offset else 2
+            self._upper_at = {Scales.SCALE_OFFSET: 4, Scales.POWER: 1}.get(layout.scales, 2)
             self._codes_at = self._upper_at + (4 if layout.bits == 5 else 0)
         elif self._minimums:
             self._upper_at, self._codes_at = 16, 16 + (32 if layout.bits == 5 else 0)
@@ -116,7 +116,9 @@ class _Packing:
     def _scales(self) -> None:
         e, rows, at = self._e, self._rows, self._layout.scales_at
         b = e.b
-        if self._layout.groups == 1:
+        if self._layout.scales is Scales.POWER:
+            self._put(at, rows.word(0), _BYTES_16)
+        elif self._layout.groups == 1:
             self._put(at, rows.word(0), _HALVES_16)
             if self._offset:
                 self._put(at + 32, rows.bits(0, 16), _HALVES_16)

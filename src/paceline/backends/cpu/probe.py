@@ -31,8 +31,11 @@ BEHIND: Final = 2 * SEGMENT - BLOCK
 SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
     Form.Q4_0: ((0, 0.04),), Form.Q4_1: ((0, 0.04), (2, -0.3)), Form.Q5_0: ((0, 0.02),), Form.Q5_1: ((0, 0.02), (2, -0.3)),
     Form.Q8_0: ((0, 0.003),), Form.Q4_K: ((0, 0.001), (2, 0.0075)), Form.Q5_K: ((0, 0.0005), (2, 0.0075)), Form.Q6_K: ((208, 0.0002),),
+    Form.MXFP4: (),
 }  # fmt: skip
 """Half-precision numbers of a block, and where they lie, that give random codes the spread of weights."""
+_POWERS: Final = 120
+"""Of E8M0, the least that blocks have."""
 
 
 class SeededBlocks(SeededWeights):
@@ -56,9 +59,11 @@ class SeededBlocks(SeededWeights):
         n, k = self.shape_of(name)
         raw_NB = self.random_of(name).integers(0, 256, (n, row_bytes(form, k)), np.uint8)
         block = row_bytes(form, 256 if form in {Form.Q4_K, Form.Q5_K, Form.Q6_K} else 32)
-        words = raw_NB.view("<u2").reshape(-1, block // 2)
+        blocks = raw_NB.reshape(-1, block)
         for at, value in SCALES[form]:
-            words[:, at // 2] = np.float16(value).view(np.uint16)
+            blocks[:, at : at + 2] = np.array([value], "<f2").view(np.uint8)
+        if form is Form.MXFP4:
+            blocks[:, 0] = _POWERS + blocks[:, 0] % 4
         part = raw_NB if rows is None else raw_NB[rows]
         return BlockTensor(form.name, (len(part), k), part)
 

@@ -17,7 +17,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Scales
+from paceline.backends.cpu.forms import LANES, LAYOUT, POINTS, Form, Scales
 from paceline.backends.cpu.lowering import lowered, read, read_half, write
 from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value
 from paceline.backends.ggml.plain import bf16_bits
@@ -271,6 +271,9 @@ def _read_scale(record, g, half, lane, kind, at):
     if kind == Scales.SUB_SCALES:
         sub = read(8, record + at + 32 * g + 16 * half + lane)
         return read_half(record + at + 256 + 2 * lane) * np.float32(sub - 256 if sub > 127 else sub), np.float32(0)
+    if kind == Scales.POWER:
+        exponent = read(8, record + at + lane)
+        return np.uint32(1 << 21 + exponent if exponent < 2 else exponent - 1 << 23).view(np.float32), np.float32(0)
     return read_half(record + at + 2 * lane), read_half(record + at + 32 + 2 * lane) if kind == Scales.SCALE_OFFSET else np.float32(0)
 
 
@@ -319,6 +322,8 @@ def reader(form: Form) -> Callable[..., None]:
                         scale, offset = _read_scale(record, g, half, lane, kind, scales_at)
                         for k in range(16 * half, 16 * half + 16):
                             code = _read_code(record, g, k, lane, bits, codes_bytes, plane_at, plane_bytes)
+                            if kind == Scales.POWER:
+                                code = POINTS[code]
                             weight = np.float32(code - zero) * scale
                             weight = weight + offset if with_offset else weight
                             write(16, at + 2 * k, bf16_bits(weight * multiplier))

@@ -242,6 +242,11 @@ class Emit(ABC):
         """The low or the high four bits of each byte: I."""
         return self.b.and_(self.b.lshr(line, self.const_i(4)) if high else line, self.const_i(0x0F0F0F0F))
 
+    @abstractmethod
+    def look_up(self, table: Sequence[int], codes: Value) -> Value:
+        """What a table of sixteen bytes has for each byte of the codes (below 16): I."""
+        ...
+
     def to_bf16(self, value: Value) -> Value:
         """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16. Here in whole numbers."""
         b = self.b

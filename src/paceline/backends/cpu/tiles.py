@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
+from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, POINTS, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.shares import MOST_SEGMENTS
 from paceline.backends.cpu.simd import I8, I32, I64, Emit, F, I, ProductSum, Value
@@ -32,6 +32,9 @@ _WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
 """32-bit words of a row's group: one dot product of four or two inputs each."""
 
 _BYTES_16 = ir.VectorType(I8, LANES)
+
+_RAISE = 32
+"""Added to MXFP4's points, since bytes of codes have no sign; that many sums of the activations are taken away beforehand, as rows have them."""
 
 
 class _Record:
@@ -58,6 +61,8 @@ class _Record:
         if bits == 16:
             return e.load(I, self._codes, 64 * word)
         low = e.nibbles(e.load(I, self._codes, 64 * (word // 2)), bool(word % 2))
+        if self._layout.scales is Scales.POWER:
+            return e.look_up([point + _RAISE for point in POINTS], low)
         if bits == 4:
             return low
         # A byte of a plane holds the upper bits of one input of eight words, or of four.
@@ -87,6 +92,12 @@ class _Record:
                 return self._half(0), self._half(32)
             case Scales.SUB_SCALES:
                 return self._half(256), None
+            case Scales.POWER:
+                # 2**(exponent - 128), as points are doubled: a denormal for the least two.
+                exponent = b.zext(self._bytes(0, e.i64(0)), I)
+                normal = b.shl(b.sub(exponent, e.const_i(1)), e.const_i(23))
+                denormal = b.icmp_unsigned("<", exponent, e.const_i(2))
+                return b.bitcast(b.select(denormal, b.shl(e.const_i(1 << 21), exponent), normal), F), None
             case _:
                 # A byte a group has the low four bits of both; a byte two groups, their high two.
                 low = b.zext(self._bytes(0, self._group), I)
@@ -112,7 +123,7 @@ class _Expanded:
     def __init__(self, e: Emit, layout: Layout, block: Value, group: Value) -> None:
         self._e, self._halves = e, 2 if layout.scales is Scales.SUB_SCALES else 0
         self._base = e.at(block, e.mul(group, EXPANDED_BYTES))
-        self._has_offset = not self._halves
+        self._has_offset = layout.scales not in {Scales.SUB_SCALES, Scales.POWER}
 
     def codes(self, word: int) -> Value:
         return self._e.load(I, self._base, 64 * word, align=64)
@@ -228,7 +239,7 @@ class _Tile:
                 else:
                     value = [[e.fma(sub[n], products[m][n], value[m][n]) for n in self._blocks] for m in self._rows]
         else:
-            acc = [[e.const_i(0) for _ in self._blocks] for _ in self._rows]
+            acc = [[self._first_sum(x_g, m, after_codes)] * len(w_n) for m in self._rows]
             sums = self._sums(record_n, x_g, range(self._words), acc)
             value = [[b.sitofp(sums[m][n], F) for n in self._blocks] for m in self._rows]
         for n in self._blocks:
@@ -239,6 +250,13 @@ class _Tile:
                 if offset is not None:
                     y = e.fma(offset, e.load_splat(x_g, self._at(m, after_codes + 4)), y)
                 b.store(y, total)
+
+    def _first_sum(self, x_g: Value, row: int, after_codes: int) -> Value:
+        """What a group's whole sum begins at: I."""
+        e = self._e
+        if self._layout.scales is not Scales.POWER:
+            return e.const_i(0)
+        return e.splat(e.b.add(*(e.load(I32, x_g, self._at(row, after_codes + 8 + 4 * half)) for half in range(2))), I)
 
     def _at(self, row: int, place: int) -> int:
         """Where something of a row's group lies behind the first row's."""
@@ -262,7 +280,8 @@ class _Tile:
         e = self._e
         match self._layout.inputs:
             case Inputs.INT8:
-                return e.byte_sums(acc_M, (1 << self._layout.bits) - 1)
+                most = _RAISE + max(POINTS) if self._layout.scales is Scales.POWER else (1 << self._layout.bits) - 1
+                return e.byte_sums(acc_M, most)
             case Inputs.INT16:
                 return [e.word_sums(acc) for acc in acc_M]
             case Inputs.BF16:

@@ -21,6 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 _HALVES = {
     Form.Q4_0: (0,), Form.Q4_1: (0, 2), Form.Q5_0: (0,), Form.Q5_1: (0, 2), Form.Q8_0: (0,),
     Form.Q4_K: (0, 2), Form.Q5_K: (0, 2), Form.Q6_K: (208,), Form.BF16: (),
+    Form.MXFP4: (),
 }  # fmt: skip
 """Where a block of the file has its half floats."""
 
@@ -34,6 +35,9 @@ def random_rows(form: Form, n: int, k: int, rng: np.random.Generator) -> Bytes:
     for at in _HALVES[form]:
         halves = (rng.standard_normal(blocks.shape[:2]) * (0.1 if LAYOUT[form].groups == 1 else 0.002)).astype(np.float16)
         blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    if form is Form.MXFP4:
+        blocks[:, :, 0] = 120 + blocks[:, :, 0] % 8
+        blocks[0, :2, 0] = 0, 1  # scales that are denormal
     return rows
 
 
@@ -68,6 +72,10 @@ def matrix(form: Form, rows: Bytes) -> Matrix:
     wide = blocks.astype(np.int64)
     if form is Form.Q8_0:
         return Matrix(blocks[..., 2:].view(np.int8).astype(np.int64).reshape(n, -1), _half(blocks, 0), None, None)
+    if form is Form.MXFP4:
+        codes = np.concatenate([wide[..., 1:] & 15, wide[..., 1:] >> 4], -1)
+        points = np.array([0, 1, 2, 3, 4, 6, 8, 12])[codes & 7] * np.where(codes & 8, -1, 1)
+        return Matrix(points.reshape(n, -1), np.ldexp(np.float32(1), wide[..., 0] - 128), None, None)
     bit = np.arange(32)
     if layout.groups == 1:
         halves = _HALVES[form]
