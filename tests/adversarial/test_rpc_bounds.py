@@ -103,7 +103,7 @@ NONE: Any = None
 REQUESTS = {
     f"/paceline.v1.{method}": limit
     for service in (
-        capability_service(NONE, NONE),
+        capability_service(NONE, NONE, NONE),
         control_service(NONE, NONE, NONE),
         renewal_service(NONE, NONE),
         generate_service(NONE),

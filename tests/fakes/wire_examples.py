@@ -253,6 +253,8 @@ def fleet_examples() -> Iterator[Example]:
         yield plain("rich", message)
         yield plain("minimal", type(message)())
     yield plain("minimal", fleet_pb2.GetNodeCapabilityRequest())
+    facts = fleet_pb2.NodeFacts(clock_unix_us=1_800_000_000_000_000, tensor_port=40001, arithmetic=2, python="3.11.2", numba="0.62.0")
+    yield plain("facts", fleet_pb2.GetNodeCapabilityResponse(card=passed, facts=facts))
 
 
 def control_examples() -> Iterator[Example]:

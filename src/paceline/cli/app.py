@@ -270,6 +270,19 @@ def status(
 
 
 @app.command()
+def doctor(
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="host:port of a machine to look at, beside those that are known. May be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find what is wrong with this machine, or between it and others: ports, network cards, clocks, versions, kernels, room."""
+    from paceline.cli.doctor import run_doctor
+
+    run_doctor(peer or [], as_json=as_json)
+
+
+@app.command()
 def chat(
     question: Annotated[str | None, typer.Argument(help="Answer this once, and end. Default: a conversation.")] = None,
     url: Annotated[

@@ -223,12 +223,17 @@ class AddressBook:
         return 0 if address in self._best else 1 if address in self._works else 2
 
 
-def own_hosts() -> tuple[str, ...]:
-    """Addresses of this machine's interfaces, the likeliest to be reached first; loopback only where there is nothing else."""
+def own_interfaces() -> dict[str, str]:
+    """Addresses of this machine, and the network card that has each."""
     import ifaddr
 
-    every = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return rank(ip if isinstance(ip, str) else ip[0] for ip in every)
+    every = [(ip.ip, adapter.nice_name) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return {ip if isinstance(ip, str) else ip[0]: printable(name, 40) for ip, name in every}
+
+
+def own_hosts() -> tuple[str, ...]:
+    """Addresses of this machine's interfaces, the likeliest to be reached first; loopback only where there is nothing else."""
+    return rank(own_interfaces())
 
 
 def rank(hosts: Iterable[str]) -> tuple[str, ...]:

@@ -20,11 +20,15 @@ from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
 from paceline.backends.numerics import SeededWeights
 from paceline.core.errors import PacelineError
-from paceline.core.model import ModelSpec
+from paceline.core.model import ARITHMETIC, ModelSpec, RopeSpec
 from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
 
-ARITHMETIC: Final = 2
-"""Of `docs/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
+_USUAL: Final = (
+    ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True),
+    (Form.Q4_1, Form.Q8_0, Form.Q4_K, Form.Q6_K),
+)
+_USUAL_ID: Final = "58f77821e923f8af"
+"""What kernels that conform compute of it, on every processor."""
 _EXPERT: Final = re.compile(r"\.experts\.\d+")
 BEHIND: Final = 2 * SEGMENT - BLOCK
 """Keys before the rows that run again: they see two segments, then a third."""
@@ -96,3 +100,12 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
             "This breaks the promise that batching changes nothing; run with --device torch-cpu and report the processor.",
         )
     return measured.id
+
+
+def conforms(threads: int) -> bool:
+    """Whether the kernels compute here what they do on every other processor, in the usual forms.
+
+    Raises:
+        PacelineError: batching or threads changed a byte.
+    """
+    return numerics_id(*_USUAL, threads) == _USUAL_ID

@@ -320,8 +320,8 @@ MAX_MEASURE_BYTES = 1 << 20
 
 
 class CapabilityServicer(CapabilityServiceServicer):
-    def __init__(self, gossip: GossipDriver, guard: PeerGuard) -> None:
-        self._gossip, self._guard = gossip, guard
+    def __init__(self, gossip: GossipDriver, guard: PeerGuard, facts: Callable[[], wire.NodeFacts]) -> None:
+        self._gossip, self._guard, self._facts = gossip, guard, facts
 
     async def ExchangeCapabilities(self, request: wire.ExchangeCapabilitiesRequest, context: Context) -> wire.ExchangeCapabilitiesResponse:
         try:
@@ -331,7 +331,7 @@ class CapabilityServicer(CapabilityServiceServicer):
 
     async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
         del request, context
-        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed())
+        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts())
 
     async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
         try:
@@ -343,8 +343,13 @@ class CapabilityServicer(CapabilityServiceServicer):
         return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))
 
 
-def capability_service(gossip: GossipDriver, guard: PeerGuard) -> Service:
-    servicer = CapabilityServicer(gossip, guard)
+def capability_service(gossip: GossipDriver, guard: PeerGuard, facts: Callable[[], wire.NodeFacts]) -> Service:
+    """What gossip asks of this node.
+
+    Args:
+        facts: how it is set up now.
+    """
+    servicer = CapabilityServicer(gossip, guard, facts)
     limits = {
         "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
         "CapabilityService/GetNodeCapability": Limit(KIB, 64),

@@ -30,6 +30,7 @@ from paceline.net.join_client import renewal_service
 from paceline.net.member.gossip import GossipDriver, capability_service
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
+from paceline.net.member.reach import own_facts
 from paceline.net.member.state import Claim, RunningNode, Sight, control_service, fleet_id, forget_running, keep_running
 from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
 from paceline.net.server import NodeServer, RpcMeter, Service
@@ -138,7 +139,7 @@ class FleetNode:
         )
         server = NodeServer(self.identity, guard, watch, self.rpcs)
         server.add(
-            capability_service(self.gossip, guard),
+            capability_service(self.gossip, guard, lambda: own_facts(self._clock, self._tensors.port if self._tensors is not None else 0)),
             control_service(self.identity, guard, self.sight),
             renewal_service(self._issuer, guard),
             *(service(guard) for service in services),

@@ -814,20 +814,61 @@ class GetNodeCapabilityResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CARD_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def card(self) -> Global___PassedCard: ...
+    @_builtins.property
+    def facts(self) -> Global___NodeFacts: ...
     def __init__(
         self,
         *,
         card: Global___PassedCard | None = ...,
+        facts: Global___NodeFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetNodeCapabilityResponse: _TypeAlias = GetNodeCapabilityResponse  # noqa: Y015
+
+@_typing.final
+class NodeFacts(_message.Message):
+    """How the callee is set up beyond what its card says, for whoever looks for what is wrong between two nodes (paceline doctor)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLOCK_UNIX_US_FIELD_NUMBER: _builtins.int
+    TENSOR_PORT_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
+    PYTHON_FIELD_NUMBER: _builtins.int
+    NUMBA_FIELD_NUMBER: _builtins.int
+    clock_unix_us: _builtins.int
+    """Its wall clock, microseconds."""
+    tensor_port: _builtins.int
+    """Where activations arrive, on the hosts of its addresses."""
+    arithmetic: _builtins.int
+    """Version of docs/arithmetic.md."""
+    python: _builtins.str
+    numba: _builtins.str
+    """Empty where it is not installed."""
+    def __init__(
+        self,
+        *,
+        clock_unix_us: _builtins.int = ...,
+        tensor_port: _builtins.int = ...,
+        arithmetic: _builtins.int = ...,
+        python: _builtins.str = ...,
+        numba: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "clock_unix_us", b"clock_unix_us", "numba", b"numba", "python", b"python", "tensor_port", b"tensor_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeFacts: _TypeAlias = NodeFacts  # noqa: Y015
 
 @_typing.final
 class MeasureLinkRequest(_message.Message):
