@@ -21,12 +21,13 @@ import numpy as np
 from tests.fakes.seeded_blocks import DENSE, Bytes, random_tensor
 from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
-from paceline.core.weights import TENSOR_TYPES, inverse_frequencies
+from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.weights import TENSOR_TYPES, inverse_frequencies, yarn_gain
 from paceline.store.families import BY_NAME
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
 _QWEN3: Final = RopeSpec(1_000_000.0)
+_GPT_OSS: Final = RopeSpec(150_000.0, yarn=YarnSpec(32.0, 4096, whole=False), gain=yarn_gain(32.0))
 TINY: Final = ModelSpec("llama", 2, 256, 4, 2, 64, 512, 1024, 4096, 1e-5, RopeSpec(10_000.0), tied_head=False)
 PRESETS: Final = {
     "tiny": TINY,
@@ -36,10 +37,14 @@ PRESETS: Final = {
     "qwen3-30b-a3b": ModelSpec(
         "qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151_936, 40_960, 1e-6, _QWEN3, tied_head=False, qk_norm=True, moe=MoeSpec(128, 8, 768, norm_topk=True),
     ),
+    "gpt-oss-20b": ModelSpec(
+        "gpt_oss", 24, 2880, 64, 8, 64, 2880, 201_088, 131_072, 1e-5, _GPT_OSS, tied_head=False, qkv_bias=True, out_bias=True, sinks=True,
+        moe=MoeSpec(32, 4, 2880, norm_topk=True, biased=True), window=WindowSpec(128, (True, False) * 12), activation=Activation.CLAMPED,
+    ),
 }  # fmt: skip
 """The shapes of models people run, by their sizes in their own configurations."""
-MIXES: Final = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
-"""Type of most tensors, and of those that llama.cpp's quantiser gives more bits."""
+MIXES: Final = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "MXFP4_MOE": ("MXFP4", "Q8_0")}
+"""Type of most tensors, and of those that llama.cpp's quantiser gives more bits; of gpt-oss, of experts and of the rest."""
 _NARROW: Final = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What llama.cpp's quantiser takes where a row is no multiple of 256."""
 _LOGIT_SPREAD: Final = 3.0
@@ -85,7 +90,11 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
             yield Tensor(f"{at}.attn_q_norm.weight", (dim,), 0, level=_SCORE_GAINS[0])
             yield Tensor(f"{at}.attn_k_norm.weight", (dim,), 0, level=_SCORE_GAINS[1])
         yield Tensor(f"{at}.attn_output.weight", (hidden, heads), branch / math.sqrt(heads))
-        yield Tensor(f"{at}.ffn_norm.weight", (hidden,), 0, level=1.0)
+        if spec.out_bias:
+            yield Tensor(f"{at}.attn_output.bias", (hidden,), branch / 10)
+        if spec.sinks:
+            yield Tensor(f"{at}.attn_sinks.weight", (spec.n_heads,), 1.0)
+        yield Tensor(f"{at}.{'post_attention' if spec.model_type == 'gpt_oss' else 'ffn'}_norm.weight", (hidden,), 0, level=1.0)
         ffn, stack, ending = (spec.ffn, (), "") if spec.moe is None else (spec.moe.ffn, (spec.moe.n_experts,), "_exps")
         if spec.moe is not None:
             yield Tensor(f"{at}.ffn_gate_inp.weight", (spec.moe.n_experts, hidden), 2 * root)
@@ -93,6 +102,10 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
         yield Tensor(f"{at}.ffn_up{ending}.weight", (*stack, ffn, hidden), root)
         # silu(gate) * up of two normal numbers has a deviation of 0.6.
         yield Tensor(f"{at}.ffn_down{ending}.weight", (*stack, hidden, ffn), branch / 0.6 / math.sqrt(ffn))
+        if spec.moe is not None and spec.moe.biased:
+            yield Tensor(f"{at}.ffn_gate_inp.bias", (spec.moe.n_experts,), 0.1)
+            for part, size in (("gate", ffn), ("up", ffn), ("down", hidden)):
+                yield Tensor(f"{at}.ffn_{part}_exps.bias", (*stack, size), branch / 10 if part == "down" else 0.1)
     if spec.tied_head:
         # With signs, a token's own logit is no larger than others': it would be drawn again and again.
         yield Tensor("output_norm.weight", (hidden,), 0, level=_LOGIT_SPREAD * root / _EMBEDDING_SPREAD, signs=True)
@@ -103,7 +116,7 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
 
 def stored_type(tensor: Tensor, spec: ModelSpec, types: str) -> str:
     """A tensor's GGML type in a file of `types`: a mix, chosen as llama.cpp's quantiser does, or one type for all matrices."""
-    if len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name:
+    if len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name or tensor.name.endswith("bias"):
         return "F32"
     chosen = types
     if types in MIXES:
@@ -112,6 +125,8 @@ def stored_type(tensor: Tensor, spec: ModelSpec, types: str) -> str:
         generous = tensor.name == last or (
             ("attn_v" in tensor.name or "ffn_down" in tensor.name) and _more_bits(tensor.name, spec.n_layers)
         )
+        if types == "MXFP4_MOE":
+            generous = "_exps" not in tensor.name
         chosen = more if generous else most
     if tensor.shape[-1] % TENSOR_TYPES[chosen].block == 0:
         return chosen
@@ -210,6 +225,12 @@ def _add_metadata(writer: Any, spec: ModelSpec, words: SeededVocabulary, name: s
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
         writer.add_expert_feed_forward_length(spec.moe.ffn)
+    if spec.window is not None:
+        writer.add_sliding_window(spec.window.tokens)
+    if spec.rope.yarn is not None:
+        writer.add_string(f"{BY_NAME[spec.model_type].arch}.rope.scaling.type", "yarn")
+        writer.add_rope_scaling_factor(spec.rope.yarn.factor)
+        writer.add_rope_scaling_orig_ctx_len(spec.rope.yarn.original)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words.cut)
     writer.add_token_list(words.tokens)

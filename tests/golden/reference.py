@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -97,6 +98,21 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=True,
     ),
     "glm4": lambda: Glm4Config(**_SIZES, head_dim=64, pad_token_id=1),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZES,
+        head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    ),
     "qwen2": lambda: Qwen2Config(**_SIZES),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -114,11 +130,13 @@ def save_tiny(family: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("gate_up_proj_bias"):
+                weight.normal_(0, 4)  # so that some are clamped
+            elif name.endswith(("bias", "sinks")):
                 weight.normal_(0, 0.5)
             elif "norm" in name:
                 weight.normal_(1, 0.2)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 # A router that is sure of itself: else a rounding in one row's choice of experts drowns every other error.
                 weight.normal_(0, 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -145,6 +163,11 @@ def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
     if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
         if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             return to_float32(to_blocks(tensor, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0"))
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):  # inputs are rows
+            values = to_float32(tensor).swapaxes(1, 2)
+            rows = DenseTensor(np.ascontiguousarray(values).reshape(-1, values.shape[2]), "f32")
+            blocks = to_blocks(rows, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0")
+            return np.ascontiguousarray(to_float32(blocks).reshape(values.shape).swapaxes(1, 2))
         if name in {"model.embed_tokens.weight", "lm_head.weight"}:
             return to_float32(to_blocks(tensor, "Q8_0"))
     return to_float32(tensor)

@@ -113,7 +113,9 @@ def answer(
 def small(spec: ModelSpec) -> ModelSpec:
     """A model of one layer, of the same family and head size; where some layers have a window, of one with a short one and one without."""
     window = spec.window and WindowSpec(min(WINDOW, spec.window.tokens), (True, False), spec.window.rope)
-    moe = spec.moe and MoeSpec(min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk)
+    moe = spec.moe and MoeSpec(
+        min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk, spec.moe.biased
+    )
     return replace(
         spec,
         n_layers=2 if window else 1,

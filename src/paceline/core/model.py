@@ -161,6 +161,8 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU, approximated by tanh."""
+    CLAMPED = "clamped_silu"
+    """gpt-oss's: SiLU of 1.702 times the gate, which is 7 at most, times one more than the up products, which are held within 7 of zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,8 @@ class MoeSpec:
     top_k: int
     ffn: int
     norm_topk: bool
+    biased: bool = False
+    """The router's products, and each expert's, have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,10 @@ class ModelSpec:
     rope: RopeSpec
     tied_head: bool
     qkv_bias: bool = False
+    out_bias: bool = False
+    """The attention output has one."""
+    sinks: bool = False
+    """Each query head has a score of its own that takes a part of the weights and gives nothing."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
     """Such a norm is over all heads together."""

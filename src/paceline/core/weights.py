@@ -22,6 +22,8 @@ from paceline.core.model import ModelSpec, Norms, RopeSpec, rotary_dims
 
 EMBEDDING, FINAL_NORM, HEAD, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", ".mlp.gate.weight"
 """The tensors outside the layers; a tied head has none of its own. ROUTER ends the name of a mixture's router."""
+SINKS: Final = "self_attn.sinks"
+"""Of a layer."""
 
 Shape = tuple[int, ...]
 
@@ -143,17 +145,26 @@ def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         if spec.qkv_bias:
             yield f"self_attn.{name}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (spec.hidden, heads)
+    if spec.out_bias:
+        yield "self_attn.o_proj.bias", (spec.hidden,)
+    if spec.sinks:
+        yield SINKS, (spec.n_heads,)
     if spec.qk_norm:
         yield "self_attn.q_norm.weight", (heads if spec.qk_norm_whole else spec.head_dim,)
         yield "self_attn.k_norm.weight", (kv if spec.qk_norm_whole else spec.head_dim,)
     blocks = [("mlp", spec.ffn)]
     if spec.moe is not None:
         yield "mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
+        if spec.moe.biased:
+            yield "mlp.gate.bias", (spec.moe.n_experts,)
         blocks = [(f"mlp.experts.{expert}", spec.moe.ffn) for expert in range(spec.moe.n_experts)]
     for block, ffn in blocks:
         yield f"{block}.gate_proj.weight", (ffn, spec.hidden)
         yield f"{block}.up_proj.weight", (ffn, spec.hidden)
         yield f"{block}.down_proj.weight", (spec.hidden, ffn)
+        if spec.moe is not None and spec.moe.biased:
+            for name, size in (("gate", ffn), ("up", ffn), ("down", spec.hidden)):
+                yield f"{block}.{name}_proj.bias", (size,)
 
 
 class Pooling(StrEnum):

@@ -358,7 +358,7 @@ class Library:
         if manifest_digest(files) != digest:
             raise ModelFileError(f"{location.path} changed since its digest was computed", "Pull it again")
         places = {path: number for number, path in enumerate(paths.values())}
-        tensors = (TensorAt(name, places[at.path], at.offset, at.nbytes) for name, at in weights.places.items())
+        tensors = (TensorAt(name, places[at.path], at.offset, at.nbytes) for name, place in weights.places.items() for at in place.ranges)
         return _Described(ModelManifest(digest, tuple(files), tuple(tensors)), tuple(paths.values()), keys)
 
 

@@ -42,10 +42,17 @@ class Family:
     activation: Activation = Activation.SILU
     windows: Windows = Windows.ALL
     qkv_bias: bool = False
+    biases: bool = False
+    """The attention output, the router and the experts have biases too."""
+    sinks: bool = False
+    ramp_between: bool = False
+    """YaRN's ramp begins and ends between frequencies, where a GGUF file has no word for it."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
     root_embedding: bool = False
     """A token's embedding is multiplied by the root of the hidden size."""
+    scaled: bool = False
+    """Its files say what the embedding, scores, the residual and logits are multiplied by."""
     permuted: bool = False
     """llama.cpp's converter makes neighbours of the pairs of rope."""
     neighbours: bool = False
@@ -73,6 +80,10 @@ _GEMMA3: Final = {
 }  # fmt: skip
 """Of transformers' Gemma3TextConfig: files leave out what it has."""
 
+_GPT_OSS: Final = {
+    "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "sliding_window_pattern": 2, "norm_topk_prob": True,
+    "attention_bias": True,
+}  # fmt: skip
 _MIXTRAL: Final = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _GLM4: Final = {
     "post_self_attn_layernorm": "post_attention_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -93,9 +104,11 @@ FAMILIES: Final = (
            root_embedding=True, norms_less_one=True, defaults=_GEMMA3, local_theta=1e4),
     Family("olmo2", "olmo2", "OLMo 2", Norms.AFTER, qk_norm=True, qk_norm_whole=True, defaults={"rms_norm_eps": 1e-5}),
     Family("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", fused=True, defaults={"rms_norm_eps": 1e-5}),
-    Family("granite", "granite", "Granite 3, dense", permuted=True, example={"embedding_multiplier": 12.0}),
+    Family("granite", "granite", "Granite 3, dense", permuted=True, scaled=True, example={"embedding_multiplier": 12.0}),
     Family("glm4", "glm4", "GLM-4-0414: 9B, 32B", Norms.AROUND, qkv_bias=True, neighbours=True, fused=True,
            defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}, tensors=_GLM4),
+    Family("gpt_oss", "gpt-oss", "gpt-oss: 20B, 120B", activation=Activation.CLAMPED, windows=Windows.PATTERN, qkv_bias=True, biases=True,
+           sinks=True, ramp_between=True, expert_width="intermediate_size", defaults=_GPT_OSS, tensors={"router": "gate"}),
 )  # fmt: skip
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}
@@ -121,9 +134,10 @@ def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, Store
     stem, _, kind = name.rpartition(".")
     before, _, part = stem.rpartition(".")
     heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    width = spec.ffn if spec.moe is None else spec.moe.ffn
     parts = {
         "qkv_proj": (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)),
-        "gate_up_proj": (("gate_proj", spec.ffn), ("up_proj", spec.ffn)),
+        "gate_up_proj": (("gate_proj", width), ("up_proj", width)),
     }.get(part, ())
     if not parts or not at.shape or at.shape[0] != sum(rows for _, rows in parts):
         yield name, at

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
-from paceline.core.weights import NORM_NAMES, inverse_frequencies, yarn_gain
+from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart, family_of
 from paceline.store.faults import damaged, encoder_alone, unsupported
@@ -80,7 +80,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
     if eps is None:
         raise damaged(path, f"metadata {arch}.attention.layer_norm_rms_epsilon is missing")
     n_layers = needed("block_count")
-    rope, context = _rope(header, arch, head_dim, rope_factors, needed("context_length"))
+    rope, context = _rope(header, family, head_dim, rope_factors, needed("context_length"))
     spec = ModelSpec(
         model_type=family.name,
         n_layers=n_layers,
@@ -95,6 +95,8 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         rope=rope,
         tied_head="output.weight" not in header.tensors,
         qkv_bias=family.qkv_bias and (not family.defaults.get("attention_bias") or "blk.0.attn_q.bias" in header.tensors),
+        out_bias=family.biases,
+        sinks=family.sinks,
         qk_norm=family.qk_norm,
         qk_norm_whole=family.qk_norm_whole,
         moe=_moe(header, family, n_experts),
@@ -138,6 +140,9 @@ def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_he
     named = [header.number(f"{family.arch}.{key}") for key in keys]
     if not all(value is None or 0 <= value < math.inf for value in named):
         raise damaged(header.path, f"its {', '.join(keys)} are {named}")
+    for key, value in zip(keys, named, strict=True):
+        if value not in {None, 0, 1} and not family.scaled:
+            raise unsupported(header.path, f"{family.arch}.{key} is {value}")
     embedding, attention, residual, logits = named
     attention = (hidden / n_heads) ** -0.5 if by_hidden and hidden > 0 else attention or None
     embedding = max(0, hidden) ** 0.5 if family.root_embedding else embedding
@@ -146,6 +151,8 @@ def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_he
 
 _SOFTMAX: Final = 1
 """llama.cpp's number of the router that it has where a file names none."""
+_SOFTMAX_OF_CHOSEN: Final = 3
+"""The same, where shares are normed."""
 
 
 def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
@@ -161,15 +168,18 @@ def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
         raise damaged(header.path, f"metadata {arch}.expert_used_count or {width} is missing")
     if header.integer(f"{arch}.expert_shared_count"):
         raise unsupported(header.path, "shared experts")
-    if (header.integer(f"{arch}.expert_gating_func") or _SOFTMAX) != _SOFTMAX:
+    if (header.integer(f"{arch}.expert_gating_func") or _SOFTMAX) not in {_SOFTMAX, _SOFTMAX_OF_CHOSEN}:
         raise unsupported(header.path, "its router is no softmax")
     # llama.cpp always normalises the chosen experts' weights for these architectures.
-    return MoeSpec(n_experts, top_k, ffn, norm_topk=True)
+    return MoeSpec(n_experts, top_k, ffn, norm_topk=True, biased=family.biases)
 
 
-def _rope(header: GgufHeader, arch: str, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int) -> tuple[RopeSpec, int]:
+def _rope(header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int) -> tuple[RopeSpec, int]:
     """Rope, and as much of the context as it serves."""
+    arch = family.arch
     dims, factors = header.integer(f"{arch}.rope.dimension_count"), tensors.get(_ROPE_FREQS)
+    if dims == 0:
+        raise damaged(header.path, f"{arch}.rope.dimension_count is 0: nothing of a head turns")
     dims = None if dims == head_dim else dims
     theta = header.number(f"{arch}.rope.freq_base")
     theta = 10000.0 if theta is None else theta
@@ -187,7 +197,10 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, tensors: Mapping[str, Se
     if scaling == "yarn":
         fast, slow = (header.number(f"{arch}.rope.scaling.yarn_beta_{end}") for end in ("fast", "slow"))
         return RopeSpec(
-            theta, dims=dims, yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0), gain=gain * yarn_gain(factor)
+            theta,
+            dims=dims,
+            yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0, not family.ramp_between),
+            gain=gain * yarn_gain(factor),
         ), context
     if scaling not in {"none", "linear"}:
         raise unsupported(header.path, f"rope scaling {scaling!r}")
@@ -214,7 +227,7 @@ _IN_LAYER: Final = {
     "attn_qkv": "self_attn.qkv_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
-_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj", "ffn_gate_up_exps": "gate_up_proj"}
 _ROPE_FREQS: Final = "rope_freqs.weight"
 _ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 
@@ -305,11 +318,13 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
         layer, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", "")
         if stem in _GLOBAL:
             yield f"{_GLOBAL[stem]}.{kind}", at
-        elif part in _EXPERTS and len(at.shape) == 3 and at.shape[0] == n_experts and layer in layers:
+        elif part == "attn_sinks":
+            yield f"model.layers.{layer}.{SINKS}", at
+        elif part in _EXPERTS and len(at.shape) == (2 if kind == "bias" else 3) and at.shape[0] == n_experts and layer in layers:
             nbytes = at.nbytes // at.shape[0]
             for expert in range(at.shape[0]):
                 slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
-                yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_
+                yield from apart(f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_, spec)
         elif (alone := part.rpartition("."))[1] and f"{alone[0]}_exps" in _EXPERTS:  # as files were before experts were stacked
             yield f"model.layers.{layer}.mlp.experts.{alone[2]}.{_EXPERTS[f'{alone[0]}_exps']}.{kind}", at
         elif part in names:

@@ -18,11 +18,12 @@ import numpy as np
 
 from paceline.core.errors import ModelFileError
 from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
-from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, yarn_gain
+from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
 from paceline.store.selection import INDEX
+from paceline.store.stacked_experts import unstacked
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
 
 MAX_JSON_BYTES: Final = 64 << 20
@@ -128,10 +129,13 @@ def _spec(config: JsonObject) -> ModelSpec:
         raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", like=family)
     config = JsonObject(config.path, {**kind.defaults, **config.fields})
     for field in _UNUSED_BY_DEFAULT:
-        if config.fields.get(field) and not (kind.qkv_bias and field == "attention_bias"):
+        if config.fields.get(field) and not _is_known(config, kind, field):
             raise unsupported(config.path, f"{field} is set")
+    for field, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if kind.activation is Activation.CLAMPED and config.number(field) not in {None, value}:
+            raise unsupported(config.path, f"{field} is {config.number(field)}, and {value} alone has code")
     activation = config.text("hidden_activation") or config.text("hidden_act") or "silu"
-    if _ACTIVATIONS.get(activation) is not kind.activation:
+    if _ACTIVATIONS.get(activation) is not (Activation.SILU if kind.activation is Activation.CLAMPED else kind.activation):
         raise unsupported(config.path, f"its activation is {activation!r}")
     hidden, n_heads = config.needed("hidden_size"), config.needed("num_attention_heads")
     if n_heads <= 0:
@@ -155,6 +159,8 @@ def _spec(config: JsonObject) -> ModelSpec:
         rope=rope,
         tied_head=bool(tied),
         qkv_bias=kind.qkv_bias and config.flag("attention_bias") is not False,
+        out_bias=kind.biases,
+        sinks=kind.sinks,
         qk_norm=kind.qk_norm,
         qk_norm_whole=kind.qk_norm_whole,
         moe=_moe(config, kind) if kind.expert_width else None,
@@ -165,6 +171,14 @@ def _spec(config: JsonObject) -> ModelSpec:
     )
     check_sizes(config.path, spec)
     return spec
+
+
+def _is_known(config: JsonObject, kind: Family, field: str) -> bool:
+    """Whether a family has what a field asks for that others don't have."""
+    if field == "quantization_config":
+        quantised = config.child(field)
+        return kind.biases and quantised is not None and quantised.text("quant_method") == "mxfp4"
+    return field == "attention_bias" and kind.qkv_bias
 
 
 _OF_TEXTS: Final = {"gemma3": "gemma3_text"}
@@ -178,6 +192,8 @@ def _scales(config: JsonObject, kind: Family, hidden: int) -> Multipliers:
     for key, value in {"query_pre_attn_scalar": scalar, **named}.items():
         if value is not None and not 0 < value < math.inf:
             raise damaged(config.path, f"{key} is {value}")
+        if value not in {None, 1} and not (kind.root_embedding if key == "query_pre_attn_scalar" else kind.scaled):
+            raise unsupported(config.path, f"{key} is {value}")
     embedding, attention, residual, logits = named.values()
     embedding = max(0, hidden) ** 0.5 if kind.root_embedding else embedding
     return Multipliers(embedding or 1.0, attention if scalar is None else scalar**-0.5, residual or 1.0, 1 / (logits or 1.0))
@@ -222,6 +238,7 @@ def _moe(config: JsonObject, kind: Family) -> MoeSpec:
         top_k=config.needed("num_experts_per_tok"),
         ffn=config.needed(kind.expert_width),
         norm_topk=bool(config.flag("norm_topk_prob")),
+        biased=kind.biases,
     )
 
 
@@ -321,6 +338,8 @@ class SafetensorsWeights(TensorFiles):
         return DenseTensor(wide + np.float32(1), "f32")
 
 
+_BYTES: Final = TensorType("U8", -1, 1, 1)
+"""Of MXFP4, whose tensors are two."""
 _IMAGES: Final = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 """Beginnings of the names of what sees images: it is left out."""
 
@@ -329,8 +348,13 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
     """Tensors under our names."""
     theirs = BY_NAME[spec.model_type].tensors
     of_texts = spec.model_type in _OF_TEXTS.values()
+    stored = list(stored)
+    names = {at.name for at in stored}
+    exponents = {at.name: at for at in stored if at.name.endswith("_scales")}
     for at in stored:
         name = at.name
+        if name in exponents and name.removesuffix("_scales") + "_blocks" in names:
+            continue
         if of_texts and name.startswith(_IMAGES):
             continue
         if of_texts:
@@ -339,7 +363,8 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
         layer, _, part = stem.partition(".layers.")[2].partition(".")
         if layer and theirs:
             name = f"model.layers.{layer}.{'.'.join(theirs.get(word, word) for word in part.split('.'))}.{kind}"
-        yield from apart(name, at, spec)
+        for own, part in unstacked(name, at, exponents, 0 if spec.moe is None else spec.moe.n_experts):
+            yield from apart(own, part, spec)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -403,9 +428,9 @@ def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> 
     kind, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if not isinstance(kind, str) or shape is None or offsets is None or len(offsets) != 2 or len(shape) > 8:
         raise damaged(path, f"its table has {json.dumps(entry)[:100]} for tensor {name}")
-    if kind not in DENSE:
+    if kind not in DENSE and not (kind == _BYTES.name and name.endswith(("_blocks", "_scales"))):
         raise unsupported(path, f"tensor {name} is of type {kind}, which Paceline does not read")
-    stored_type = TENSOR_TYPES[kind]
+    stored_type = _BYTES if kind == _BYTES.name else TENSOR_TYPES[kind]
     start, stop = offsets
     nbytes = math.prod(shape) * stored_type.nbytes
     if stop - start != nbytes:

@@ -156,7 +156,8 @@ class PartWeights(SomeTensors):
 
     def __init__(self, weights: TensorFiles, digest: str, held: Mapping[Path, Runs]) -> None:
         places = weights.places
-        super().__init__(weights, digest, (name for name in weights.names() if _all_held(held.get(places[name].path, ()), places[name])))
+        here = (name for name in weights.names() if all(_all_held(held.get(at.path, ()), at) for at in places[name].ranges))
+        super().__init__(weights, digest, here)
 
     @property
     def layers(self) -> tuple[LayerRange, ...]:
@@ -349,9 +350,11 @@ class ArrivingWeights(SomeTensors):
             PacelineError: the fetch ended before it came.
         """
         if name in self._names:
-            at = self._weights.places[name]
-            file = at.path.relative_to(self._folder).as_posix()
-            self._arrivals.wait((file, piece) for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE)))
+            self._arrivals.wait(
+                (at.path.relative_to(self._folder).as_posix(), piece)
+                for at in self._weights.places[name].ranges
+                for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE))
+            )
         return super().read(name, rows)
 
 

@@ -108,7 +108,7 @@ DENSE: Final[Mapping[str, tuple[Literal["f32", "f16", "bf16"], type[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class StoredAt:
-    """Where a tensor lies: one range of one file."""
+    """Where a tensor lies: one range of one file, but for what is made of others (`ranges`)."""
 
     path: Path
     name: str
@@ -118,6 +118,11 @@ class StoredAt:
     """Row-major: (outputs, inputs) for a matrix."""
     offset: int
     nbytes: int
+
+    @property
+    def ranges(self) -> tuple[StoredAt, ...]:
+        """What is read of files for it: itself, but where it is made of others."""
+        return (self,)
 
     def rows(self, start: int, stop: int) -> StoredAt:
         """Where rows [start, stop) of it lie. Rows are whole blocks."""

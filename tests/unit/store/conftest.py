@@ -31,7 +31,10 @@ NORMS = {
     },
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
 }  # fmt: skip
-NORMS["glm4"] = NORMS["gemma3"]
+NORMS |= {
+    "glm4": NORMS["gemma3"],
+    "gpt-oss": {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+}
 """By architecture: llama.cpp's names of a layer's norms, and ours."""
 TURNING = {"llama": HEAD, "granite": HEAD, "glm4": HEAD // 2}
 """Rows of each head whose halves are neighbours in the file."""
@@ -43,9 +46,17 @@ class GgufModel:
     """A tiny model written as GGUF. `tensors` holds what a reader must give back, under Hugging Face's names, as float32."""
 
     def __init__(
-        self, arch: str = "llama", quant: str = "F32", *, seed: int = 0, head: bool = False, mixture: bool = False, stacked: bool = True
+        self,
+        arch: str = "llama",
+        quant: str = "F32",
+        *,
+        seed: int = 0,
+        head: bool = False,
+        mixture: bool = False,
+        stacked: bool = True,
+        fused: bool = False,
     ) -> None:
-        self.arch, self.mixture, self.stacked = arch, mixture or arch == "qwen3moe", stacked
+        self.arch, self.mixture, self.stacked, self.fused = arch, mixture or arch in {"qwen3moe", "gpt-oss"}, stacked, fused
         self.quant = gguf.GGMLQuantizationType[quant]
         self.random = np.random.default_rng(seed)
         self.tensors: dict[str, Array] = {}
@@ -76,7 +87,11 @@ class GgufModel:
             if self.arch == "phi3":
                 self.fuse(f"{ours}.attn_qkv", *(f"{ours}.attn_{part}" for part in "qkv"))
             self.matrix(f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", HIDDEN, HEADS * HEAD)
-            if self.arch in {"qwen2", "glm4"}:
+            if self.arch == "gpt-oss":
+                self.vector(f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", HIDDEN, kind="bias")
+                self.vector(f"{ours}.attn_sinks", f"{theirs}.self_attn.sinks", HEADS)
+                self.tensors[f"{theirs}.self_attn.sinks"] = self.tensors.pop(f"{theirs}.self_attn.sinks.weight")
+            if self.arch in {"qwen2", "glm4", "gpt-oss"}:
                 for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
                     self.vector(f"{ours}.attn_{name}", f"{theirs}.self_attn.{name}_proj", heads * HEAD, kind="bias")
                     if name != "v":
@@ -122,6 +137,17 @@ class GgufModel:
                 self.stored |= {f"blk.{layer}.ffn_{name}.{e}.weight": (item[0], self.quant) for e, item in enumerate(raw)}
             for e, (_, values) in enumerate(raw):
                 self.tensors[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] = values
+            if self.arch == "gpt-oss":
+                biases = self.random.standard_normal((n, rows), np.float32)
+                self.stored[f"blk.{layer}.ffn_{name}_exps.bias"] = (biases, gguf.GGMLQuantizationType.F32)
+                for e, bias in enumerate(biases):
+                    self.tensors[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.bias"] = bias
+        if self.arch == "gpt-oss":
+            self.vector(f"blk.{layer}.ffn_gate_inp", f"model.layers.{layer}.mlp.gate", n, kind="bias")
+        for kind in ("weight", "bias") if self.fused else ():
+            parts = [self.stored.pop(f"blk.{layer}.ffn_{name}_exps.{kind}", None) for name in ("gate", "up")]
+            if parts[0] is not None:
+                self.stored[f"blk.{layer}.ffn_gate_up_exps.{kind}"] = (np.concatenate([part[0] for part in parts], axis=1), parts[0][1])
 
     def encoded(self, rows: int, columns: int) -> tuple[Array, Array]:
         """A random matrix as the file holds it, and the values that stand for it."""

@@ -61,6 +61,29 @@ def test_a_mixture_of_llamas_is_mixtral(gguf_model: Any, tmp_path: Path, digests
         np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("arch", ["gpt-oss", "qwen3moe"])
+def test_experts_come_apart_with_their_biases(gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, fused: bool) -> None:
+    model = gguf_model(arch, "MXFP4", fused=fused, head=True)
+    path = model.write(tmp_path / "m.gguf")
+    source = open_gguf(path, digests)
+    assert set(source.names()) == set(model.tensors)
+    for name, expected in model.tensors.items():
+        np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
+    assert check_beginning(path, path.stat().st_size)
+
+
+def test_gpt_oss_is_what_its_family_leaves_unsaid(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("gpt-oss", "MXFP4", head=True)
+    scaling = {"type": "yarn", "factor": 32.0, "original_context_length": 32}
+    model.metadata |= {f"rope.scaling.{key}": value for key, value in scaling.items()} | {"attention.sliding_window": 16}
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.qkv_bias, spec.out_bias, spec.sinks, spec.activation) == (True, True, True, Activation.CLAMPED)
+    assert spec.moe == MoeSpec(3, 2, 96, norm_topk=True, biased=True)
+    assert spec.window == WindowSpec(16, (True, False))
+    assert spec.rope.yarn == YarnSpec(32.0, 32, whole=False)
+
+
 @pytest.mark.parametrize(
     ("arch", "key", "value", "words"),
     [
@@ -300,6 +323,8 @@ def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: D
         ("context_length", "many", ModelFileError, "context_length is not an integer"),
         ("rope.freq_base", -1.0, ModelFileError, "rope base"),
         ("rope.scaling.type", "dynamic", UnsupportedModel, "dynamic"),
+        ("rope.dimension_count", 0, ModelFileError, "llama.rope.dimension_count is 0"),
+        ("residual_scale", 0.5, UnsupportedModel, "llama.residual_scale is 0.5"),
         ("rope.dimension_count", 7, ModelFileError, "rope turns 7 of 16"),
         ("rope.dimension_count", 32, ModelFileError, "rope turns 32 of 16"),
         ("logit_scale", -1.0, ModelFileError, "logit_scale"),

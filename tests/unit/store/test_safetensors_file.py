@@ -31,7 +31,7 @@ def transformers_model(family: Any, **changes: Any) -> Any:
     }  # fmt: skip
     if family == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    if family == "mixtral":
+    if family in {"mixtral", "gpt_oss"}:
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **changes))

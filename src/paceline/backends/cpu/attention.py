@@ -418,8 +418,12 @@ def attend(
 
 
 @njit(nogil=True)
-def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride):
-    """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments."""
+def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride, sinks):
+    """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments.
+
+    Args:
+        sinks: address of a record a head that comes after all segments; 0: there are none.
+    """
     mode = flush_denormals()
     size = record_bytes(head_dim)
     for i in range(rows * heads):
@@ -430,5 +434,7 @@ def finish(rows, heads, first, window, head_dim, records, record_step, out, out_
             record += begin * size
             for segment in range(1, position // SEGMENT - begin + 1):
                 _fold(record, record + segment * size, head_dim)
+        if sinks:
+            _fold(record, sinks + i % heads * size, head_dim)
         _finish(record, head_dim, out + i // heads * out_stride + i % heads * 2 * head_dim)
     restore_denormals(mode)

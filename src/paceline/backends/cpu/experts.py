@@ -23,9 +23,12 @@ from paceline.backends.cpu.panels import hold, multiply
 from paceline.backends.cpu.phases import EXPERTS_DOWN, EXPERTS_GATE, chunks_of
 from paceline.backends.cpu.places import (
     ACT,
+    ACTIVATION,
+    AT,
     CHOICES,
     COUNTS,
     DOWN,
+    DOWN_BIAS,
     EXPANDED,
     EXPERT_BOUNDS,
     EXPERT_OUT,
@@ -35,7 +38,7 @@ from paceline.backends.cpu.places import (
     EXPERT_WIDTH,
     EXPERTS,
     GATE,
-    GELU,
+    GATE_BIAS,
     HIDDEN,
     INPUTS,
     N_EXPERT_PARTS,
@@ -43,14 +46,16 @@ from paceline.backends.cpu.places import (
     PLACED,
     ROUTED,
     ROUTER,
+    ROUTER_BIAS,
     ROWS,
     SHARES,
     TOP_K,
     UP,
+    UP_BIAS,
     WHOLE_BOUNDS,
     H,
 )  # fmt: skip
-from paceline.backends.cpu.rows import gate
+from paceline.backends.cpu.rows import add_into, open_gate
 from paceline.backends.cpu.shares import LANES, MOST_SEGMENTS
 from paceline.backends.cpu.simd import F32, I32, I64, Emit, F, Value
 from paceline.backends.cpu.sizes import CHUNK, PART
@@ -217,6 +222,8 @@ def route(task, layer, sizes, weights, buffers, batch, scratch):
              scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(rows):
         at = 4 * k * (row + m)
+        if weights[layer, ROUTER_BIAS, AT]:
+            add_into(scratch + 64 * blocks * m, weights[layer, ROUTER_BIAS, AT], LANES * blocks)
         choose(
             scratch + 64 * blocks * m,
             scratch + 64 * blocks * PANEL,
@@ -277,16 +284,19 @@ def project(unit, down, layer, sizes, weights, buffers, scratch):
         blocks, out = min(CHUNK, hidden // LANES - block), buffers[EXPERT_OUT] + 4 * (first * hidden + LANES * block)
         multiply(weights, layer, DOWN, expert * hidden // LANES + block, blocks, ACT, width, first, rows, out, 4 * hidden, buffers[EXPERT_BOUNDS], 1,
                  buffers, room)  # fmt: skip
+        for m in range(rows if weights[layer, DOWN_BIAS, AT] else 0):
+            add_into(out + 4 * hidden * m, weights[layer, DOWN_BIAS, AT] + 4 * (expert * hidden + LANES * block), LANES * blocks)
         return
     for i in range(2):
         multiply(weights, layer, UP if i else GATE, expert * width // LANES + block, CHUNK, EXPERT_ROWS, hidden, first, rows, scratch + 128 * i, 256,
                  buffers[WHOLE_BOUNDS], 1, buffers, room)  # fmt: skip
+    at = 4 * (expert * width + LANES * block)
     for m in range(rows):
         outputs = scratch + 256 * m
-        if sizes[GELU]:
-            gate(1, outputs, outputs)
-        else:
-            gate(0, outputs, outputs)
+        if weights[layer, GATE_BIAS, AT]:
+            add_into(outputs, weights[layer, GATE_BIAS, AT] + at, 32)
+            add_into(outputs + 128, weights[layer, UP_BIAS, AT] + at, 32)
+        open_gate(sizes[ACTIVATION], outputs)
         hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, LANES * block, width, n_rows, before, ACT, buffers)
 
 

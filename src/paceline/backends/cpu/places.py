@@ -7,13 +7,13 @@ from __future__ import annotations
 
 # Places in `sizes` (int64): what never changes. Of what `*_INPUTS` inputs of a shared sum are held, a rank's own begin at `*_FROM`.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, ROTARY, GELU, RESIDUAL_SCALE, LOGITS_SCALE,
+ HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, ROTARY, ACTIVATION, RESIDUAL_SCALE, LOGITS_SCALE,
  WHOLE_NORM, EXPERTS, TOP_K, EXPERT_WIDTH, NORMED_SHARES, N_SIZES) = range(34)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor. COS and SIN are a layer's tables of
-# rotary embedding, WINDOW how many keys a row sees; the norms behind attention and feed-forward are `*_OUT_NORM`.
+# rotary embedding, WINDOW how many keys a row sees; the norms behind attention and feed-forward are `*_OUT_NORM`; SINKS has a record of attention a head.
 (ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, WINDOW,
- COS, SIN, ATTN_OUT_NORM, FFN_OUT_NORM, ROUTER, N_WEIGHTS) = range(21)  # fmt: skip
+ COS, SIN, ATTN_OUT_NORM, FFN_OUT_NORM, ROUTER, OUT_BIAS, SINKS, ROUTER_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS, N_WEIGHTS) = range(27)  # fmt: skip
 
 # Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)

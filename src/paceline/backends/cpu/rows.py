@@ -22,6 +22,7 @@ from paceline.backends.cpu.lowering import lowered, read, read_half, write
 from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value
 from paceline.backends.ggml.plain import bf16_bits
 from paceline.backends.kernel_cache import in_use
+from paceline.core.model import Activation
 
 
 def _float(e: Emit, bits: Value) -> Value:
@@ -234,24 +235,43 @@ def multiply_by(_, x, n, scale_bits):
     return lowered(body, types.void, *[types.int64] * 3)
 
 
+GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED: 2}
+"""As the kernels call them."""
 GELU = (-0.102943242, -2.30220819)
 """-2 log2(e) root(2 / pi), times 0.044715 and as it is, in fp32."""
+STEEPER, MOST = -2.45546696, 7.0
+"""-1.702 log2(e) in fp32, and where the clamped gate holds its inputs."""
 
 
 @intrinsic(prefer_literal=True)
-def gate(_, gelu, x, out):
-    """One group of 32 outputs: out = bf16(silu(g) * u), or GELU's approximation in place of SiLU. x: fp32, 32 of g and 32 of u; may be `out`."""
+def gate(_, kind, x, out):
+    """One group of 32 outputs: out = bf16(silu(g) * u), or by another activation of `GATES`. x: fp32, 32 of g and 32 of u; may be `out`."""
+    gelu, clamped = (kind.literal_value == GATES[each] for each in (Activation.GELU_TANH, Activation.CLAMPED))
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, out = args
         b = e.b
         for half in range(2):
             g, u = e.load(F, x, 64 * half), e.load(F, x, 64 * half + 128)
-            slope = e.fma(b.fmul(g, g), *map(e.const, GELU)) if gelu.literal_value else e.const(-1.44269504)
+            if clamped:
+                g, u = (b.select(b.fcmp_ordered(">", each, e.const(MOST)), e.const(MOST), each) for each in (g, u))
+                u = b.fadd(b.select(b.fcmp_ordered("<", u, e.const(-MOST)), e.const(-MOST), u), e.const(1.0))
+            slope = e.fma(b.fmul(g, g), *map(e.const, GELU)) if gelu else e.const(STEEPER if clamped else -1.44269504)
             denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, slope)))
             e.store(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)), out, 32 * half)
 
-    return lowered(body, types.void, gelu, *[types.int64] * 2)
+    return lowered(body, types.void, kind, *[types.int64] * 2)
+
+
+@njit(nogil=True)
+def open_gate(kind, outputs):
+    """`gate` in place, by whichever activation."""
+    if kind == 1:
+        gate(1, outputs, outputs)
+    elif kind == 2:
+        gate(2, outputs, outputs)
+    else:
+        gate(0, outputs, outputs)
 
 
 def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16], scale: float = 1.0) -> None:

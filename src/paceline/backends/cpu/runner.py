@@ -21,14 +21,14 @@ from paceline.backends.cpu.experts import N_COUNT, N_PART
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
-from paceline.backends.cpu.rows import embed_rows, reader
+from paceline.backends.cpu.rows import GATES, embed_rows, reader
 from paceline.backends.cpu.shares import LANES, segment_bounds
 from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, PART, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
 from paceline.core.ids import BlockId
-from paceline.core.model import Activation, LayerRange, ModelSpec, MoeSpec, Norms, rotary_dims
+from paceline.core.model import LayerRange, ModelSpec, MoeSpec, Norms, rotary_dims
 from paceline.core.weights import GROUP, rope_tables
 from paceline.engine.local import Int32, RowPlan
 
@@ -107,7 +107,7 @@ class CpuRunner:
             (places.RESIDUAL_SCALE, _bits(spec.scales.residual)),
             (places.LOGITS_SCALE, 0 if spec.scales.logits == 1 else _bits(spec.scales.logits)),
             (places.WHOLE_NORM, spec.qk_norm_whole),
-            (places.GELU, spec.activation is Activation.GELU_TANH),
+            (places.ACTIVATION, GATES[spec.activation]),
             (places.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
             (places.N_LAYERS, len(self._model.layers)),
             *_sizes_of_experts(spec),

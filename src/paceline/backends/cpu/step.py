@@ -40,6 +40,7 @@ from paceline.backends.cpu.phases import (
 )
 from paceline.backends.cpu.places import (
     ACT,
+    ACTIVATION,
     ADDED,
     ARRIVED,
     AT,
@@ -65,7 +66,6 @@ from paceline.backends.cpu.places import (
     FINAL_NORM,
     FIRST_LAYER,
     GATE,
-    GELU,
     HEAD,
     HEAD_DIM,
     HEAD_ROWS,
@@ -83,6 +83,7 @@ from paceline.backends.cpu.places import (
     N_EXPERT_PARTS,
     N_PIECES,
     OUT,
+    OUT_BIAS,
     OUT_BOUNDS,
     OUT_FROM,
     OUT_INPUTS,
@@ -104,6 +105,7 @@ from paceline.backends.cpu.places import (
     SCALE,
     SCRATCH,
     SCRATCH_STRIDE,
+    SINKS,
     STOP_LAYER,
     TABLE_STRIDE,
     TABLES,
@@ -125,10 +127,11 @@ from paceline.backends.cpu.places import (
 )
 from paceline.backends.cpu.rows import (
     add,
+    add_into,
     add_normed,
     add_scaled,
-    gate,
     multiply_by,
+    open_gate,
     rms_norm,
     round_bf16,
     widen_bf16,
@@ -172,7 +175,8 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
         if sync.fetch_add(unfinished, 1) < pieces - 1:
             return
         sync.store_release(unfinished, 0)
-    finish(rows, n_heads, first, window, dim, records, apart, at, stride)
+    sinks = weights[layer, SINKS, AT]
+    finish(rows, n_heads, first, window, dim, records, apart, at, stride, sinks + first_head * record_bytes(dim) if sinks else 0)
     for m in range(rows):
         hold(
             1 << weights[layer, OUT, INPUTS],
@@ -340,10 +344,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
                   buffers, scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(part):
         outputs = scratch + 256 * m
-        if sizes[GELU]:
-            gate(1, outputs, outputs)
-        else:
-            gate(0, outputs, outputs)
+        open_gate(sizes[ACTIVATION], outputs)
         hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, sizes[DOWN_FROM] + 16 * block, sizes[DOWN_INPUTS], batch[ROWS], 0, ACT,
               buffers)  # fmt: skip
 
@@ -393,6 +394,9 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
         out, stride = (buffers[ADDED] + 4 * (row * hidden + 16 * block), 4 * hidden) if normed else (scratch, CHUNK * 64)
         multiply(weights, layer, place, block, blocks, x, k, row, part, out, stride, bounds, segments, buffers,
                   scratch + sizes[EXPANDED])  # fmt: skip
+        if not down and weights[layer, OUT_BIAS, AT]:
+            for m in range(part):
+                add_into(out + m * stride, weights[layer, OUT_BIAS, AT] + 64 * block, 16 * blocks)
         if not normed:
             _add(block, blocks, row, part, buffers[X], sizes, scratch, down)
 

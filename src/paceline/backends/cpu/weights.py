@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from paceline.backends.cpu import places
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.cpu.shares import Share, covered, whole
-from paceline.backends.cpu.sizes import CACHE_LINE, aligned
+from paceline.backends.cpu.sizes import CACHE_LINE, aligned, record_bytes
 from paceline.backends.holding import FormOf
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import blocks_of, slabs, tensor_shape, to_bf16_bits, to_float32
@@ -27,6 +28,7 @@ from paceline.core.weights import (
     HEAD,
     NORM_NAMES,
     ROUTER,
+    SINKS,
     TENSOR_TYPES,
     BlockTensor,
     DenseTensor,
@@ -219,7 +221,11 @@ def pack_model(
                 if place == places.QKV_BIAS:
                     parts = [_part_of(name.replace(".bias", ".weight"), spec, share, attended, inner).outputs for name in names]
                     values = [value[part.start : part.stop] for value, part in zip(values, parts, strict=True)]
-                kept.append(np.concatenate(values))
+                if place == places.SINKS:
+                    heads = share.attended(spec)
+                    values = [sink_records(values[0][heads.start // spec.head_dim : heads.stop // spec.head_dim], spec.head_dim)]
+                # To whole vectors.
+                kept.append(np.concatenate([*values, np.zeros(-sum(map(len, values)) % LANES, np.float32)]))
                 row[place] = kept[-1].ctypes.data
                 tell(sum(map(source.nbytes, names)))
     has_embedding = edges and _has_embedding(share)
@@ -235,6 +241,14 @@ def pack_model(
         form_by_name.get(EMBEDDING) if has_embedding else None,
         (arena.bytes, *kept),
     )
+
+
+def sink_records(sinks: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
+    """Sinks of heads as records of a segment: the score times log2(e), a weight of one, and no values."""
+    records = np.zeros((len(sinks), record_bytes(head_dim) // 4), np.float32)
+    records[:, head_dim] = sinks * np.float32(math.log2(math.e))
+    records[:, head_dim + 1] = 1
+    return records.ravel()
 
 
 def _stacks(rows: Sequence[Mapping[int, Sequence[str]]], form_by_name: Mapping[str, Form]) -> list[Sequence[str]]:
@@ -306,6 +320,14 @@ def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
         stems[places.ROUTER] = [f"{MATRICES[places.ROUTER]}.weight"]
     norms = zip((places.ATTN_NORM, places.ATTN_OUT_NORM, places.FFN_NORM, places.FFN_OUT_NORM), NORM_NAMES[spec.norms], strict=True)
     stems |= {place: [f"{name}.weight"] for place, name in norms if name is not None}
+    if spec.moe is not None and spec.moe.biased:
+        stems[places.ROUTER_BIAS] = ["mlp.gate.bias"]
+        for place, of in ((places.GATE_BIAS, places.GATE), (places.UP_BIAS, places.UP), (places.DOWN_BIAS, places.DOWN)):
+            stems[place] = [name.replace(".weight", ".bias") for name in stems[of]]
+    if spec.out_bias:
+        stems[places.OUT_BIAS] = ["self_attn.o_proj.bias"]
+    if spec.sinks:
+        stems[places.SINKS] = [SINKS]
     if spec.qkv_bias:
         stems[places.QKV_BIAS] = [f"self_attn.{p}_proj.bias" for p in "qkv"]
     if spec.qk_norm:

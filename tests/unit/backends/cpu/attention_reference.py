@@ -105,14 +105,19 @@ def segment(q_D: Float, k_KD: Float, v_KD: Float, scale: np.float32, hidden: int
     return top, sum_of_lanes(weights), mix
 
 
-def attend(q_D: Float, k_KD: Float, v_KD: Float, window: int = 0) -> Float:
+def attend(q_D: Float, k_KD: Float, v_KD: Float, window: int = 0, sink: float | None = None) -> Float:
     """One row's attention to all keys given, or to the last ones of a window, as bf16 values in fp32. Inputs are bf16 values."""
     scale = np.float32(len(q_D) ** -0.5 * math.log2(math.e))
     lowest = max(0, len(k_KD) - window) if window else 0
     begin = lowest // SEGMENT * SEGMENT
     top, total, mix = segment(q_D, k_KD[begin : begin + SEGMENT], v_KD[begin : begin + SEGMENT], scale, lowest - begin)
-    for start in range(begin + SEGMENT, len(k_KD), SEGMENT):
-        later = segment(q_D, k_KD[start : start + SEGMENT], v_KD[start : start + SEGMENT], scale)
+    segments = [
+        segment(q_D, k_KD[start : start + SEGMENT], v_KD[start : start + SEGMENT], scale)
+        for start in range(begin + SEGMENT, len(k_KD), SEGMENT)
+    ]
+    if sink is not None:
+        segments.append((np.float32(sink) * np.float32(1.44269504), np.float32(1), np.zeros_like(mix)))
+    for later in segments:
         most = max(top, later[0])
         before, now = (weight(add(np.array([one]), np.array([-most]))) for one in (top, later[0]))
         total = fma(np.array([total]), before, mul(np.array([later[1]]), now))[0]

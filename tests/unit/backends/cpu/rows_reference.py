@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tests.unit.backends.cpu.arithmetic import Float32, fma
 
 from paceline.backends.quantize import round_to_bf16
+from paceline.core.model import Activation
 
 Bits = npt.NDArray[np.uint16]
 EXP2 = (1.3264728e-3, 9.6715130e-3, 5.5507336e-2, 2.4022242e-1, 6.9314700e-1, 1.0)
@@ -52,10 +53,13 @@ def rotate(x_D: Float32, cos: Float32, sin: Float32) -> Bits:
     return bf16(np.concatenate([a * cos - z * sin, z * cos + a * sin]))
 
 
-def gate(g: Float32, u: Float32, *, gelu: bool = False) -> Bits:
+def gate(g: Float32, u: Float32, kind: Activation = Activation.SILU) -> Bits:
     with np.errstate(over="ignore", invalid="ignore"):
         slope = np.full_like(g, -1.44269504)
-        if gelu:
+        if kind is Activation.CLAMPED:
+            g, u = np.minimum(g, np.float32(7)), np.clip(u, np.float32(-7), np.float32(7)) + np.float32(1)
+            slope = np.full_like(g, -2.45546696)
+        if kind is Activation.GELU_TANH:
             square = g * g
             slope = fma(np.where(np.isinf(square), 0, square), np.full_like(g, -0.102943242), np.full_like(g, -2.30220819))
             slope = np.where(np.isinf(square), -square, slope)

@@ -30,6 +30,7 @@ from paceline.backends.cpu.attention import (
 )
 from paceline.backends.cpu.pages import write_key, write_value
 from paceline.backends.cpu.sizes import BLOCK, aligned
+from paceline.backends.cpu.weights import sink_records
 
 Bits = npt.NDArray[np.uint16]
 
@@ -98,7 +99,7 @@ def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
     return Cache(k_KD, v_KD, pool, table)
 
 
-def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0) -> Bits:
+def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0, sinks: npt.NDArray[np.float32] | None = None) -> Bits:
     """Attention of T rows from position `first`, H query heads; in pieces of its segments."""
     rows, heads, dim = q_THD.shape
     out = np.zeros_like(q_THD)
@@ -110,7 +111,19 @@ def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0) ->
     for start, stop in reversed(list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))):
         attend(kv.table.ctypes.data, kv.pool.ctypes.data, kv.block_bytes, q_THD.ctypes.data, 2 * heads * dim, heads, rows, first, window, dim,
                scale, start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
-    finish(rows, heads, first, window, dim, records.ctypes.data, apart, out.ctypes.data, 2 * heads * dim)
+    last = None if sinks is None else sink_records(sinks, dim)
+    finish(
+        rows,
+        heads,
+        first,
+        window,
+        dim,
+        records.ctypes.data,
+        apart,
+        out.ctypes.data,
+        2 * heads * dim,
+        0 if last is None else last.ctypes.data,
+    )
     return out
 
 
@@ -145,6 +158,24 @@ def test_a_window_is_the_definition(window: int) -> None:
             seen, head = first + row + 1, row % heads
             expected = reference(widen(q_THD[row, head]), widen(kv.k_KD[:seen]), widen(kv.v_KD[:seen]), window)
             np.testing.assert_array_equal(widen(out[row, head]), expected)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_sinks_are_the_definition(window: int) -> None:
+    rng = np.random.default_rng(5)
+    dim, heads, tokens, rows = 64, 4, SEGMENT + 9, 5
+    kv, sinks = cache(rng, normal(rng, (tokens, dim), 2.0), normal(rng, (tokens, dim))), np.array([-200.0, 0.3, 4.0, 300.0], np.float32)
+    for first in (0, tokens - rows):
+        q_THD = normal(rng, (rows, heads, dim), 2.0)
+        out = run(kv, q_THD, first, window=window, sinks=sinks)
+        np.testing.assert_array_equal(run(kv, q_THD, first, 2, window, sinks), out)
+        for row in (0, rows - 1):
+            for head in range(heads):
+                seen = first + row + 1
+                expected = reference(widen(q_THD[row, head]), widen(kv.k_KD[:seen]), widen(kv.v_KD[:seen]), window, float(sinks[head]))
+                np.testing.assert_array_equal(widen(out[row, head]), expected)
+        assert np.array_equal(out[:, 0], run(kv, q_THD, first, window=window)[:, 0])  # what has no weight takes none
+        assert not out[:, 3].any()
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-38])

@@ -13,7 +13,7 @@ from paceline.backends.cpu import Lowering
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels, choose, fastest_on_processors
 from paceline.core.errors import ConfigError
-from paceline.core.model import Activation, ModelSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
+from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
 
 SPEC = ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True)
 IDENTITY = "e215a4cf8c67c24e"
@@ -21,9 +21,13 @@ IDENTITY = "e215a4cf8c67c24e"
 EVERY_PART = replace(
     SPEC, head_dim=64, rope=RopeSpec(10000.0, dims=32, gain=1.25), qk_norm=True, qk_norm_whole=True, norms=Norms.AROUND,
     activation=Activation.GELU_TANH, scales=Multipliers(12.0, 0.12, 0.22, 0.125), window=WindowSpec(64, (True,), RopeSpec(1000.0, dims=32)),
+    out_bias=True, sinks=True,
 )  # fmt: skip
+MIXTURE = replace(
+    SPEC, moe=MoeSpec(8, 3, 512, norm_topk=True, biased=True), qkv_bias=True, out_bias=True, sinks=True, activation=Activation.CLAMPED
+)
 """What no model has together: each part that some family has."""
-IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "f84a30ae7ec0e860")}
+IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "892c1b72faa91bb9"), "mixture": (MIXTURE, "b7dacc5d40f92019")}
 MEASURE = """
 import sys
 from paceline.backends import cpu

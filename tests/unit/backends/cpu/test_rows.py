@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from paceline.backends import cpu
+from paceline.core.model import Activation
 
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
@@ -42,11 +43,8 @@ def call_rotate(x: int, cos: int, sin: int, half: int, out: int) -> None:
 
 
 @njit
-def call_gate(gelu: bool, x: int, out: int) -> None:
-    if gelu:
-        rows.gate(1, x, out)
-    else:
-        rows.gate(0, x, out)
+def call_gate(kind: int, outputs: int) -> None:
+    rows.open_gate(kind, outputs)
 
 
 @njit
@@ -123,18 +121,29 @@ def test_what_is_added_to_the_residual(rounded: bool, scale: np.float32) -> None
 def test_gelu_by_tanh_is_gelu_by_tanh() -> None:
     g = random(5, 4096, 3.0).astype(np.float64)
     exact = g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-    found = (reference.gate(g.astype(np.float32), np.ones(len(g), np.float32), gelu=True).astype(np.uint32) << 16).view(np.float32)
+    found = (reference.gate(g.astype(np.float32), np.ones(len(g), np.float32), Activation.GELU_TANH).astype(np.uint32) << 16).view(
+        np.float32
+    )
     np.testing.assert_allclose(found, exact, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_the_gate(gelu: bool) -> None:
+def test_the_clamped_gate_is_that_of_gpt_oss() -> None:
+    g, u = random(6, 4096, 6.0), random(7, 4096, 6.0)
+    glu = np.minimum(g, 7).astype(np.float64)
+    exact = (np.clip(u, -7, 7) + 1) * glu / (1 + np.exp(-1.702 * glu))
+    found = (reference.gate(g, u, Activation.CLAMPED).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(found, exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", Activation)
+def test_the_gate(kind: Activation) -> None:
     for g in (SPECIAL, *(random(seed, 32, spread) for seed, spread in enumerate((1e-3, 1.0, 8.0, 60.0)))):
-        u, out = random(9, 32), np.empty(32, np.uint16)
+        u = random(9, 32, 5.0)
         x = np.concatenate([g, u])
-        call_gate(gelu, at(x), at(out))
+        call_gate(rows.GATES[kind], at(x))
+        out = x[:16].view(np.uint16)
         with np.errstate(invalid="ignore"):
-            wanted = reference.gate(g, u, gelu=gelu)
+            wanted = reference.gate(g, u, kind)
         sound = g != -np.inf  # which is no number then
         assert np.array_equal(out[sound], wanted[sound])
 

@@ -1,0 +1,94 @@
+"""Experts as gpt-oss's safetensors have them: those of a layer in one tensor, gate and up in turn, in MXFP4 or turned.
+
+MXFP4 there lies in two tensors, codes (`*_blocks`, of two neighbouring inputs a byte) and exponents (`*_scales`); plain numbers have inputs as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from paceline.core.weights import GROUP, TENSOR_TYPES
+from paceline.store.tensor_files import Bytes, StoredAt
+
+_CODES: Final = GROUP // 2
+"""Bytes of a group's."""
+_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True, slots=True)
+class PickedAt(StoredAt):
+    """A matrix, or a vector, that each so many-th row of another makes up. Shape and bytes are its own, `offset` is the other's."""
+
+    source: StoredAt
+    first: int
+    apart: int
+    scales: StoredAt | None = None
+    """Of MXFP4, whose codes the source has."""
+    turned: bool = False
+    """Rows are the source's columns."""
+
+    @property
+    def ranges(self) -> tuple[StoredAt, ...]:
+        return (self.source,) if self.scales is None else (self.source, self.scales)
+
+    def rows(self, start: int, stop: int) -> StoredAt:
+        shape, nbytes = (stop - start, *self.shape[1:]), self.nbytes // self.shape[0] * (stop - start)
+        return replace(self, shape=shape, nbytes=nbytes, first=self.first + self.apart * start)
+
+    def read(self) -> Bytes:
+        n = self.shape[0]
+        if n == 0:
+            return np.empty(0, np.uint8)
+        last = self.first + (n - 1) * self.apart + 1
+        if self.turned:
+            columns = self.source.read().reshape(*self.source.shape, self.type.nbytes)[:, self.first : last : self.apart]
+            return np.ascontiguousarray(columns.swapaxes(0, 1)).reshape(-1)
+        rows, *exponents = (each.rows(self.first, last).read().reshape(last - self.first, -1)[:: self.apart] for each in self.ranges)
+        if not exponents:
+            return np.ascontiguousarray(rows).reshape(-1)
+        codes = np.stack([rows & 15, rows >> 4], -1).reshape(n, -1, 2, _CODES)
+        blocks = np.empty((n, codes.shape[1], 1 + _CODES), np.uint8)
+        blocks[:, :, 0], blocks[:, :, 1:] = exponents[0], codes[:, :, 0] | codes[:, :, 1] << 4
+        return blocks.reshape(-1)
+
+
+def unstacked(name: str, at: StoredAt, scales: Mapping[str, StoredAt], n_experts: int) -> Iterator[tuple[str, StoredAt]]:
+    """A tensor of all experts as each one's, under our names; any other as it is.
+
+    Args:
+        scales: exponents by their names in the files.
+    """
+    before, _, word = name.rpartition(".")
+    fused, _, kind = word.partition("_proj")
+    names, sizes = _PARTS.get(f"{fused}_proj", ()), list(at.shape)
+    exponents = scales.get(at.name.removesuffix("_blocks") + "_scales") if kind == "_blocks" else None
+    sound = {
+        "": len(sizes) == 3,
+        "_bias": len(sizes) == 2,
+        "_blocks": exponents is not None
+        and len(exponents.shape) == 3
+        and exponents.shape[:2] == at.shape[:2]
+        and _CODES * exponents.nbytes == at.nbytes,
+    }.get(kind, False)
+    height = sizes[2 if kind == "" else 1] if sound else 0
+    if not before.endswith(".mlp.experts") or not names or not height or sizes[0] != n_experts or height % len(names):
+        yield name, at
+        return
+    rows = height // len(names)
+    stored_type, inputs = (at.type, sizes[1]) if exponents is None else (TENSOR_TYPES["MXFP4"], GROUP * exponents.shape[2])
+    shape = (rows,) if kind == "_bias" else (rows, inputs)
+    for expert in range(n_experts):
+        source, own = _of_expert(at, expert), None if exponents is None else _of_expert(exponents, expert)
+        nbytes = rows * stored_type.row_bytes(1 if kind == "_bias" else inputs)
+        for first, part in enumerate(names):
+            picked = PickedAt(at.path, at.name, stored_type, shape, source.offset, nbytes, source, first, len(names), own, kind == "")
+            yield f"{before}.{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}", picked
+
+
+def _of_expert(at: StoredAt, expert: int) -> StoredAt:
+    nbytes = at.nbytes // at.shape[0]
+    return replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
