@@ -42,8 +42,8 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     """How long one step may take before the executor counts as lost. Raising it delays the news of a hang."""
     wait_timeout_s: float = 60.0
-    """How long live sequences may wait while none of them can run, as for KV that is computed elsewhere, before the engine counts as failed. Raising it
-    delays the news of a source that hangs."""
+    """How long live sequences may wait while none of them can run and no block comes that is computed elsewhere, before the engine counts as failed.
+    Raising it delays the news of a source that hangs."""
     max_losses: int = 8
     """Losses of the executor, with no step between them, before live requests end with an error. Raising it delays the news of an outage."""
     model_digest: str = ""

@@ -99,6 +99,10 @@ class Engine:
         """KV was lost, and the executor has run nothing since."""
         self._wait = wait
         self._waits_since: float | None = None
+        self._came = 0
+        """Blocks that were there of those that are on their way, when that was looked at last."""
+        self._arrivals = 0
+        """Looks that found more."""
         """Sequences are live, and none could run."""
         self._failure: str | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -153,8 +157,8 @@ class Engine:
 
     @property
     def advanced(self) -> int:
-        """Grows with every step, and with every part of one. Any thread may look."""
-        return self._steps + self._executor.advanced
+        """Grows with every step, with every part of one, and while blocks come that are waited for. Any thread may look."""
+        return self._steps + self._executor.advanced + self._arrivals
 
     def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool = False) -> None:
         """End the step in flight early, if those who wait are better served so: what it was to run is run again, if it is still wanted.
@@ -307,7 +311,10 @@ class Engine:
 
     def _await_any(self, chunks: Sequence[GenerationChunk]) -> None:
         """Give what the live sequences wait for a moment to come: none of them can run without it."""
-        now = self._clock.monotonic()
+        now, came = self._clock.monotonic(), 0 if self._scheduler.kv is None else self._scheduler.kv.n_coming
+        if came != self._came:
+            self._came, self._waits_since = came, None
+            self._arrivals += 1
         since = self._waits_since = now if self._waits_since is None else self._waits_since
         if now - since >= self._config.wait_timeout_s:
             raise RuntimeError(f"{self._n_live} sequences are live and none could run for {self._config.wait_timeout_s:g} s")

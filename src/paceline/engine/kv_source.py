@@ -102,6 +102,11 @@ class KvTraffic:
         """Whether blocks are still to be copied."""
         return bool(self.lent or self._waiting)
 
+    @property
+    def n_coming(self) -> int:
+        """Blocks that stand, of all that sequences wait for."""
+        return sum(fetch.filled for fetch in self.fetching.values())
+
     def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId], n_writing: int) -> None:
         """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it."""
         if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None, n_writing):

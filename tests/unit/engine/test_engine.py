@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -325,6 +325,45 @@ class Elsewhere:
         return None if awaited else self._find(seq, cache)
 
 
+class Trickle:
+    """Implements `KvSource`, and its `KvFetch`: a block comes every 50 s, until it stops."""
+
+    counts: Mapping[str, int] = {}
+    kept_bytes = 0
+
+    def __init__(self) -> None:
+        self.blocks: Sequence[BlockId] = ()
+        self.let_go: list[BlockId] = []
+        self.filled, self.is_over, self.stops, self._next_s = 0, False, False, 0.0
+
+    def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
+        return len(keys)
+
+    def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> Trickle:
+        self.blocks, self.filled, self.is_over = blocks, 0, False
+        return self
+
+    def wait(self, clock: FakeClock) -> None:
+        clock.advance(0.5)
+        if clock.monotonic() >= self._next_s and not self.stops:
+            self.filled, self._next_s = self.filled + 1, clock.monotonic() + 50
+            self.is_over = self.filled == len(self.blocks)
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+    def keep(self, key: bytes, block: BlockId) -> bool:
+        self.let_go.append(block)
+        return True
+
+    def kept(self) -> Sequence[BlockId]:
+        let_go, self.let_go = self.let_go, []
+        return let_go
+
+    def reset(self) -> None:
+        """Nothing is under way."""
+
+
 class TestWaiting:
     def test_kv_that_is_computed_elsewhere_is_waited_for(self) -> None:
         elsewhere = Elsewhere(after_s=12)
@@ -361,6 +400,23 @@ class TestWaiting:
             assert elsewhere.bench.step() == []
         with pytest.raises(RuntimeError, match="1 sequences are live and none could run for 60 s"):
             elsewhere.bench.step()
+
+    def test_blocks_that_come_are_waited_for_however_long_all_of_them_take(self) -> None:
+        clock, source = FakeClock(), Trickle()
+        bench = EngineBench(clock=clock, wait=lambda _: source.wait(clock), kv=lambda _: source)
+        waits = request("waits", n_prompt=21)
+        bench.add(waits)
+        advanced = bench.engine.advanced
+        while not source.is_over:
+            bench.step()
+        assert clock.monotonic() > 200
+        assert bench.engine.advanced >= advanced + len(source.blocks) - 1, "a wait in which blocks come is no stall"
+        source.filled, source.is_over = 0, True  # they hold nothing
+        assert bench.run()["waits", 0].token_ids == EngineBench().run(waits)["waits", 0].token_ids
+        bench.add(request("waits longer", n_prompt=21, salt=3))
+        source.stops = True
+        with pytest.raises(RuntimeError, match="1 sequences are live and none could run for 60 s"):
+            bench.run()
 
     def test_an_executor_that_is_not_ready_yet_is_waited_for(self) -> None:
         bench = EngineBench()

@@ -5,18 +5,20 @@ Law: what is slow, lost or wrong is a miss, and the block is computed. A block i
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, StreamStalled, TensorStreamError
+from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError
 from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
@@ -25,22 +27,17 @@ from paceline.machine.kv_spans import KvPart
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.net.tensor.listener import ExpectedStream
+from paceline.ways.kv.patience import Patience
 from paceline.ways.kv.price import KvPrice, PrefillPrice
 from paceline.ways.kv.staged import SEND_S, BlockSender, NixlOffered, StagedReceiver
 
 KEY_BYTES: Final = 16
 MOST_KEYS: Final = 4096
 """Of one fetch. Raising it: a longer prefix comes at once, and a request for it takes more room."""
-LEAST_S: Final = 0.5
-MOST_S: Final = 30.0
-"""A fetch may take as long as computing its blocks does, and no less or more than this. Raising them: a peer that stalls is waited for longer."""
-PUSH_PATIENCE: Final = 1.5
-"""By what factor a prompt that a peer computes may take longer than here: its blocks come all the while, and what came stands. Raising it: a peer that
-became slow is waited for longer."""
-MOST_PUSH_S: Final = 45.0
-"""The same of a prompt that a peer computes: less than a sequence may wait for KV. Raising it: longer prompts come whole."""
 SILENCE_S: Final = 5.0
-"""Between two blocks."""
+"""Between two blocks that are computed already."""
+OPEN_S: Final = 30.0
+"""For a peer to say what it has, and to open a stream: it may look between two steps alone. Whoever waits, waits no longer than its patience."""
 _HEADER: Final = struct.Struct("<16sI")
 
 
@@ -87,8 +84,9 @@ class PeerFetch:
         expected: blocks that the peer is likely to have, of those that are asked for.
         write: fills that part of a block of the pool.
         wake: called, in any thread, once it is over.
+        patience: how long it is waited for.
         push: what the peer is to compute; None: it has the blocks.
-        most_s: how long it may take; None: as long as computing the blocks would.
+        now: the clock that patience goes by.
     """
 
     def __init__(
@@ -100,24 +98,26 @@ class PeerFetch:
         expected: int,
         write: Callable[[BlockId, memoryview], None],
         wake: Callable[[], None],
+        patience: Patience,
         push: PromptPush | None = None,
-        most_s: float | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.peer, self.part, self.keys, self.expected, self.push = peer, part, keys, expected, push
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
-        if push is not None:
-            most_s = MOST_PUSH_S if push.leg is not None else min(PUSH_PATIENCE * here_s(peer, expected), MOST_PUSH_S)
-        self.most_s = min(here_s(peer, expected), MOST_S) if most_s is None else most_s
+        self.patience, self.now = patience, now
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
         self.is_over = self.is_late = False
 
-    def expire(self) -> None:
-        """It took too long. Any thread."""
-        self.is_late = True
-        self.cancel()
+    def look(self) -> float:
+        """End it if its peer is not to be waited for any more. Any thread. Returns for how long it is, if no block comes."""
+        left_s = self.patience.until - self.now()
+        if left_s <= 0 and not self.is_over:
+            self.is_late = True
+            self.cancel()
+        return left_s
 
     def cancel(self) -> None:
         """End it now: no block is written any more. Any thread; idempotent."""
@@ -135,6 +135,7 @@ class PeerFetch:
             try:
                 self._write(self._blocks[self.filled], data)
                 self.filled += 1
+                self.patience.came(self.now())
                 ends = self.filled == len(self.keys)
             except ExecutorLost:
                 ends = True
@@ -192,9 +193,20 @@ class ChainedFetch:
                 fetch.cancel()
 
 
-def here_s(peer: KvPeer, n_blocks: int) -> float:
-    """What computing so many blocks takes here, or a little."""
-    return max(LEAST_S, n_blocks * peer.price.computed_s)
+@contextmanager
+def watched(fetch: PeerFetch, loop: asyncio.AbstractEventLoop) -> Generator[None]:
+    """The watchdog: end a fetch once its peer is not to be waited for any more."""
+
+    def look() -> None:
+        nonlocal timer
+        if (left_s := fetch.look()) > 0:
+            timer = loop.call_later(left_s, look)
+
+    timer = loop.call_soon(look)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def send_block(sender: BlockSender, key: bytes, data: memoryview) -> None:
@@ -212,12 +224,11 @@ def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, 
         StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
         TensorStreamError: the stream broke, or nothing came.
     """
-    silence_s = SILENCE_S if fetch.push is None else fetch.most_s
     with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
         checked: Future[bool] | None = None
         for key in fetch.keys[fetch.filled :][:most]:
             try:
-                message = receiver.receive(time.perf_counter() + silence_s)
+                message = _next(receiver, fetch)
             except TensorStreamError:
                 if checked is not None:
                     checked.result()  # a block that was wrong ended the stream
@@ -228,6 +239,16 @@ def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, 
             checked = checker.submit(_take, receiver, fetch, key, message)
         if checked is not None:
             checked.result()
+
+
+def _next(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch) -> TensorMessage:
+    """What comes next. Between two blocks that are computed meanwhile, silence is the watchdog's to judge."""
+    while True:
+        try:
+            return receiver.receive(time.perf_counter() + SILENCE_S)
+        except StreamIdle:
+            if fetch.push is None or fetch.is_over:
+                raise
 
 
 def _take(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage) -> bool:
@@ -258,7 +279,7 @@ class Receiving:
             sender: who sends them for the peer; empty: the peer.
             most: as of `receive_blocks`.
         """
-        self._receiver = self._expected.wait(time.perf_counter() + fetch.most_s)
+        self._receiver = self._expected.wait(time.perf_counter() + OPEN_S)
         if self._receiver.peer != (sender or fetch.peer.node_id):
             raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
         if fetch.is_over:

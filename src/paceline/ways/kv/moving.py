@@ -19,6 +19,7 @@ from paceline.machine.kv_spans import KvMove, KvPart, PartBlocks, PartsFetch
 from paceline.net.member.node import FleetNode
 from paceline.net.trust.certificates import Member
 from paceline.ways.kv.fetching import KvPeer, PeerFetch, send_block
+from paceline.ways.kv.patience import Patience
 from paceline.ways.kv.price import UNPRICED
 from paceline.ways.kv.staged import BlockSender
 
@@ -60,11 +61,13 @@ class StageMoves:
         """See `KvMover`."""
         live = self._fleet.view().get(move.node_id)
         fetches: list[PeerFetch] = []
+        n, here_s = move.n_likely, within_s / max(1, move.n_likely)
         for piece in part.cut(move.stops):
             write = lambda block, data, layers=piece.layers: held.import_block(block, data, layers)  # noqa: E731
             instance, addresses = (b"", ()) if live is None else (live.card.instance, live.card.addresses)
             peer = KvPeer(move.node_id, instance, addresses, frozenset(), UNPRICED)
-            fetches.append(fetch := PeerFetch(peer, piece, keys, blocks, move.n_likely, write, wake, most_s=within_s))
+            patience = Patience(time.perf_counter(), here_s, n, within_s=within_s)
+            fetches.append(fetch := PeerFetch(peer, piece, keys, blocks, n, write, wake, patience))
             if live is None or self._is_resting(move.node_id, instance):
                 fetch.cancel()
             else:

@@ -20,7 +20,7 @@ import grpc.aio
 from paceline.core.errors import FleetError, StreamCorrupt
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
-from paceline.ways.kv.fetching import PeerFetch, Receiving
+from paceline.ways.kv.fetching import PeerFetch, Receiving, watched
 from paceline.ways.kv.lease import HEARTBEAT_S, LEASE_S
 from paceline.ways.kv.source import PeerKv
 
@@ -50,7 +50,7 @@ class PushEnd(StrEnum):
     SILENT = "silent"
     """It said nothing for `SILENT_S`."""
     WATCHDOG = "watchdog"
-    """It took as long as computing all of it here."""
+    """It sent no block for too long, or what it has left takes longer than computing that here (`patience`)."""
     WRITE_FAILED = "write_failed"
     """The call or the stream ended before the last block."""
     UNMATCHED = "unmatched"
@@ -102,10 +102,10 @@ class Push:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(over.set)
 
-        timer = loop.call_later(fetch.most_s, fetch.expire)
         fetch.hang_up = hang_up
         try:
-            end = await self._run(over)
+            with watched(fetch, loop):
+                end = await self._run(over)
         except StreamCorrupt as error:
             logger.warning("a prompt does not come from %s, and is computed: %s", fetch.peer.node_id, error)
             return PushEnd.DAMAGED
@@ -113,7 +113,6 @@ class Push:
             logger.info("a prompt does not come from %s, and is computed: %s", fetch.peer.node_id, error)
             end = PushEnd.WRITE_FAILED if self._began else PushEnd.HANDSHAKE_FAILED
         finally:
-            timer.cancel()
             fetch.cancel()
         if fetch.filled == len(fetch.keys):
             return PushEnd.WHOLE

@@ -36,7 +36,7 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
-from paceline.ways.kv.fetching import KvPeer, PeerFetch, Receiving
+from paceline.ways.kv.fetching import OPEN_S, KvPeer, PeerFetch, Receiving, watched
 from paceline.ways.kv.giving import KvServicer, kv_service
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.meter import KV_ROWS, KvMeter
@@ -355,20 +355,20 @@ class KvSharing:
 
     async def _fetch(self, fetch: PeerFetch) -> None:
         peer, began_s = fetch.peer, self._clock.monotonic()
-        timer, outcome = self._loop.call_later(fetch.most_s, fetch.expire), "lost"
+        outcome = "lost"
         try:
-            try:
-                outcome = await self._blocks_of(fetch, self.nixl.offer(peer.node_id, peer.instance, began_s))
-            except NixlFailed as error:
-                logger.warning("the rest of a prefix comes from %s through TLS: %s", peer.node_id, error)
-                outcome = await self._blocks_of(fetch, None)
+            with watched(fetch, self._loop):
+                try:
+                    outcome = await self._blocks_of(fetch, self.nixl.offer(peer.node_id, peer.instance, began_s))
+                except NixlFailed as error:
+                    logger.warning("the rest of a prefix comes from %s through TLS: %s", peer.node_id, error)
+                    outcome = await self._blocks_of(fetch, None)
         except (FleetError, grpc.aio.AioRpcError) as error:
             outcome = "wrong" if isinstance(error, StreamCorrupt) else "left" if fetch.is_over else "lost"
             if outcome == "wrong" or (outcome == "lost" and fetch.filled < fetch.expected):
                 told = error_of(error, peer.node_id) if isinstance(error, grpc.aio.AioRpcError) else error
                 logger.warning("KV does not come from %s, and is computed: %s", peer.node_id, told)
         finally:
-            timer.cancel()
             fetch.cancel()
             if outcome != "wrong":
                 outcome = "whole" if fetch.filled >= fetch.expected else "late" if fetch.is_late else outcome
@@ -404,7 +404,7 @@ class KvSharing:
                 ticket=receiving.ticket,
                 nixl=None if offered is None else offered.message,
             )
-            call = KvServiceStub(channel).FetchBlocks(request, timeout=fetch.most_s)
+            call = KvServiceStub(channel).FetchBlocks(request, timeout=OPEN_S)
             if fetch.is_over:
                 call.cancel()
             try:

@@ -8,6 +8,7 @@ while it is lent, so neither outlives the engine.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,13 +24,17 @@ from paceline.engine.local import LayerRunner
 from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, PartsFetch
 from paceline.machine.kv_tier import DiskTier, part_of
 from paceline.machine.settings import PrefillRole
-from paceline.ways.kv.fetching import MOST_KEYS, MOST_S, ChainedFetch, JoinedFetch, KvPeer, PeerFetch, PromptPush, here_s
+from paceline.ways.kv.fetching import MOST_KEYS, ChainedFetch, JoinedFetch, KvPeer, PeerFetch, PromptPush
+from paceline.ways.kv.patience import LEAST_S, Patience, by_silence
 from paceline.ways.kv.price import marked, run_of
 
 MOST_FETCHES: Final = 4
 """At once, of one engine. Raising it: more threads, which share the link."""
 MOST_ROUTED_PUSHES: Final = 8
 """The same of prompts that a router has computed elsewhere."""
+MOST_MOVE_S: Final = 30.0
+"""For the stages of a pipeline to fetch their parts of blocks; they say how far they came once they end. Raising it: they come from slower links, and a
+stage that says nothing is waited for longer."""
 WINDOW_BYTES: Final = 32 << 20
 """Of blocks that are lent at a time. Raising it: more of the pool can't be handed out while a peer takes its blocks."""
 
@@ -83,6 +88,7 @@ class PeerKv:
         """Tokens of prompts a second, where the node's card does not say. From any thread."""
         self._fetches: dict[KvFetch, bool] = {}
         """And whether a router has each computed."""
+        self.now: Callable[[], float] = time.perf_counter
         self._let_go: deque[BlockId] = deque()
         self._reading = threading.Lock()
         self._closed = False
@@ -220,18 +226,20 @@ class PeerKv:
         """Ask a peer for blocks; of a model that lies on several machines, each for its layers."""
         assert self._begin is not None, "peers are shown"
         own, routed = self._runner.layers, push is not None and push.leg is not None
+        at_once = 1 if push is None or peer.prefill is None else peer.prefill.last_blocks
         parts: list[KvFetch] = []
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
             layers = None if part.layers == own else part.layers
             write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
-            parts.append(fetch := PeerFetch(peer, part, keys, blocks, expected, write, self._wake, push))
+            patience = by_silence(self.now()) if routed else Patience(self.now(), peer.price.computed_s, expected, at_once)
+            parts.append(fetch := PeerFetch(peer, part, keys, blocks, expected, write, self._wake, patience, push, self.now))
             if routed and self._asked is not None and self.routed.pop(self._asked, None) is None:
                 fetch.cancel()  # the event loop took it meanwhile, and told that it was not asked for
             else:
                 self._begin(fetch)
         if self.spread is not None:
             move = KvMove(peer.node_id, self.layout, peer.stops, expected)
-            parts.append(self.spread.fetch_parts(move, keys, blocks, min(here_s(peer, expected), MOST_S)))
+            parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * peer.price.computed_s), MOST_MOVE_S)))
         fetch = parts[0] if len(parts) == 1 else PartsFetch(parts)
         self._fetches = {one: routed for one, routed in self._fetches.items() if not one.is_over} | {fetch: routed}
         return fetch
