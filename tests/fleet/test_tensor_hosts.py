@@ -1,4 +1,4 @@
-"""`paceline up --tensor 1:1@b`: a machine of the fleet runs the other rank, and answers are those of one machine, also once it is gone."""
+"""`paceline up --ways tensor`: the plan picks a machine of the fleet for the other rank, and answers are those of one machine, also once it is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_machine_of_the_fleet_runs_the_other_rank(tmp_path: Path) -> None:
         b.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
         until(lambda: (card := b.card_of("b")) is not None and any(offer.digest for offer in card.models))
         a.node.stop()
-        a.up("--tensor", "1:1@b", "--fleet-port", str(port), *SMALL)
+        a.up("--ways", "tensor", "--fleet-port", str(port), *SMALL)
         assert ranks_at(b) == 1
         assert answer(a, 1) == alone[0]
         b.node.kill()

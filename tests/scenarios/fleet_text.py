@@ -1,6 +1,7 @@
 """A fleet as text, for scenario files.
 
     model NAME layers N hidden H layer BYTES edges BYTES kv BYTES context TOKENS [vocabulary V] [digest D] [weights W]
+        [heads KVHEADS inner FFN words VOCABULARY attention BYTES]        (what tensor ranks divide)
     node NAME memory FREE/TOTAL rate BYTES [shards BYTES] [leaving] [guest]
       has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID] [context TOKENS]    (as long as it is served there)
       loaded MODEL FIRST-LAST
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.fleet.card import Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
+from paceline.fleet.card import DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -66,6 +67,9 @@ class FleetText:
             edge_bytes=int(number(said["edges"])),
             kv_bytes_per_token_per_layer=int(number(said["kv"])),
             max_context=int(said["context"]),
+            divided=DividedShape(int(said["heads"]), int(said["inner"]), int(said["words"]), int(number(said["attention"])))
+            if "heads" in said
+            else None,
         )
         digest = said.get("digest", f"{name}-digest-of-weights")
         self.models[name] = ModelOffer(

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tests.scenarios.fleet_text import FleetText
 
+from paceline.backends.cpu.shares import deal
 from paceline.core.clock import SystemClock
-from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.engine.config import EngineConfig
@@ -28,7 +28,8 @@ from paceline.fleet.plan import ALONE, Objective
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
-from paceline.node.pipelines import Constraints, LoadTold, serve_planned
+from paceline.node.pipelines import LoadTold, serve_planned
+from paceline.node.planning import Constraints
 from paceline.node.ways import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
@@ -37,9 +38,11 @@ from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import router as ahead
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
+from paceline.ways.tensor.price import TENSOR
 
 MODELS = [
     "model mid layers 32 hidden 4096 layer 130M edges 600M kv 4096 context 65536 vocabulary v",
+    "model cut layers 32 hidden 4096 layer 130M edges 600M kv 4096 context 65536 heads 8 inner 14336 words 128256 attention 25M",
     "model tiny layers 12 hidden 512 layer 4M edges 30M kv 512 context 65536 vocabulary v",
 ]
 
@@ -58,8 +61,12 @@ def fleets() -> Iterator[tuple[str, list[str]]]:
                 lines.append(line)
 
 
-class Built(PlacementError):
+class Built(Exception):
     """Raised in the place of what would be built. Ends `serve_planned`."""
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass
@@ -102,7 +109,8 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
     _, own, model, *words = lines[-1].split()
     pins = tuple(parse_pin(words[place + 1]) for place, word in enumerate(words) if word == "pin")
     layers = int(words[words.index("own") + 1]) if "own" in words else None
-    ways = {PIPELINE} if "pipeline" in words else {ALONE, DRAFT} if "no-pipeline" in words else {ALONE, DRAFT, PIPELINE}
+    asked_for = {"pipeline": {PIPELINE}, "no-pipeline": {ALONE, DRAFT}, "ranks": {TENSOR}}
+    ways = next((asked_for[word] for word in words if word in asked_for), {ALONE, DRAFT, PIPELINE, TENSOR})
     settings = PipelineSettings(search_seconds=0, max_shards_per_request=2, allow_self_as_shard="no-self" not in words)
     objective = Objective.THROUGHPUT if "throughput" in words else Objective.LATENCY
     asked = Constraints(frozenset(ways), PipelineOrder(settings, pins, layers, objective))
@@ -147,12 +155,28 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
         async def to_load(_: object, __: object, node_id: NodeId, layers: LayerRange) -> None:
             node.asked.append(LayerSpan(node_id, layers))
 
-        def alone(*_: object) -> None:
-            raise Built(f"{own} alone")
+        def one_or_ranks(settings: NodeSettings, *_: object) -> None:
+            if not settings.tensor_on:
+                raise Built(f"{own} alone")
+            assert shape.divided is not None
+            attention = shape.divided.attention_bytes / shape.layer_bytes
+            inner = shape.divided.ffn
+            raise Built(
+                "ranks on "
+                + " + ".join(
+                    f"{node_id or own} {len(share.kv_heads) / shape.divided.n_kv_heads * attention + len(share.inner(shape.divided)) / inner * (1 - attention):.0%}"
+                    for node_id, share in zip(settings.tensor_on, deal(shape.divided, settings.tensor), strict=True)
+                )
+            )
+
+        async def places(settings: NodeSettings, *_: object) -> set[NodeId | None]:
+            assert {*settings.tensor_on} <= {None, *fleet.cards}
+            return {*settings.tensor_on}
 
         monkeypatch.setattr(pipelines, "resolve", lambda *_: SimpleNamespace(name=model))
         monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: node)
-        monkeypatch.setattr(pipelines, "build_node", alone)
+        monkeypatch.setattr(pipelines, "build_node", one_or_ranks)
+        monkeypatch.setattr(pipelines, "places_of", places)
         monkeypatch.setattr(pipelines, "tensor_ends", lambda _: None)
         monkeypatch.setattr(build, "set_up", set_up)
         monkeypatch.setattr(build, "RouteOpener", Opener)
@@ -183,7 +207,7 @@ FLEETS = list(fleets())
 def test_the_plan_that_is_printed_is_what_is_built(monkeypatch: pytest.MonkeyPatch, name: str, lines: list[str]) -> None:
     said, built = executed(monkeypatch, lines)
     if said:
-        assert said[-1].startswith(f"Plan for mid: {built}: ")
+        assert said[-1].startswith(f"Plan for {lines[-1].split()[2]}: {built}: ")
     else:  # there is none: what is missing a load says best
         assert built == "a alone"
         assert name in HOPELESS
@@ -205,6 +229,21 @@ def test_settings_of_pipelines_constrain_the_one_plan(monkeypatch: pytest.Monkey
 def test_how_long_a_context_a_machine_serves_parts_no_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = dict(FLEETS)["a slow one that serves a shorter context beside a quick one that has the model on its disk"]
     assert executed(monkeypatch, lines)[1] == "a [no layers] -> b [0..31]"
+
+
+@pytest.mark.parametrize(
+    ("name", "built"),
+    [
+        ("two alike on a quick link share each layer", "ranks on a 50% + b 50%"),
+        ("ranks of unlike speeds", "ranks on a 68% + b 32%"),
+        ("ranks behind a slow link are slower than one machine", "a alone"),
+        ("ranks that compute other bytes", "a alone"),
+        ("ranks behind a slow link, asked for", "ranks on a 50% + b 50%"),
+        ("a rank with less memory has less of each layer", "ranks on a 68% + b 32%"),
+    ],
+)
+def test_tensor_ranks_are_chosen_where_they_pay(monkeypatch: pytest.MonkeyPatch, name: str, built: str) -> None:
+    assert executed(monkeypatch, dict(FLEETS)[name])[1] == built
 
 
 def test_there_are_twenty_fleets() -> None:

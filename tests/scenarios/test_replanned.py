@@ -19,7 +19,8 @@ TEXT = (Path(__file__).parent / "replanned.txt").read_text()
 class Replanned:
     """A node, and how often it moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "mid") -> None:
+        self.model = model
         self.fleet = FleetText()
         self.standing: Standing | None = None
         self.moves = 0
@@ -51,12 +52,12 @@ class Replanned:
             said.append(shown.partition(";")[0])
         return said
 
-    def look(self, now: float) -> str:
+    def look(self, now: float, *, is_whole: bool = True) -> str:
         made = self.made()
         if self.standing is None:
             assert made is not None
             self.standing = Standing(made.chosen)
-        to = self.standing.look(made, now)
+        to = self.standing.look(made, now, is_whole=is_whole)
         if to is not None:
             self.standing.moved(to)
             self.moves += 1
@@ -65,7 +66,7 @@ class Replanned:
 
     def made(self) -> Plan | None:
         try:
-            return plan(self.fleet.cards.values(), PlanRequest("mid", orchestrator=NodeId("a")))
+            return plan(self.fleet.cards.values(), PlanRequest(self.model, orchestrator=NodeId("a")))
         except PlacementError:
             return None
 
@@ -75,6 +76,37 @@ def test_a_model_is_moved_for_what_lasts() -> None:
     for lines, expected in blocks(TEXT.partition("\n\n")[2]):
         assert node.read(lines) == expected, lines
     assert node.moves == 2
+
+
+RANKS = """\
+model cut layers 32 hidden 4096 layer 130M edges 600M kv 4096 context 65536 heads 8 inner 14336 words 128256 attention 25M
+node a memory 12G/16G rate 60G
+  has cut warm decode 12 prefill 110 numerics m
+  link b 0.6ms 2500M
+"""
+OTHER = """\
+node b memory 12G/16G rate 60G shards 12G
+  has cut decode 12 prefill 110 numerics m
+"""
+
+
+def test_ranks_are_left_and_taken_up_again_once_that_lasts() -> None:
+    node, ranks = Replanned("cut"), "ranks on a 50% + b 50%"
+    node.read([*RANKS.splitlines(), *OTHER.splitlines()])
+    assert node.look(0) == ranks
+    card = node.fleet.cards.pop("b")
+    assert [node.look(now) for now in (10, 69, 70)] == [f"{ranks}; rather a alone"] * 2 + ["a alone"]
+    node.fleet.cards["b"] = card
+    assert [node.look(now) for now in (80, 139, 140)] == [f"a alone; rather {ranks}"] * 2 + [ranks]
+    assert node.look(1000) == ranks
+
+
+def test_a_rank_that_runs_elsewhere_than_planned_is_brought_back_once_its_machine_stays() -> None:
+    node, ranks = Replanned("cut"), "ranks on a 50% + b 50%"
+    node.read([*RANKS.splitlines(), *OTHER.splitlines()])
+    node.look(0)
+    assert [node.look(now, is_whole=False) for now in (10, 69)] == [f"{ranks}; rather {ranks}"] * 2
+    assert (node.look(70, is_whole=False), node.moves) == (ranks, 1)
 
 
 def test_without_a_plan_nothing_moves() -> None:

@@ -173,7 +173,7 @@ def up(
         of_fleet(
             "--ways",
             metavar="WAY,...",
-            help="Of alone, draft, pipeline: those that the plan may choose of. Default: all that fit the other options.",
+            help="Of alone, draft, pipeline, tensor: those that the plan may choose of. Default: all that fit the other options.",
         ),
     ] = "",
     pin: Annotated[list[str] | None, of_pipeline("--pin", help=PIN_HELP)] = None,

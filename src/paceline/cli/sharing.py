@@ -29,6 +29,7 @@ from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.service import JACOBI
 from paceline.ways.draft.sources import FLEET
 from paceline.ways.pipeline.splits import PIPELINE
+from paceline.ways.tensor.price import TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     if fleet is None:
         _check_alone(settings, sharing.propose)
         run_up(settings, api, sharing=sharing, greet=greet)
-    from paceline.node.pipelines import Constraints
+    from paceline.node.planning import Constraints
     from paceline.ways.pipeline.host.serving import hosting_of
     from paceline.ways.pipeline.routes.build import PipelineOrder
 
@@ -164,9 +165,9 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
     """What a person allows."""
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
-    fitting = frozenset({ALONE, *drafted, *((PIPELINE,) if pipelines.enabled and not sharing.more else ())})
-    if spread:
-        fitting = frozenset({PIPELINE})
+    fitting = frozenset({ALONE, *drafted, *((PIPELINE, TENSOR) if pipelines.enabled and not sharing.more else ())})
+    if spread:  # pins alone may be of ranks, where that is said
+        fitting = frozenset({PIPELINE} if sharing.pipeline or sharing.own_layers is not None or not sharing.ways else {PIPELINE, TENSOR})
     allowed = parse_ways(sharing.ways)
     if allowed is not None and not allowed & fitting:
         raise ConfigError(

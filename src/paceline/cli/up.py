@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
     from paceline.node.build import BuiltNode
-    from paceline.node.pipelines import Constraints
+    from paceline.node.planning import Constraints
     from paceline.node.serving import FleetServing
     from paceline.server.app import ApiService
     from paceline.server.settings import TlsFiles

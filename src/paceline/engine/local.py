@@ -294,6 +294,11 @@ class LocalExecutor(Generic[Activations]):
         """What was lost, and is not there again yet. Any thread may look."""
         return None
 
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Ranks that run on other machines now. Any thread may look."""
+        return ()
+
     def ready(self) -> bool:
         return True
 

@@ -31,6 +31,17 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class DividedShape:
+    """What tensor ranks divide of a model, by the names that `ModelSpec` has for it."""
+
+    n_kv_heads: int
+    ffn: int
+    vocab: int
+    attention_bytes: int
+    """Of a layer's weights, what attention's take."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What placement must know of a model's sizes, in the weights format offered."""
 
@@ -43,6 +54,8 @@ class ModelShape:
     max_context: int
     row_bytes: int = 0
     """Working memory that each row of a batch takes, however many layers there are."""
+    divided: DividedShape | None = None
+    """None: tensor ranks can't share its layers there."""
 
 
 @dataclass(frozen=True, slots=True)

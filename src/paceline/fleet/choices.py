@@ -182,16 +182,17 @@ class Standing:
         self._since_s: float | None = None
         self._failed: tuple[Choice, float] | None = None
 
-    def look(self, made: Plan | None, now: float) -> Choice | None:
+    def look(self, made: Plan | None, now: float, *, is_whole: bool = True) -> Choice | None:
         """What to move to, if to anything.
 
         Args:
             made: the plan as the view is now; None: there is none, so that there is nothing to move to.
+            is_whole: whether what runs is what was built: a machine may have been lost, and be there again.
         """
         priced = None if made is None else next((each for each in (made.chosen, *made.runners_up) if is_same(each, self.running)), None)
-        if priced is not None and [stage.layers for stage in priced.stages] == [stage.layers for stage in self.running.stages]:
+        if priced is not None and _parts(priced) == _parts(self.running):
             self.running = priced
-        better = None if made is None else _better(made.chosen, priced)
+        better = None if made is None else _better(made.chosen, priced if is_whole else None)
         if better is None or (self.rather is not None and not is_same(better, self.rather)):
             self._since_s = None
         self.rather = better
@@ -207,6 +208,11 @@ class Standing:
 
     def moved(self, chosen: Choice) -> None:
         self.running, self.rather, self._since_s = chosen, None, None
+
+
+def _parts(choice: Choice) -> list[tuple[LayerRange, float]]:
+    """What each of its machines has."""
+    return [(stage.layers, 0.0 if stage.rank is None else stage.rank.speed) for stage in choice.stages]
 
 
 def is_same(one: Choice, other: Choice) -> bool:

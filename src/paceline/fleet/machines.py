@@ -184,8 +184,8 @@ def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) 
         machine = _machine(card.running(offer.weights), _as_loaded(offer, card), offer.shape, request)
         if machine is None:
             continue
-        # Without a digest it is not known whether two machines' weights are the same. How long a context each serves parts none.
-        shape = replace(offer.shape, max_context=0)
+        # Without a digest it is not known whether two machines' weights are the same. How long a context each serves parts none, nor what an older one leaves out.
+        shape = replace(offer.shape, max_context=0, divided=None)
         key = (offer.digest or f"{offer.model_id}@{card.node_id}", offer.weights, repr(shape))
         found.setdefault(key, {})[card.node_id] = machine  # the last of a node is its best
     return [list(found[key].values()) for key in sorted(found)]

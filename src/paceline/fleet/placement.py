@@ -304,6 +304,8 @@ def explain(plan: Plan) -> Iterator[str]:
 def headline(choice: Choice) -> str:
     """Who does what, in one line."""
     first = choice.stages[0]
+    if first.rank is not None:
+        return "ranks on " + " + ".join(f"{stage.node_id} {_part(stage)}" for stage in choice.stages)
     if len(choice.stages) > 1:
         return " -> ".join(f"{stage.node_id} {_layers(stage)}" for stage in choice.stages) + (
             ", unlike machines" if choice.is_unlike else ""
@@ -331,13 +333,22 @@ def basis(measured: bool) -> str:
 def parts(choice: Choice) -> Iterator[str]:
     """Each machine's share, where there is more to say than the headline does."""
     for stage in choice.stages:
-        if stage.fetch_from is not None:
+        if (rank := stage.rank) is not None:
+            heads = "1 KV head" if rank.kv_heads == 1 else f"{rank.kv_heads} KV heads"
+            yield f"{stage.node_id} loads its share: {heads} and {rank.feed_forward:.0%} of the feed-forward of each layer, {gib(rank.memory_bytes)}"
+        elif stage.fetch_from is not None:
             yield f"{stage.node_id} fetches {gib(stage.fetch_bytes)} from {stage.fetch_from} first"
         elif not stage.warm:
             yield f"{stage.node_id} loads the model first"
     if choice.draft is not None:
         draft = choice.draft
         yield f"{draft.node_id} proposes {draft.length} tokens at a time, {draft.acceptance:.0%} accepted ({basis(draft.measured)})"
+
+
+def _part(stage: PlannedStage) -> str:
+    """Of every layer's weights."""
+    assert stage.rank is not None
+    return f"{stage.rank.weights:.0%}"
 
 
 def _layers(stage: PlannedStage) -> str:

@@ -129,6 +129,21 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """What a machine has of every layer, as one of several that share them."""
+
+    speed: float
+    """By which shares are dealt, beside the others' speeds."""
+    kv_heads: int
+    feed_forward: float
+    """Part of it."""
+    weights: float
+    """Part of a layer's weights."""
+    memory_bytes: int
+    """What the share takes: weights, KV, working memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedStage:
     """A machine and the layers it runs. The first stage also holds embedding, final norm and head; an orchestrator's may run no layers."""
 
@@ -143,6 +158,8 @@ class PlannedStage:
     fetch_bytes: int = 0
     load_bytes: int = 0
     """What must be read before it can run them."""
+    rank: PlannedRank | None = None
+    """None: all of these layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +204,7 @@ class Choice:
     digest: str
     weights: str
     stages: tuple[PlannedStage, ...]
-    """In the order of their layers, which they cover without gap or overlap."""
+    """In the order of their layers, which they cover without gap or overlap; of ranks, each has all."""
     draft: Draft | None
     estimate: Estimate
 

@@ -32,7 +32,7 @@ from paceline.machine.kv_tier import DiskTier, KvDiskLimits, Wakeup
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
-from paceline.machine.speed import SpeedKey, learn_speed
+from paceline.machine.speed import SpeedCache, SpeedKey, learn_speed
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.encoder_files import OpenedEncoder, open_encoder
 from paceline.store.home import Home
@@ -186,9 +186,15 @@ def build_engine(
     )
 
 
-def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
-    """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second."""
+def introduced(built: BuiltEngine, home: Home, clock: Clock, *, is_shared: bool = False) -> WarmModel:
+    """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second.
+
+    Args:
+        is_shared: with other machines. Where it is known what this one does alone, the card says that: plans are made of it.
+    """
     setup = built.setup
+    if is_shared and (own := SpeedCache(home).find(SpeedKey(setup.digest, setup.weights, setup.threads))) is not None:
+        return setup.warm(built.kv, own)
     places = setup.settings.tensor_on or (None,) * len(setup.settings.tensor)
     ranks = tuple(speed if node is None else -speed for speed, node in zip(setup.settings.tensor, places, strict=True))
     key = SpeedKey(setup.digest, setup.weights, setup.threads, ranks)

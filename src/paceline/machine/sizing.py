@@ -20,7 +20,7 @@ from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
-from paceline.fleet.card import ModelShape
+from paceline.fleet.card import DividedShape, ModelShape
 from paceline.fleet.plan import LEAST_ROWS
 from paceline.machine import devices
 
@@ -92,7 +92,13 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
         row_bytes=max(_row_bytes(spec, each) for each in Kernels),
+        divided=_divided(spec, held) if kernels.compiled and spec.moe is None and not spec.qk_norm_whole else None,
     )
+
+
+def _divided(spec: ModelSpec, held: Mapping[str, int]) -> DividedShape:
+    attention = sum(n for name, n in held.items() if name.startswith("model.layers.0.self_attn."))
+    return DividedShape(spec.n_kv_heads, spec.ffn, spec.vocab, attention)
 
 
 def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:

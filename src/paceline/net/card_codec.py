@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
-from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
+from paceline.fleet.card import Device, DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.presets import MAX_TTL_S
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, refuse_with
 from paceline.net.trust.certificates import is_address, is_node_id
@@ -75,6 +75,17 @@ _SHARD: Final = Codec(
     },
     bounds=_BOUNDS,
 )
+_DIVIDED: Final = Codec(
+    DividedShape,
+    wire.DividedShape,
+    _REFUSE,
+    {
+        "n_kv_heads": Mapped("kv_heads", Range(1, 1 << 16)),
+        "ffn": Range(1, 1 << 24),
+        "vocab": Mapped("vocabulary", Range(1, 1 << 28)),
+        "attention_bytes": Range(0, MOST >> 16),
+    },
+)
 _SHAPE: Final = Codec(
     ModelShape,
     wire.ModelShape,
@@ -87,6 +98,7 @@ _SHAPE: Final = Codec(
         "kv_bytes_per_token_per_layer": Range(0, 1 << 32),
         "max_context": Range(0, 1 << 31),
         "row_bytes": Range(0, 1 << 32),
+        "divided": _DIVIDED,
     },
 )
 

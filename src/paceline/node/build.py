@@ -20,6 +20,7 @@ from paceline.ways.draft.price import DRAFT
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.tensor import load_group
+from paceline.ways.tensor.price import TENSOR
 
 if TYPE_CHECKING:
     from paceline.ways.tensor.hosting import RankPlace
@@ -36,7 +37,9 @@ class BuiltNode(HostedModel):
     pipeline_id: str = ""
     """Empty where this machine alone runs it."""
     spans: Callable[[], tuple[LayerSpan, ...]] = tuple
-    """The layers that a pipeline runs now behind this machine's own; from any thread."""
+    """The layers that others run of it now: behind this machine's own, or a part of each; from any thread."""
+    is_shared: bool = False
+    """It was built over several machines, so that its steps are not this one's."""
 
 
 def build_node(
@@ -55,11 +58,16 @@ def build_node(
     in_fleet = home.is_in_fleet
     drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
     built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None, partial(load_group, places=places or {}))
-    warm = introduced(built, home, clock) if in_fleet else None
+    warm = introduced(built, home, clock, is_shared=bool(places)) if in_fleet else None
     kept = drafts if built.drafts is drafts else None
 
+    def spans() -> tuple[LayerSpan, ...]:
+        ranks = places or {}
+        return tuple(LayerSpan(ranks[rank].node_id, built.runner.layers) for rank in built.executor.away)
+
     def ways() -> frozenset[str]:
-        return frozenset({ALONE, DRAFT} if kept is not None and kept.has_drafter else {ALONE})
+        own = {TENSOR if built.executor.away else ALONE}
+        return frozenset(own | {DRAFT} if kept is not None and kept.has_drafter else own)
 
     host = EngineHost(
         built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways, lambda: built.executor.lacks
@@ -68,4 +76,5 @@ def build_node(
     peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:
         peers.role, peers.nixl = settings.role, settings.nixl
-    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.kv, kept, peers)
+    place = built.setup.opened.location
+    return BuiltNode(host, built.model, built.notes, built.summary, warm, place, built.kv, kept, peers, spans=spans, is_shared=bool(places))

@@ -28,15 +28,14 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.model import LayerSpan
-from paceline.fleet.card import Device, NodeCard
 from paceline.fleet.choices import Standing, is_same
 from paceline.fleet.placement import figures, headline
-from paceline.fleet.plan import ALONE, Choice, Plan, Way
+from paceline.fleet.plan import ALONE, Choice, Plan
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
+from paceline.node.planning import SPREAD, Constraints, Idle, plan_here, plan_once_shown
 from paceline.node.serving import FleetServing
-from paceline.node.ways import plan
 from paceline.store.catalog import ModelLocation, resolve
 from paceline.store.home import Home
 from paceline.ways.draft.sources import NodeDrafts
@@ -44,32 +43,16 @@ from paceline.ways.kv.source import PeerKv
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.meter import MeteredEngine, PipelineMeter
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
+from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over, plan_in_time
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.hosting import places_of
+from paceline.ways.tensor.price import TENSOR
 
 logger = logging.getLogger(__name__)
 
-SHOWN_S = 5.0
-"""Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""
 REPLANNED_S = 5.0
 """From one plan of a model that is served to the next. Raising it: what changed is seen later; a plan takes some ms of a core."""
-LOOK_S = 0.5
-"""Between two looks at a view in which no node can take part yet."""
-
-Idle = tuple[str, int]
-"""A model that is loaded and makes way for another: the format of its weights, and what it has taken of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What a person asked of the plan for one model."""
-
-    ways: frozenset[Way]
-    order: PipelineOrder
-    """Of a pipeline, where the plan chooses one."""
-    draft_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +147,9 @@ async def _built_as_planned(
     asked = _with_free_slots(whole, asked)
     await whole.offer(location, None)
     made: Plan | None = None
-    if asked.ways - {PIPELINE}:
+    if asked.ways - SPREAD:
         try:
-            plan_now = partial(_plan_once_shown, access, location.name, settings, asked, clock, makes_way)
+            plan_now = partial(plan_once_shown, access, location.name, settings, asked, clock, makes_way)
             if settings.draft_on is not None:  # it may come later than this node
                 plan_now = partial(plan_in_time, plan_now, access, location.name, asked.order.settings.search_seconds, clock, told.say)
             made = await asyncio.to_thread(plan_now)
@@ -174,17 +157,17 @@ async def _built_as_planned(
             raise
         except PlacementError as error:
             logger.info("no plan yet for %s: %s", location.name, error.message)
-        if made is None or made.chosen.way != PIPELINE:
+        if made is None or made.chosen.way not in SPREAD:
             if made is not None:
                 told.say(f"Plan for {settings.model}: {in_words(made)}")
             try:
                 node = await alone()
             except OutOfMemory as error:
-                if PIPELINE not in asked.ways:
+                if not asked.ways & SPREAD:
                     raise
                 free_what_failed(error)
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
-                asked, made = replace(asked, ways=frozenset({PIPELINE})), None
+                asked, made = replace(asked, ways=asked.ways & SPREAD), None
             else:
                 return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
     if not asked.order.settings.enabled:
@@ -194,14 +177,22 @@ async def _built_as_planned(
     if made is None:
         # What others are to run layers of, they must be able to see, and to fetch.
         await whole.offer(location, told.reading)
-        plan_now = partial(_plan_now, access, location.name, settings, asked, makes_way=makes_way)
+        plan_now = partial(plan_here, access, location.name, settings, asked, makes_way=makes_way)
         search_s = asked.order.settings.search_seconds
         made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
     if makes_way:
         with suppress(NoRoom, OutOfMemory):  # then fewer layers stay here
             await whole.models.room(settings, made.chosen.stages[0].layers)
-    node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
+    try:
+        node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
+    except PacelineError as error:
+        if made.chosen.way != TENSOR or not asked.ways - {TENSOR}:
+            raise
+        free_what_failed(error)
+        told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without tensor ranks")
+        asked = replace(asked, ways=asked.ways - {TENSOR})
+        return await _built_as_planned(whole, settings, asked, access, clock, told, alone, makes_way)
     return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
 
 
@@ -231,51 +222,6 @@ def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | 
     return replace(asked, ways=asked.ways - {PIPELINE}) if full and asked.ways - {PIPELINE} else asked
 
 
-def _plan_once_shown(
-    access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, makes_way: Sequence[Idle]
-) -> Plan:
-    """This node's plan, once its own card shows the model."""
-    until = clock.monotonic() + SHOWN_S
-    while clock.monotonic() < until:
-        if any(card.node_id == access.node_id and any(offer.model_id == name for offer in card.models) for card in access.cards()):
-            break
-        access.wait_for_change(LOOK_S)
-    return _plan_now(access, name, settings, asked, makes_way=makes_way)
-
-
-def _plan_now(
-    access: NodeFleetAccess,
-    name: str,
-    settings: NodeSettings,
-    asked: Constraints,
-    running: Choice | None = None,
-    makes_way: Sequence[Idle] = (),
-) -> Plan:
-    """This node's plan, as its view is now. Not on the event loop.
-
-    Args:
-        running: how the model is served; None: it is not yet.
-        makes_way: as of `_built_as_planned`.
-    """
-    cards = [_without(card, makes_way) if card.node_id == access.node_id else card for card in access.cards()]
-    if running is not None and running.way == PIPELINE:
-        # The card says that the model answers here. That is no reason to think that all of it would fit.
-        cards = [_cold(card, name) if card.node_id == access.node_id else card for card in cards]
-    own = next((card for card in cards if card.node_id == access.node_id), None)
-    shapes = [offer.shape for offer in (own.models if own is not None else ()) if offer.model_id == name and offer.shape is not None]
-    for shape in shapes:
-        check_layers(asked.order, name, shape.n_layers)
-    context = settings.context or min((shape.max_context for shape in shapes), default=1 << 31)
-    request = replace(
-        request_of(asked.order, name, settings.weights or "", access.node_id, context),
-        ways=asked.ways,
-        proposer=settings.draft_on,
-        draft_model=asked.draft_model,
-        kv_tokens=settings.context or 0,
-    )
-    return plan(cards, request, access.trust())
-
-
 async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTold) -> BuiltNode:
     """All of the model on this machine, and on those that its tensor ranks are on. Without a plan it is tried all the same: a load knows best what fits.
 
@@ -286,10 +232,23 @@ async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTol
     return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading, None, places)
 
 
+def _as_ranks(settings: NodeSettings, chosen: Choice) -> NodeSettings:
+    """With the layers shared as a choice has it."""
+    ranks = {stage.node_id: stage.rank for stage in chosen.stages}
+    _, *others = ranks
+    return replace(settings, tensor=tuple(rank.speed for rank in ranks.values() if rank is not None), tensor_on=(None, *others))
+
+
 async def _build_spread(
     whole: FleetServing, settings: NodeSettings, asked: Constraints, access: NodeFleetAccess, chosen: Choice, clock: Clock, told: LoadTold
 ) -> BuiltNode:
-    """A pipeline that begins on this node."""
+    """A pipeline that begins on this node, or tensor ranks of which it has the first.
+
+    Raises:
+        UserError: it can't be had, and why.
+    """
+    if chosen.way == TENSOR:
+        return await _build_here(whole, _as_ranks(settings, chosen), told)
     pipelines = asked.order.settings
     if pipelines.fallback_to_local is None:  # one that is as free to run alone is not to lose an answer for having spread
         pipelines = pipelines.overridden(fallback_to_local=ALONE in asked.ways)
@@ -347,12 +306,18 @@ class _Replanning:
             made = await asyncio.to_thread(self._plan)
             if not self._is_served:
                 return
-            to = self._standing.look(made, self._clock.monotonic())
+            to = self._standing.look(made, self._clock.monotonic(), is_whole=self._is_whole)
             if (rather := self._standing.rather) is not None and rather.way == PIPELINE and self._spans == _others(rather):
                 self._standing.moved(rather)  # its own route went there, after a loss
             elif to is not None or self._is_gone:
                 await self._move(to or self._standing.running)
             self._show(made)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether tensor ranks are where they were planned: those of a machine that was lost run here. A pipeline finds others by itself."""
+        running = self._standing.running
+        return running.way != TENSOR or self._spans == _others(running)
 
     @property
     def _is_served(self) -> bool:
@@ -367,15 +332,16 @@ class _Replanning:
     def _plan(self) -> Plan | None:
         running = self._standing.running
         try:
-            asked = _with_free_slots(self._whole, self._asked, running)
-            return _plan_now(self._access, self._location.name, self._settings, asked, running=running)
+            asked, there = _with_free_slots(self._whole, self._asked, running), {span.node_id for span in self._spans}
+            held = [stage for stage in running.stages if stage.rank is not None and stage.node_id in {self._access.node_id, *there}]
+            return plan_here(self._access, self._location.name, self._settings, asked, running, held=held)
         except PlacementError:
             return None
 
     async def _move(self, to: Choice) -> None:
         before = self._standing.running
         self._serves = to
-        if self._is_gone or PIPELINE in (to.way, before.way):
+        if self._is_gone or SPREAD & {to.way, before.way}:
             try:
                 if not await self._whole.models.change(self._location, partial(self._built, to, before)):
                     return
@@ -401,7 +367,7 @@ class _Replanning:
 
     async def _build(self, chosen: Choice) -> BuiltNode:
         quiet = LoadTold(_nothing, _nothing, _nothing, _nothing)
-        if chosen.way == PIPELINE:
+        if chosen.way in SPREAD:
             return await _build_spread(self._whole, self._settings, self._asked, self._access, chosen, self._clock, quiet)
         return await _build_here(self._whole, self._settings, quiet)
 
@@ -437,20 +403,6 @@ def _called(node: BuiltNode | None) -> str:
 
 def _nothing(*_: object) -> None:
     """Where no one is told."""
-
-
-def _without(card: NodeCard, idle: Sequence[Idle]) -> NodeCard:
-    """A card as it is once these have made way."""
-
-    def free(own: NodeCard | Device, device: Device | None) -> int:
-        return own.memory_free_bytes + sum(taken for weights, taken in idle if card.device_of(weights) == device)
-
-    devices = tuple(replace(device, memory_free_bytes=free(device, device)) for device in card.devices)
-    return replace(card, memory_free_bytes=free(card, None), devices=devices)
-
-
-def _cold(card: NodeCard, name: str) -> NodeCard:
-    return replace(card, models=tuple(replace(offer, warm=False) if offer.model_id == name else offer for offer in card.models))
 
 
 def in_words(made: Plan) -> str:
@@ -495,4 +447,5 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
         *(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, peers),
         pipeline_id=executor.pipeline_id,
         spans=spans,
+        is_shared=True,
     )

@@ -245,9 +245,9 @@ class FleetServing:
         return {node.model.name for node in nodes if node.peer_kv is not None and node.peer_kv.role is PrefillRole.PREFILL}
 
     def _as_served(self, model: WarmModel) -> WarmModel:
-        """With what its engine saw. Steps of a pipeline are not this machine's."""
+        """With what its engine saw. Steps over several machines are not this one's."""
         node = next((node for node in self.models.nodes if node.warm is model), None)
-        if node is None or node.pipeline_id:
+        if node is None or node.is_shared:
             return model
         stats = node.host.stats()
         return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))

@@ -22,8 +22,9 @@ from paceline.store.home import Home
 from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
+from paceline.ways.tensor.price import Shared
 
-WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined())
+WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
 
 
 def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None = None) -> Plan:

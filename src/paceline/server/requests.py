@@ -140,7 +140,7 @@ class ExtendedSampling(SamplingFields):
     ways: Annotated[list[WayName], Field(min_length=1, max_length=16)] | None = Field(
         default=None,
         description="Beyond OpenAI's and Anthropic's: ways of spreading work that may serve the request, as `paceline plan` calls them: `alone`, `draft`, "
-        "`pipeline`. Where the model is served in none of them, 400. Changes no byte.",
+        "`pipeline`, `tensor`. Where the model is served in none of them, 400. Changes no byte.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,

@@ -15,7 +15,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.plan import Way
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.settings import NodeSettings
-from paceline.node.pipelines import Constraints
+from paceline.node.planning import Constraints
 
 PLAIN = SharingOptions(
     fleet_port=0,
@@ -104,7 +104,7 @@ def test_ways_that_fit_nothing_are_refused(ways: str, changes: dict[str, bool], 
 @pytest.mark.parametrize(
     ("ways", "draft", "left", "drafts"),
     [
-        ("", "auto", {"alone", "draft", "pipeline"}, "auto"),
+        ("", "auto", {"alone", "draft", "pipeline", "tensor"}, "auto"),
         ("alone", "auto", {"alone"}, "ngram"),
         ("pipeline,alone", "off", {"alone", "pipeline"}, "off"),
         ("draft", "small", {"draft"}, "small"),

@@ -22,7 +22,8 @@ from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
-from paceline.node.pipelines import Constraints, LoadTold, names_of, serve_planned
+from paceline.node.pipelines import LoadTold, names_of, serve_planned
+from paceline.node.planning import Constraints
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.routes.build import PipelineOrder

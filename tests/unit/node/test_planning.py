@@ -83,5 +83,5 @@ def test_a_live_view_is_planned_over() -> None:
     assert not any("alone" in line for line in made.lines if line.startswith("note: this machine"))
     said = json.loads(json.dumps(made.as_json()))
     assert said["chosen"]["stages"][0]["instance"] == "01"
-    assert said["request"]["ways"] == ["alone", "draft", "pipeline"]
+    assert said["request"]["ways"] == ["alone", "draft", "pipeline", "tensor"]
     assert said["explanation"] == list(made.lines)

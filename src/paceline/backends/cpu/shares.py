@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP
@@ -41,7 +42,7 @@ class Share:
     vocab: range
     """Blocks of 16 outputs of the head."""
 
-    def inner(self, spec: ModelSpec) -> range:
+    def inner(self, spec: Divided) -> range:
         """Inner activations of the feed-forward."""
         bounds = segment_bounds(spec.ffn // GROUP)
         return range(bounds[self.down.start] * GROUP, bounds[self.down.stop] * GROUP)
@@ -63,7 +64,18 @@ def whole(spec: ModelSpec) -> Share:
     return share
 
 
-def deal(spec: ModelSpec, speeds: Sequence[float]) -> tuple[Share, ...]:
+class Divided(Protocol):
+    """What is dealt: a `ModelSpec`, or what a card says of one."""
+
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+def deal(spec: Divided, speeds: Sequence[float]) -> tuple[Share, ...]:
     """Shares of ranks of these speeds. Each sum and the head are dealt for themselves, as all ranks wait for the last at the end of each.
 
     Raises:
@@ -84,7 +96,7 @@ def deal(spec: ModelSpec, speeds: Sequence[float]) -> tuple[Share, ...]:
     )
 
 
-def cut(spec: ModelSpec, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ...]:
+def cut(spec: Divided, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ...]:
     """Shares by where they end, one behind the other.
 
     Args:

@@ -254,6 +254,7 @@ class ModelShape(_message.Message):
     KV_BYTES_PER_TOKEN_PER_LAYER_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
+    DIVIDED_FIELD_NUMBER: _builtins.int
     n_layers: _builtins.int
     hidden: _builtins.int
     layer_bytes: _builtins.int
@@ -263,6 +264,10 @@ class ModelShape(_message.Message):
     max_context: _builtins.int
     row_bytes: _builtins.int
     """Working memory that each row of a batch takes, however many layers there are."""
+    @_builtins.property
+    def divided(self) -> Global___DividedShape:
+        """Absent: tensor ranks can't share its layers there."""
+
     def __init__(
         self,
         *,
@@ -273,14 +278,47 @@ class ModelShape(_message.Message):
         kv_bytes_per_token_per_layer: _builtins.int = ...,
         max_context: _builtins.int = ...,
         row_bytes: _builtins.int = ...,
+        divided: Global___DividedShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["divided", b"divided"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge_bytes", b"edge_bytes", "hidden", b"hidden", "kv_bytes_per_token_per_layer", b"kv_bytes_per_token_per_layer", "layer_bytes", b"layer_bytes", "max_context", b"max_context", "n_layers", b"n_layers", "row_bytes", b"row_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["divided", b"divided", "edge_bytes", b"edge_bytes", "hidden", b"hidden", "kv_bytes_per_token_per_layer", b"kv_bytes_per_token_per_layer", "layer_bytes", b"layer_bytes", "max_context", b"max_context", "n_layers", b"n_layers", "row_bytes", b"row_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
+
+@_typing.final
+class DividedShape(_message.Message):
+    """What tensor ranks divide of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    FFN_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    ATTENTION_BYTES_FIELD_NUMBER: _builtins.int
+    kv_heads: _builtins.int
+    ffn: _builtins.int
+    """Inner activations of the feed-forward."""
+    vocabulary: _builtins.int
+    attention_bytes: _builtins.int
+    """Of a layer's weights, what attention's take."""
+    def __init__(
+        self,
+        *,
+        kv_heads: _builtins.int = ...,
+        ffn: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
+        attention_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_bytes", b"attention_bytes", "ffn", b"ffn", "kv_heads", b"kv_heads", "vocabulary", b"vocabulary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DividedShape: _TypeAlias = DividedShape  # noqa: Y015
 
 @_typing.final
 class NodeCapability(_message.Message):

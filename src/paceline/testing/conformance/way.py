@@ -14,7 +14,7 @@ from dataclasses import replace
 from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import DividedShape, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.machines import Links, barred_hosts, fetchers, groups, live_cards, matching_offers
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Pin, PlanRequest
@@ -23,7 +23,13 @@ from paceline.fleet.ways import PricedFleet, PricesWay
 FLEETS = 200
 GIB = 1 << 30
 SHAPE = ModelShape(
-    n_layers=24, hidden=2048, layer_bytes=100 << 20, edge_bytes=300 << 20, kv_bytes_per_token_per_layer=2048, max_context=32768
+    n_layers=24,
+    hidden=2048,
+    layer_bytes=100 << 20,
+    edge_bytes=300 << 20,
+    kv_bytes_per_token_per_layer=2048,
+    max_context=32768,
+    divided=DividedShape(8, 5632, 32000, 30 << 20),
 )
 NAMES = tuple(map(NodeId, ("ant", "bee", "cat", "dog", "elk", "fox")))
 

@@ -103,6 +103,11 @@ class TensorGroup:
         return self._ranks.lacks
 
     @property
+    def away(self) -> tuple[int, ...]:
+        """Ranks that other machines run: fewer where one was lost there."""
+        return self._ranks.away
+
+    @property
     def losses(self) -> int:
         """Of ranks, so far. With each, all KV is void, whenever ranks are whole again."""
         return self._ranks.losses
@@ -241,6 +246,10 @@ class GroupExecutor(LocalExecutor[Bf16]):
     @property
     def lacks(self) -> str | None:
         return self._group.lacks
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        return self._group.away
 
     def ready(self) -> bool:
         return self._group.make_whole()

@@ -80,6 +80,11 @@ class RankProcesses:
         """Process ids; 0 for those of other machines."""
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Those that run, or are to run, on other machines."""
+        return tuple(sorted(self._away))
+
     def await_loads(self) -> None:
         """Wait until all are loaded, and watch them from then on.
 
