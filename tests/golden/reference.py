@@ -124,10 +124,16 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+ODD_HEADS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    f"heads of {dim}": lambda dim=dim: MistralConfig(**_SIZES | {"hidden_size": 96}, head_dim=dim, sliding_window=24) for dim in (80, 100)
+}
+"""Of no whole groups of 32."""
+
+
 def save_tiny(family: str, folder: Path) -> Path:
     """A random bf16 model of a family, as transformers saves it. Biases and norms are random too, so that none goes untested."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **ODD_HEADS}[family]())
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("gate_up_proj_bias"):

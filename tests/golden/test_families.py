@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from paceline.core.errors import UnsupportedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path as KernelPath
+from paceline.store.catalog import OpenedModel
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
@@ -79,6 +80,43 @@ def runner(request: pytest.FixtureRequest, golden: Golden, kernel_cache: Path) -
 def row_errors(found: hf.Logits, exact: hf.Logits) -> hf.Logits:
     """Root mean square error of each row, in standard deviations of the logits."""
     return np.sqrt(np.square(found - exact).mean(1)) / exact.std()
+
+
+@pytest.mark.parametrize("family", hf.ODD_HEADS)
+def test_heads_of_no_whole_groups_are_padded(family: str, tmp_path: Path, kernel_cache: Path) -> None:
+    if not cpu.runs_here():
+        pytest.skip("no compiled kernels for this processor")
+    source = SafetensorsWeights(hf.save_tiny(family, tmp_path), DigestCache(Home(tmp_path)))
+    assert cpu.refuses(source.spec) is None
+    ids = np.random.default_rng(0).integers(0, source.spec.vocab, 100).tolist()
+    (tmp_path / "rounded").mkdir()
+    exact = hf.reference(WeightsFormat.BF16, tmp_path, tmp_path / "rounded")
+    logits = hf.logits_of(exact, ids)
+    stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
+    loaded = cpu.load(source, hf.options(source.spec, WeightsFormat.BF16, kernel_cache))
+    found = hf.ours(loaded, ids, KernelPath.PROMPT)
+    loaded.close()
+    assert float(np.median(row_errors(found, logits))) < STRAY * stray
+
+
+def test_longer_contexts_turn_by_the_longer_rope(tmp_path: Path, kernel_cache: Path) -> None:
+    """transformers takes it for all positions once a text is longer than the first context."""
+    if not cpu.runs_here():
+        pytest.skip("no compiled kernels for this processor")
+    saved = hf.save_tiny("phi3 long", tmp_path)
+    source = SafetensorsWeights(saved, DigestCache(Home(saved)))
+    opened = OpenedModel("phi3", source.spec, source, cast("Any", None), saved).of_context(1024)
+    assert (source.spec.max_context, opened.spec.max_context) == (640, 1024)
+    (tmp_path / "rounded").mkdir()
+    exact = hf.reference(WeightsFormat.BF16, saved, tmp_path / "rounded")
+    ids = np.random.default_rng(0).integers(0, source.spec.vocab, 700).tolist()
+    logits = hf.logits_of(exact, ids)
+    stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
+    for weights, is_theirs in ((opened.weights, True), (source, False)):
+        loaded = cpu.load(weights, hf.options(source.spec, WeightsFormat.BF16, kernel_cache))
+        found = hf.ours(loaded, ids[:640], KernelPath.PROMPT)
+        loaded.close()
+        assert (float(np.median(row_errors(found, logits[:640]))) < STRAY * stray) == is_theirs
 
 
 @pytest.mark.parametrize("path", list(KernelPath))

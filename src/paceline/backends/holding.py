@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form, Inputs
+from paceline.backends.cpu.padding import padded
 from paceline.backends.cpu.pieces import Cutter
 from paceline.backends.cpu.sizes import (
     BLOCK,
@@ -89,6 +90,7 @@ def torch_formats(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[st
 
 def held_bytes(spec: ModelSpec, form_of: FormOf) -> dict[str, int]:
     """Bytes that each tensor of a model takes in memory."""
+    spec = padded(spec)
 
     def of(name: str, shape: tuple[int, ...]) -> int:
         if len(shape) != 2:
@@ -174,6 +176,7 @@ def cpu_working_bytes(
         logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.
         inputs: as what some matrix takes its inputs.
     """
+    spec = padded(spec)
     cutter = cutter_of(spec, threads, n_blocks)
     attended = spec.n_heads * spec.head_dim
     context = min(spec.max_context, n_blocks * BLOCK)

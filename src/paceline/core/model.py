@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -129,6 +129,14 @@ class RopeSpec:
     """Of what turns: sines and cosines are multiplied by it."""
 
 
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """What a model has for contexts beyond its first (LongRoPE): all positions turn by other divisors then."""
+
+    tokens: int
+    rope: RopeSpec
+
+
 def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
     """Dimensions of a head that turn, the first ones."""
     return rope.dims or head_dim
@@ -222,6 +230,14 @@ class ModelSpec:
     norms: Norms = Norms.BEFORE
     activation: Activation = Activation.SILU
     scales: Multipliers = PLAIN
+    long: LongContext | None = None
+    """Where it has another rope for more than `max_context` tokens."""
+
+    def of_context(self, tokens: int | None) -> ModelSpec:
+        """The model as it serves contexts of so many tokens; None: its first."""
+        if tokens is None or self.long is None or tokens <= self.max_context:
+            return self
+        return replace(self, rope=self.long.rope, max_context=self.long.tokens, long=None)
 
     @property
     def all_layers(self) -> LayerRange:

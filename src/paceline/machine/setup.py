@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
+from paceline.backends.cpu.padding import padded
 from paceline.backends.holding import kv_group, part_bytes, torch_formats, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
@@ -81,7 +82,7 @@ class Setup:
             ConfigError: what was asked contradicts itself or the model.
             OutOfMemory: it does not fit.
         """
-        spec, settings = self.opened.spec, self.settings
+        spec, settings = padded(self.opened.spec) if self.kernels.compiled else self.opened.spec, self.settings
         held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
 
         def working(n_blocks: int) -> int:
@@ -209,8 +210,12 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     cores = usable_cores()
     if settings.threads is not None and settings.threads > MOST_THREADS_A_CORE * cores:
         raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
-    opened = open_model(settings.model)
+    opened = open_model(settings.model).of_context(settings.context)
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
+    if spec.long is not None:
+        notes.append(
+            f"it serves {spec.max_context} tokens as it was first trained; with --context, up to {spec.long.tokens} by its rope for long texts"
+        )
     device = devices.fastest_device() if settings.device is None or settings.device.device is not DeviceKind.CPU else DeviceKind.CPU
     takes_whole = settings.weights in {None, device.format_unasked} and not spread  # of several machines, each takes what the plan says
     unasked = device is not DeviceKind.CPU and settings.device is None

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt, manifest_digest
 from paceline.core.model import ModelSpec
-from paceline.core.weights import WeightSource
+from paceline.core.weights import StoredTensor, WeightSource
 from paceline.store.digests import DigestCache, file_sums
 from paceline.store.faults import damaged, unreadable
 from paceline.store.gguf_file import GgufWeights, open_gguf
@@ -81,6 +81,35 @@ class OpenedModel:
     @property
     def location(self) -> ModelLocation:
         return ModelLocation(self.name, self.path)
+
+    def of_context(self, tokens: int | None) -> OpenedModel:
+        """As it serves contexts of so many tokens (`ModelSpec.of_context`)."""
+        spec = self.spec.of_context(tokens)
+        return self if spec is self.spec else replace(self, spec=spec, weights=_OtherRope(self.weights, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherRope:
+    """A `WeightSource` with the same tensors and another spec."""
+
+    source: WeightSource
+    spec: ModelSpec
+
+    @property
+    def digest(self) -> str:
+        return self.source.digest
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def nbytes(self, name: str) -> int:
+        return self.source.nbytes(name)
+
+    def type_of(self, name: str) -> str:
+        return self.source.type_of(name)
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        return self.source.read(name, rows)
 
 
 def open_model(ref: str, home: Home | None = None) -> OpenedModel:

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.model import LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart, family_of
@@ -80,7 +80,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
     if eps is None:
         raise damaged(path, f"metadata {arch}.attention.layer_norm_rms_epsilon is missing")
     n_layers = needed("block_count")
-    rope, context = _rope(header, family, head_dim, rope_factors, needed("context_length"))
+    rope, context, long = _rope(header, family, head_dim, rope_factors, needed("context_length"))
     spec = ModelSpec(
         model_type=family.name,
         n_layers=n_layers,
@@ -100,10 +100,11 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         qk_norm=family.qk_norm,
         qk_norm_whole=family.qk_norm_whole,
         moe=_moe(header, family, n_experts),
-        window=_window(header, family, n_layers, context),
+        window=_window(header, family, n_layers, long.tokens if long else context),
         norms=family.norms,
         activation=family.activation,
         scales=_scales(header, family, n_layers, hidden, n_heads),
+        long=long,
     )
     check_sizes(path, spec)
     return spec
@@ -174,8 +175,10 @@ def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
     return MoeSpec(n_experts, top_k, ffn, norm_topk=True, biased=family.biases)
 
 
-def _rope(header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int) -> tuple[RopeSpec, int]:
-    """Rope, and as much of the context as it serves."""
+def _rope(
+    header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int
+) -> tuple[RopeSpec, int, LongContext | None]:
+    """Rope, as much of the context as it serves, and what there is for more."""
     arch = family.arch
     dims, factors = header.integer(f"{arch}.rope.dimension_count"), tensors.get(_ROPE_FREQS)
     if dims == 0:
@@ -192,21 +195,28 @@ def _rope(header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[st
     if _ROPE_FREQS in header.tensors and (_ROPE_SHORT in header.tensors or scaling == "yarn"):
         raise unsupported(header.path, f"rope factors ({_ROPE_FREQS}) beside rope scaling {scaling!r}")
     if _ROPE_SHORT in header.tensors:
-        # Beyond the first context, other divisors would hold for all positions: what was computed before would be wrong.
-        return RopeSpec(theta, dims=dims, divisors=tuple(tensors.get(_ROPE_SHORT, ())), gain=gain), min(context, original)
+        # Beyond the first context other divisors hold for all positions: what was computed before would be wrong.
+        short, further = (
+            RopeSpec(theta, dims=dims, divisors=tuple(tensors.get(name, ())), gain=gain) for name in (_ROPE_SHORT, _ROPE_LONG)
+        )
+        return short, min(context, original), LongContext(context, further) if context > original and _ROPE_LONG in header.tensors else None
     if scaling == "yarn":
         fast, slow = (header.number(f"{arch}.rope.scaling.yarn_beta_{end}") for end in ("fast", "slow"))
-        return RopeSpec(
-            theta,
-            dims=dims,
-            yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0, not family.ramp_between),
-            gain=gain * yarn_gain(factor),
-        ), context
+        return (
+            RopeSpec(
+                theta,
+                dims=dims,
+                yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0, not family.ramp_between),
+                gain=gain * yarn_gain(factor),
+            ),
+            context,
+            None,
+        )
     if scaling not in {"none", "linear"}:
         raise unsupported(header.path, f"rope scaling {scaling!r}")
     linear = factor if scaling == "linear" else 1.0
     if factors is None:
-        return RopeSpec(theta, linear_factor=linear, dims=dims), context
+        return RopeSpec(theta, linear_factor=linear, dims=dims), context, None
     turning = head_dim if dims is None else dims
     if not theta > 0 or turning <= 0:
         raise damaged(header.path, f"its rope base is {theta}, and turns {turning} of {head_dim}")
@@ -217,7 +227,7 @@ def _rope(header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[st
         expected = inverse_frequencies(RopeSpec(theta, dims=dims), head_dim) / inverse_frequencies(rope, head_dim)
     if not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
-    return rope, context
+    return rope, context, None
 
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -246,7 +256,7 @@ class GgufWeights(TensorFiles):
         """
         self.header: Final = headers[0]
         stored = {name: at for header in headers for name, at in header.tensors.items()}
-        self._of_rope: Final = {name: stored[name] for name in (_ROPE_FREQS, _ROPE_SHORT) if name in stored}
+        self._of_rope: Final = {name: stored[name] for name in (_ROPE_FREQS, _ROPE_SHORT, _ROPE_LONG) if name in stored}
         spec = spec_from_gguf(replace(self.header, tensors=stored), {name: _rope_factors(at) for name, at in self._of_rope.items()})
         family, tensors = BY_NAME[spec.model_type], dict(_renamed(stored.values(), spec))
         super().__init__(spec, tensors, [header.path for header in headers], digests, neighbours=family.permuted or family.neighbours)

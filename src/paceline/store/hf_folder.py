@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.model import Activation, LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType, yarn_gain
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart
@@ -144,7 +144,8 @@ def _spec(config: JsonObject) -> ModelSpec:
     n_kv_heads, eps = config.integer("num_key_value_heads"), config.number("rms_norm_eps")
     tied = config.flag("tie_word_embeddings")
     head_dim = config.integer("head_dim") or hidden // n_heads
-    rope, context = _rope(config, head_dim, context)
+    longest = context
+    rope, context, long = _rope(config, head_dim, context)
     spec = ModelSpec(
         model_type=family,
         n_layers=n_layers,
@@ -164,10 +165,11 @@ def _spec(config: JsonObject) -> ModelSpec:
         qk_norm=kind.qk_norm,
         qk_norm_whole=kind.qk_norm_whole,
         moe=_moe(config, kind) if kind.expert_width else None,
-        window=_window(config, kind, n_layers, context),
+        window=_window(config, kind, n_layers, longest if long else context),
         norms=kind.norms,
         activation=kind.activation,
         scales=_scales(config, kind, hidden),
+        long=long,
     )
     check_sizes(config.path, spec)
     return spec
@@ -242,8 +244,8 @@ def _moe(config: JsonObject, kind: Family) -> MoeSpec:
     )
 
 
-def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, int]:
-    """Rope, and as much of the context as it serves. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, int, LongContext | None]:
+    """Rope, as much of the context as it serves, and what there is for more. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     both = config.child("rope_parameters")
     scaling = (both and both.child("full_attention")) or both or config.child("rope_scaling") or JsonObject(config.path, {})
     theta = scaling.number("rope_theta")
@@ -259,16 +261,16 @@ def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, in
     original = scaling.integer("original_max_position_embeddings") or config.integer("original_max_position_embeddings")
     match kind:
         case "default":
-            return plain, context
+            return plain, context, None
         case "linear":
-            return replace(plain, linear_factor=_needed_number(scaling, "factor")), context
+            return replace(plain, linear_factor=_needed_number(scaling, "factor")), context, None
         case "llama3":
             original = _original(config, original)
             factors = (_needed_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
             factor, low, high = factors
             if not (0 < factor < math.inf and 0 < low < high < math.inf and original > 0):
                 raise damaged(config.path, "the factors of its rope scaling contradict one another")
-            return replace(plain, llama3=(factor, low, high, original)), context
+            return replace(plain, llama3=(factor, low, high, original)), context, None
         case "yarn":
             factor = _needed_number(scaling, "factor")
             yarn = YarnSpec(factor, _original(config, original or context), scaling.number("beta_fast") or 32.0, scaling.number("beta_slow") or 1.0,
@@ -277,15 +279,16 @@ def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, in
             if gain is None:
                 own, all_dims = scaling.number("mscale"), scaling.number("mscale_all_dim")
                 gain = yarn_gain(factor, own) / yarn_gain(factor, all_dims) if own and all_dims else yarn_gain(factor)
-            return replace(plain, yarn=yarn, gain=gain), context
+            return replace(plain, yarn=yarn, gain=gain), context, None
         case "longrope" | "su":
             first = _original(config, original)
             ratio = scaling.number("factor") or context / max(1, first)
             gain = scaling.number("attention_factor")
             if gain is None:
                 gain = math.sqrt(1 + math.log(ratio) / math.log(max(2, first))) if ratio > 1 else 1.0
-            # Beyond the first context, other divisors would hold for all positions: what was computed before would be wrong.
-            return replace(plain, divisors=tuple(scaling.numbers("short_factor")), gain=gain), min(context, first)
+            # Beyond the first context other divisors hold for all positions: what was computed before would be wrong.
+            short, further = (replace(plain, divisors=tuple(scaling.numbers(f"{name}_factor")), gain=gain) for name in ("short", "long"))
+            return short, min(context, first), LongContext(context, further) if context > first and further.divisors else None
         case _:
             raise unsupported(config.path, f"rope scaling {kind!r}")
 

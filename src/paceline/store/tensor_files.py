@@ -65,6 +65,8 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
     }  # fmt: skip
     if spec.window is not None:
         sizes["sliding window"] = spec.window.tokens
+    if spec.long is not None:
+        sizes["longest context"] = spec.long.tokens
     if spec.moe is not None:
         sizes |= {"experts": spec.moe.n_experts, "experts a token": spec.moe.top_k, "expert size": spec.moe.ffn}
     check_range(path, sizes)
@@ -73,12 +75,10 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
         experts = "" if spec.moe is None else f" of {n_experts} experts"
         raise damaged(path, f"its configuration says {spec.n_layers} layers{experts}")
     rope, turning = spec.rope, rotary_dims(spec.rope, spec.head_dim)
-    if (
-        not 0 < turning <= spec.head_dim
-        or turning % 2
-        or (rope.divisors and (len(rope.divisors) != turning // 2 or min(rope.divisors) <= 0))
-    ):
-        raise damaged(path, f"its rope turns {turning} of {spec.head_dim} dimensions by {len(rope.divisors)} divisors")
+    for divisors in (rope.divisors, () if spec.long is None else spec.long.rope.divisors):
+        sound = not divisors or (len(divisors) == turning // 2 and min(divisors) > 0)
+        if not 0 < turning <= spec.head_dim or turning % 2 or not sound:
+            raise damaged(path, f"its rope turns {turning} of {spec.head_dim} dimensions by {len(divisors)} divisors")
     if not 0 < rope.gain < math.inf or (rope.yarn and not _is_sound(rope.yarn, rope.theta)):
         raise damaged(path, "the factors of its rope scaling contradict one another")
     if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:

@@ -294,9 +294,16 @@ def test_long_rope_serves_the_context_that_its_first_divisors_are_for(gguf_model
     source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
     assert (source.spec.max_context, source.spec.rope.gain) == (64, 1.25)
     np.testing.assert_allclose(source.spec.rope.divisors, np.linspace(1, 2, 8), rtol=1e-6)
+    longer = source.spec.of_context(65)
+    assert (longer.max_context, longer.rope) == (128, RopeSpec(10000.0, divisors=(8.0,) * 8, gain=1.25))
+    assert source.spec.of_context(64) is source.spec is source.spec.of_context(None)
     assert check_beginning(tmp_path / "m.gguf", (tmp_path / "m.gguf").stat().st_size)
     model.stored["rope_factors_short.weight"] = (np.ones(7, np.float32), gguf.GGMLQuantizationType.F32)
     with pytest.raises(ModelFileError, match="7 divisors"):
+        open_gguf(model.write(tmp_path / "n.gguf"), digests)
+    model.stored["rope_factors_short.weight"] = model.stored["rope_factors_long.weight"]
+    model.stored["rope_factors_long.weight"] = (np.zeros(8, np.float32), gguf.GGMLQuantizationType.F32)
+    with pytest.raises(ModelFileError, match="8 divisors"):
         open_gguf(model.write(tmp_path / "n.gguf"), digests)
 
 

@@ -114,6 +114,16 @@ def test_rope_is_read_from_old_and_new_configurations(tmp_path: Path, changes: A
     assert spec_from_config(JsonObject(tmp_path, config(**changes))).rope == expected
 
 
+def test_a_rope_for_longer_contexts_is_kept_beside(tmp_path: Path) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    changes = {"model_type": "phi3", "original_max_position_embeddings": 2048, "rope_scaling": scaling}
+    spec = spec_from_config(JsonObject(tmp_path, config(**changes, sliding_window=4096)))
+    assert (spec.max_context, spec.of_context(2048), spec.window) == (2048, spec, WindowSpec(4096, (True, True)))
+    longer = spec.of_context(4000)
+    assert (longer.max_context, longer.rope.divisors, longer.rope.gain) == (8192, (4.0,) * 8, spec.rope.gain)
+    assert longer.of_context(10**6) is longer
+
+
 def test_gemma_of_texts_and_images_is_read_for_its_texts(tmp_path: Path, digests: DigestCache) -> None:
     torch = pytest.importorskip("torch")
     model = transformers_model("gemma3_text", sliding_window=16)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.backends.cpu.padding import PaddedHeads, padded
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import ConfigError
@@ -129,6 +130,7 @@ def compiled(folder: Path) -> bool:
 
 def refuses(spec: ModelSpec) -> str | None:
     """Why these kernels can't run a model; None where they can."""
+    spec = padded(spec)
     if spec.moe is not None and spec.moe.n_experts > MOST_EXPERTS:
         return f"layers of {spec.moe.n_experts} experts have no compiled kernels"
     if spec.head_dim > MOST_HEAD_DIM:
@@ -181,6 +183,8 @@ def load(
     from paceline.backends.cpu.weights import pack_model
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
 
+    if padded(source.spec) is not source.spec:
+        source = PaddedHeads(source)
     form_of = forms_by(options.weights, source.type_of)
     share = None if exchange is None else exchange.shares[exchange.rank]
     spec = source.spec if share is None else share.of(source.spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,6 +12,7 @@ from gguf.quants import dequantize, quantize
 
 from paceline.backends import cpu
 from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.padding import PaddedHeads, padded
 from paceline.backends.ggml.dequantise import TYPES
 from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, part_bytes, torch_formats
 from paceline.backends.numerics import SeededWeights, small
@@ -95,3 +97,34 @@ def test_a_load_that_is_given_up_ends() -> None:
 
     with pytest.raises(GivenUp):
         pack_model(SeededWeights(small(SPEC)), LayerRange(0, 1), lambda _: Form.Q8_0, edges=True, threads=2, progress=give_up)
+
+
+def test_padded_heads_weigh_what_they_did() -> None:
+    from paceline.backends.cpu.probe import SeededBlocks
+
+    spec = replace(SPEC, head_dim=80, n_layers=1, hidden=512)
+    source = SeededBlocks(spec, {Form.Q4_0})
+    widened = PaddedHeads(source)
+    name = "model.layers.0.self_attn."
+    assert widened.spec.head_dim == 96
+    whole = to_float32(source.read(f"{name}k_proj.weight")).reshape(2, 2, 40, 512)
+    read = widened.read(f"{name}k_proj.weight")
+    assert isinstance(read, BlockTensor)
+    values = dequantize(read.rows_NB, gguf.GGMLQuantizationType.Q4_0).reshape(2, 2, 48, 512)
+    np.testing.assert_array_equal(values[:, :, :40], whole)
+    assert not values[:, :, 40:].any()
+    part = widened.read(f"{name}k_proj.weight", slice(32, 160))
+    assert isinstance(part, BlockTensor)
+    np.testing.assert_array_equal(part.rows_NB, read.rows_NB[32:160])
+    out = to_float32(widened.read(f"{name}o_proj.weight", slice(16, 48))).reshape(32, 8, 2, 48)
+    np.testing.assert_array_equal(out[..., :40], to_float32(source.read(f"{name}o_proj.weight", slice(16, 48))).reshape(32, 8, 2, 40))
+    assert not out[..., 40:].any()
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"rope": RopeSpec(1e4, dims=40)}, {"head_dim": 64}])
+def test_what_can_not_be_padded_is_as_it_was(changes: Any) -> None:
+    spec = replace(SPEC, head_dim=80)
+    assert padded(spec) is not spec
+    other = replace(spec, **changes)
+    assert padded(other) is other
+    assert (cpu.refuses(other) is None) == (other.head_dim == 64)
