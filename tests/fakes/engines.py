@@ -66,6 +66,7 @@ class EngineBench:
         kv: Callable[[NullRunner], KvSource] | None = None,
         loans: KvLoans | None = None,
         model_digest: str = "",
+        kv_check_every: int = 512,
     ) -> None:
         self._loans = loans or KvLoans()
         self.wait = wait or (lambda seconds: self.clock.advance(1000 * seconds))
@@ -80,6 +81,7 @@ class EngineBench:
             prefix_cache=prefix_cache,
             max_losses=max_losses,
             model_digest=model_digest,
+            kv_check_every=kv_check_every,
         )
         seeds = count(1000)
         self.clock = clock or FakeClock()

@@ -362,6 +362,7 @@ def shard_examples() -> Iterator[Example]:
     moved = (
         ("fetch", replace(kept, use=BlocksUse.FETCH, move=had)),
         ("give", replace(kept, use=BlocksUse.GIVE, move=asks)),
+        ("compare", replace(kept, use=BlocksUse.COMPARE)),
     )
     for name, asked in (("rich", kept), ("minimal", found), ("restore", replace(kept, use=BlocksUse.RESTORE)), *moved):
         yield coded(name, shard_pb2.KvBlocksRequest, asked, shards.write_blocks, shards.read_blocks)

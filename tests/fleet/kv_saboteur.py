@@ -5,6 +5,8 @@ A deed is done once, to the first stream of blocks that it sends which comes so 
     hold N          after N blocks nothing is sent, until `held` is removed
     damaged N       the block after N others is not as its checksum says
     another N       ... has another's name
+    lie N           ... has other bytes than the model computes, and their checksum
+    nan N           ... has no numbers in it, and their checksum
     close N         ... does not come: the stream ends
     forget N        ... can't be read, nor any after it, as if the pool had given them up, until `done` is removed
 
@@ -101,11 +103,15 @@ def send_badly(sender: BlockSender, key: bytes, data: memoryview) -> None:
     if taken({"hold"}, sent[sender], "held"):
         while (HOME / "held").exists():
             time.sleep(0.01)
-    match taken({"damaged", "another", "close"}, sent[sender], "done"):
+    match taken({"damaged", "another", "lie", "nan", "close"}, sent[sender], "done"):
         case "damaged":
             return send_block(BadSum(sender), key, data)  # type: ignore[arg-type]
         case "another":
             key = key[::-1]
+        case "lie":
+            data[0] ^= 1
+        case "nan":
+            data[:] = NOT_A_NUMBER * (len(data) // 2)
         case "close":
             return sender.close()
         case _:

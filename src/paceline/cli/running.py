@@ -11,7 +11,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -152,6 +152,7 @@ _FIGURES = {
 
 
 _PUSHES, NOT_WHOLE = "paceline_kv_pushes_total ", "not whole: "
+_LIES, LIED = "paceline_kv_lies_total ", "lied: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,8 @@ class KvPeerLoad:
     """Of what came, read out of another process's memory."""
     failed: Mapping[str, int] = field(default_factory=dict[str, int])
     """Prompts that did not come whole from elsewhere, by how that ended."""
+    liars: Sequence[str] = ()
+    """Nodes that gave wrong KV."""
 
     def __str__(self) -> str:
         rates = [f" ({rate:.0f}/s)" if rate else "" for rate in (self.fetched_per_s, self.pushed_per_s)]
@@ -201,7 +204,8 @@ class KvPeerLoad:
         nixl = f"; {human(self.nixl_bytes)} came by NIXL" if self.nixl_bytes else ""
         leases = f"; {counted(self.leases, 'prompt')} computed here for others now" if self.leases else ""
         failed = f"; prompts not whole: {', '.join(f'{count} {end}' for end, count in self.failed.items())}" if self.failed else ""
-        return f"{self.fetched} fetched{rates[0]}{pushed}, {self.missed} missed, {self.given} given{nixl}{leases}{failed}"
+        lied = f"; WRONG KV CAME FROM {', '.join(self.liars)}: asked for none for an hour" if self.liars else ""
+        return f"{self.fetched} fetched{rates[0]}{pushed}, {self.missed} missed, {self.given} given{nixl}{leases}{failed}{lied}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +314,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
             leases=int(last["leases"]),
             nixl_bytes=int(last["peer_nixl"]),
             failed={name.removeprefix(NOT_WHOLE): int(count) for name, count in last.items() if name.startswith(NOT_WHOLE) and count},
+            liars=sorted(name.removeprefix(LIED) for name in last if name.startswith(LIED)),
         )
         if any(last[what] for what in (*peers, "leases"))
         else None,
@@ -327,6 +332,7 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
         found = {"at": time.monotonic(), **{figure: samples.get(name, 0.0) for name, figure in _FIGURES.items()}}
         ends = {name.removeprefix(_PUSHES): count for name, count in samples.items() if name.startswith(_PUSHES)}
         found |= {NOT_WHOLE + end: count for end, count in ends.items() if end not in {"whole", "left"}}
+        found |= {name.replace(_LIES, LIED): count for name, count in samples.items() if name.startswith(_LIES)}
         return {**found, "keeps": float("paceline_kv_disk_blocks_total read" in samples)}
     except (httpx.HTTPError, OSError, ValueError):
         return {}
@@ -335,7 +341,7 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
 def _samples(page: str) -> Iterator[tuple[str, float]]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            labels = (sample.labels.get(label) for label in ("what", "transport"))
+            labels = (sample.labels.get(label) for label in ("what", "transport", "outcome", "node"))
             yield " ".join([sample.name, *filter(None, labels)]), sample.value
 
 

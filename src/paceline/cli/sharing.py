@@ -135,7 +135,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     needed = (settings is None and sharing.embeddings is None) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
     if settings is not None:
-        settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl)
+        settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl, kv_check_every=said.kv.spot_check_every)
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)

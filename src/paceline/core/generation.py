@@ -163,7 +163,7 @@ class Notice:
     """Something that happened to an answer and is no part of it, for clients that ask: a machine was lost, another took over."""
 
     kind: str
-    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`."""
+    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`."""
     detail: Mapping[str, str | int | float]
 
 

@@ -44,6 +44,9 @@ class EngineConfig:
     wait_timeout_s: float = 60.0
     """How long live sequences may wait while none of them can run and no block comes that is computed elsewhere, before the engine counts as failed.
     Raising it delays the news of a source that hangs."""
+    kv_check_every: int = 512
+    """Of blocks that peers gave, one in so many is computed again and compared; 0: none. Lowering it: a peer that lies is found sooner, and more is
+    computed twice."""
     max_losses: int = 8
     """Losses of the executor, with no step between them, before live requests end with an error. Raising it delays the news of an outage."""
     model_digest: str = ""
@@ -66,6 +69,7 @@ class EngineConfig:
             ("max_waiting", 0),
             ("prefill_chunk", 1),
             ("max_guesses", 0),
+            ("kv_check_every", 0),
             ("max_losses", 1),
         ):
             value = getattr(self, name)

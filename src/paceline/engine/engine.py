@@ -12,6 +12,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
+from math import inf, isfinite
 from time import sleep
 
 from paceline.core.clock import Clock
@@ -26,8 +27,8 @@ from paceline.engine.executor import Executor, SequenceStep, StepOutput
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.kv_source import KvLoans, KvSource
 from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
-from paceline.engine.scheduler import PlannedBatch, Scheduler
-from paceline.engine.sequence import SequenceState, TextStream, carry_on, gain_of, score_rows
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import PlannedBatch, SequenceState, TextStream, carry_on, gain_of, score_rows
 from paceline.engine.step_costs import StepCosts, StepTimes
 
 SHORTER = 4
@@ -83,7 +84,7 @@ class Engine:
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
-        self._scheduler = Scheduler(executor, config, self._drafting, costs, kv, loans)
+        self._scheduler = Scheduler(executor, config, self._drafting, costs, kv, loans, entropy)
         self._sampler = sampler or PlainSampler(vocabulary.size)
         self._grammars = grammars
         self._live: dict[RequestId, list[SequenceState]] = {}
@@ -361,6 +362,12 @@ class Engine:
                 restrict(logits_RV[wanted.logits_row, : self._vocabulary.size], wanted.mask)
         drawn = draw_each(self._sampler, logits_RV, rows)
         for seq, step, n_scores, own in advancing:
+            if seq.givers and any(isinstance(one, DrawFailed) for one in drawn[own]):
+                tops = [float(logits_RV[row.logits_row, : self._vocabulary.size].max()) for row in rows[own]]
+                if not all(isfinite(top) or top == -inf for top in tops):
+                    self._scheduler.found_lie(seq.givers)  # if it is not theirs, it comes again without them, and ends the answer
+            if seq.distrusted:
+                continue
             if n_scores or seq.ends_with_prompt:
                 chunks += self._scored(seq, step, drawn[own][:n_scores])
             if own.stop - own.start > n_scores and seq.is_live:
@@ -393,7 +400,13 @@ class Engine:
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
         """What happened, for every live request."""
         notices = (*self._executor.notices(), *more)
-        return [GenerationChunk(id_, live[0].index, (), "", notices=notices) for id_, live in self._live.items()] if notices else []
+        told = [GenerationChunk(id_, live[0].index, (), "", notices=notices) for id_, live in self._live.items()] if notices else []
+        again, self._scheduler.distrusted = self._scheduler.distrusted, []
+        for seq, givers in again:
+            if seq.is_live:
+                lied = Notice("kv_distrusted", {"nodes": ", ".join(sorted(givers)), "n_tokens": seq.n_generated})
+                told.append(GenerationChunk(seq.request.request_id, seq.index, (), "", notices=(lied,)))
+        return told
 
     def _end(self, seq: SequenceState, reason: FinishReason, error: str | None = None, code: str | None = None) -> GenerationChunk:
         self._forget(seq, reason)

@@ -1,7 +1,7 @@
 """KV blocks that lie elsewhere than in the pool, by name: fetched into blocks that sequences will begin with, and kept from blocks that are known.
 
 Law: the engine's thread is never held up, and a block that a source may still write, or read, is no other sequence's. A fetch that brings less than it
-promised costs what it did not bring: those rows are computed.
+promised costs what it did not bring: those rows are computed. What stands on a peer's blocks is kept nowhere else: it ends with the process, as the peer's word does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.generation import GenerationRequest
-from paceline.core.ids import BlockId
-from paceline.engine.prefix_cache import BlockPool
-from paceline.engine.sequence import SequenceState
+from paceline.core.ids import BlockId, NodeId
+from paceline.engine.prefix_cache import BlockPool, Prefixes
+from paceline.engine.sequence import BlockCheck, SequenceState
 
 MOST_UNKEPT = 1 << 14
 """Names of blocks that wait to be kept. Raising it: memory; blocks of a burst are kept that would else be forgotten."""
@@ -27,8 +27,24 @@ LEAST_MARK = 4
 """Blocks of the shortest prefix that is told."""
 
 
+@dataclass(frozen=True, slots=True)
+class GivenBlocks:
+    """What a peer gave of a fetch's blocks."""
+
+    giver: NodeId
+    alike: Callable[[Sequence[BlockId]], KvFetch]
+    """Finds how many blocks, from the first on, hold what the first one holds: that many are `filled` then; 0: it can't be known."""
+    first: int = 0
+    """Those before it were kept here."""
+
+
 class KvFetch(Protocol):
     """Blocks on their way."""
+
+    @property
+    def given(self) -> GivenBlocks | None:
+        """Final once `is_over`; None: a peer gave none of them."""
+        ...
 
     @property
     def filled(self) -> int:
@@ -89,8 +105,10 @@ class KvTraffic:
     are still in the prefix cache by then.
     """
 
-    def __init__(self, source: KvSource) -> None:
-        self._source = source
+    def __init__(self, source: KvSource, prefixes: Prefixes, check_every: int, draw: Callable[[], int]) -> None:
+        self._source, self._prefixes, self._every, self._draw = source, prefixes, check_every, draw
+        self._unchecked = -1
+        """Blocks of peers before the next that is computed again; below 0: not drawn yet."""
         self.fetching: dict[SequenceState, KvFetch] = {}
         """Sequences whose next blocks are on their way. To the pool they are in flight."""
         self._waiting: deque[bytes] = deque(maxlen=MOST_UNKEPT)
@@ -113,14 +131,92 @@ class KvTraffic:
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
             seq.flights += 1
 
-    def fetched(self) -> Iterator[tuple[SequenceState, int]]:
-        """Sequences that wait no more, and how many blocks came for each. What is wanted no more is cancelled."""
+    def came(self, seq: SequenceState, fetch: KvFetch, pool: BlockPool, spare: int) -> frozenset[NodeId] | None:
+        """A sequence waits no more: blocks came for it, or one that was computed again is compared.
+
+        Args:
+            spare: blocks that are left to others.
+
+        Returns:
+            Whose blocks are wrong, by what was compared; None: nothing was, or it can't be known.
+        """
+        check = seq.check
+        if check is not None:
+            pool.give_back(seq.put_back())
+            if fetch.filled == 1:
+                return seq.givers
+            self._check(seq, check.alike, check.places, check.resume, pool, spare)
+            return frozenset() if fetch.filled else None
+        given, n_given = fetch.given, 0
+        if given is not None:
+            n_given = max(0, fetch.filled - given.first)
+        size = self._prefixes.block_size
+        for n_blocks in (fetch.filled - n_given, n_given):
+            if given is not None and n_blocks == n_given > 0:
+                seq.givers |= {given.giver}
+            seq.computed += n_blocks * size
+            self._prefixes.fetched(seq, n_blocks, pool.cache)
+        if given is not None:
+            first = seq.computed // size - n_given
+            places = [first + place for place in self._to_check(n_given)]
+            self._check(seq, given.alike, places, seq.computed, pool, spare)
+        return None
+
+    def _check(
+        self,
+        seq: SequenceState,
+        alike: Callable[[Sequence[BlockId]], KvFetch],
+        places: Sequence[int],
+        resume: int,
+        pool: BlockPool,
+        spare: int,
+    ) -> None:
+        """Have the next of these blocks computed again; go on where there is none, or no room for it."""
+        if not places or pool.available <= spare:
+            seq.computed = resume
+            return
+        place, size = places[0], self._prefixes.block_size
+        seq.check = BlockCheck(alike, places[1:], resume, place, seq.blocks[place], (place + 1) * size)
+        seq.blocks[place], seq.computed = pool.take(), place * size
+
+    def _to_check(self, n_blocks: int) -> list[int]:
+        """Which of the next blocks that peers gave are computed again: one in so many, and nobody can tell which."""
+        chosen, at = list[int](), 0
+        while self._every:
+            if self._unchecked < 0:
+                self._unchecked = self._draw() % (2 * self._every - 1)
+            if self._unchecked >= n_blocks - at:
+                self._unchecked -= n_blocks - at
+                break
+            chosen.append(at + self._unchecked)
+            at, self._unchecked = chosen[-1] + 1, -1
+        return chosen
+
+    def distrust(self, givers: frozenset[NodeId], holders: Iterable[SequenceState], pool: BlockPool) -> list[SequenceState]:
+        """Forget what stands on blocks of these peers. Returns the sequences, of those that hold blocks, which are to run again."""
+        again: list[SequenceState] = []
+        for seq in holders:
+            if seq.givers & givers or seq in self.fetching:  # what comes may be theirs
+                seq.distrusted = True
+                if seq.is_live and not seq.preempt_when_collected:
+                    seq.forget_guess()
+                    again.append(seq)
+        pool.forget_given(givers)
+        return again
+
+    def compare(self, seq: SequenceState, check: BlockCheck) -> None:
+        """Find whether a block that was computed again is what the peer gave."""
+        self.fetching[seq] = check.alike((check.aside, seq.blocks[check.place]))
+        seq.flights += 1
+
+    def fetched(self) -> Iterator[tuple[SequenceState, KvFetch]]:
+        """Sequences that wait no more, and what came for each. What is wanted no more is cancelled."""
         for seq, fetch in tuple(self.fetching.items()):
             if not seq.is_live or seq.preempt_when_collected:
                 fetch.cancel()
             if fetch.is_over:
                 del self.fetching[seq]
-                yield seq, fetch.filled
+                yield seq, fetch
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Blocks of these names may be kept."""
@@ -135,7 +231,7 @@ class KvTraffic:
     def _lend_waiting(self, pool: BlockPool) -> None:
         while self._waiting:
             block = pool.cache.find(self._waiting[0])
-            if block is not None and block not in self.lent:
+            if block is not None and block not in self.lent and not pool.cache.givers((block,)):
                 if not self._source.keep(self._waiting[0], block):
                     return
                 pool.share(block)
@@ -183,6 +279,10 @@ class KvLoans:
         """Has the engine's thread look here."""
         self.on_used: Callable[[], object] = lambda: None
         """Told, in the engine's thread, that `prefixes` changed."""
+        self.on_checked: Callable[[frozenset[NodeId]], object] = lambda _: None
+        """Told, in the engine's thread, of each check of peers' blocks, whose blocks were found to be wrong: that of none."""
+        self.liars: deque[frozenset[NodeId]] = deque()
+        """Found elsewhere: what they gave is to be forgotten here too."""
         self.prefixes = UsedPrefixes()
         self.out: dict[KvLoan, None] = {}
         """For the engine's thread alone."""
@@ -196,7 +296,7 @@ class KvLoans:
     @property
     def is_waiting(self) -> bool:
         """Whether the engine's thread has something to do here."""
-        return bool(self._asked or self._returned)
+        return bool(self._asked or self._returned or self.liars)
 
     def ask(self, keys: Sequence[bytes], *, when_computed: bool = False) -> Future[KvLoan]:
         """Borrow the blocks of these names that are known. What comes is to be given back.
@@ -211,6 +311,11 @@ class KvLoans:
 
     def give_back(self, loan: KvLoan) -> None:
         self._returned.append(loan)
+        self.wake()
+
+    def distrust(self, givers: frozenset[NodeId]) -> None:
+        """Forget what these gave, and run again what stands on it."""
+        self.liars.append(givers)
         self.wake()
 
     def leave(self, asked: Future[KvLoan]) -> None:

@@ -19,7 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
-from paceline.core.ids import BlockId
+from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.engine.config import EngineConfig
 from paceline.engine.executor import Executor
@@ -62,6 +62,8 @@ class PrefixCache:
         self._key_of: dict[BlockId, bytes] = {}
         self._idle: dict[BlockId, None] = {}
         """Insertion order is the order of eviction."""
+        self._givers: dict[BlockId, frozenset[NodeId]] = {}
+        """Of blocks that stand on what peers gave."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -90,11 +92,26 @@ class PrefixCache:
         """The block of that name."""
         return self._block_of.get(key)
 
-    def insert(self, key: bytes, block: BlockId) -> None:
-        """Name a block in use. Where the key is taken, the block stays its sequence's own."""
+    def insert(self, key: bytes, block: BlockId, givers: frozenset[NodeId] = frozenset()) -> None:
+        """Name a block in use, which stands on what `givers` gave. Where the key is taken, the block stays its sequence's own."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            if givers:
+                self._givers[block] = givers
+
+    def givers(self, blocks: Iterable[BlockId]) -> frozenset[NodeId]:
+        """Peers that gave what these stand on."""
+        return frozenset[NodeId]().union(*(self._givers.get(block, ()) for block in blocks)) if self._givers else frozenset()
+
+    def forget(self, givers: frozenset[NodeId]) -> tuple[list[BlockId], list[BlockId]]:
+        """Forget what stands on blocks of these peers. Returns the blocks that were idle, and those in use."""
+        found = [block for block, of in self._givers.items() if of & givers]
+        idle, used = [block for block in found if block in self._idle], [block for block in found if block not in self._idle]
+        for block in found:
+            self._idle.pop(block, None)
+            self._drop(block)
+        return idle, used
 
     def retire(self, block: BlockId) -> None:
         self._idle[block] = None
@@ -106,13 +123,18 @@ class PrefixCache:
         """Forget the block idle for longest, and hand it over. There must be one."""
         block = next(iter(self._idle))
         del self._idle[block]
-        del self._block_of[self._key_of.pop(block)]
+        self._drop(block)
         return block
+
+    def _drop(self, block: BlockId) -> None:
+        del self._block_of[self._key_of.pop(block)]
+        self._givers.pop(block, None)
 
     def check_invariants(self) -> None:
         """Keys and blocks are one to one, and what is idle has a key."""
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "the two directions of the cache disagree"
         assert self._idle.keys() <= self._key_of.keys(), "an idle block has no key"
+        assert self._givers.keys() <= self._key_of.keys(), "it is known who gave a block that is not known"
 
 
 _UNBOUNDED = 1 << 62
@@ -129,6 +151,10 @@ class Prefixes:
         self._root = root_key(executor.numerics_id, config.model_digest)
         self._computing: dict[bytes, SequenceState] = {}
         """Keys of prompt blocks that a running sequence is about to fill."""
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
 
     def name(self, seq: SequenceState) -> None:
         """Name the blocks of a new sequence's prompt."""
@@ -149,9 +175,10 @@ class Prefixes:
         hits = cache.match(keys)
         return None if len(hits) < len(keys) and keys[len(hits)] in self._computing else hits
 
-    def begun(self, seq: SequenceState, n_hits: int) -> None:
+    def begun(self, seq: SequenceState, n_hits: int, cache: PrefixCache) -> None:
         """A sequence runs, with so many blocks that were found."""
         seq.n_published = n_hits
+        seq.givers, seq.distrusted = cache.givers(seq.blocks[:n_hits]), False
         for key in self._wanted(seq)[n_hits:]:
             self._computing.setdefault(key, seq)
         if seq.cached_tokens is None:
@@ -179,7 +206,7 @@ class Prefixes:
                 start = index * self._block_size
                 parent = seq.keys[-1] if seq.keys else self._root_of(seq)
                 seq.keys.append(chain_key(parent, seq.tokens[start : start + self._block_size]))
-            cache.insert(seq.keys[index], seq.blocks[index])
+            cache.insert(seq.keys[index], seq.blocks[index], seq.givers)
             self._waive(seq, seq.keys[index])
             seq.n_published += 1
         return seq.keys[before : seq.n_published]
@@ -216,6 +243,8 @@ class BlockPool:
         self._free = [BlockId(i) for i in reversed(range(n_blocks))]
         self.used = 0
         """Blocks with at least one user."""
+        self._forgotten: set[BlockId] = set()
+        """Of those, the ones that are known no more, since a peer lied."""
 
     @property
     def n_blocks(self) -> int:
@@ -246,6 +275,7 @@ class BlockPool:
             self._users[block] -= 1
             if self._users[block] == 0:
                 self.used -= 1
+                self._forgotten.discard(block)
                 if block in self.cache:
                     self.cache.retire(block)
                 else:
@@ -255,6 +285,12 @@ class BlockPool:
         """Free what no sequence uses: what those blocks hold can't be trusted any more."""
         while self.cache.n_idle:
             self._free.append(self.cache.evict())
+
+    def forget_given(self, givers: frozenset[NodeId]) -> None:
+        """Forget what stands on blocks of these peers; whoever uses some of it is to give it back."""
+        idle, used = self.cache.forget(givers)
+        self._free += idle
+        self._forgotten.update(used)
 
     def check_invariants(self, tables: Iterable[Iterable[BlockId]]) -> None:
         """Assert the module's law.
@@ -269,7 +305,8 @@ class BlockPool:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             users.update(blocks)
         assert [users[BlockId(i)] for i in range(self.n_blocks)] == self._users, "reference counts differ from the tables"
-        assert all(block in self.cache for block, count in users.items() if count > 1), "a block outside the cache has two users"
+        known = (block in self.cache or block in self._forgotten for block, count in users.items() if count > 1)
+        assert all(known), "a block outside the cache has two users"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for i, count in enumerate(self._users):

@@ -14,42 +14,32 @@ Laws:
   ahead.
 - A draft takes no block from anybody: where none is free it is cut short.
 - A sequence whose blocks are being fetched runs nothing; to the pool it is in flight.
+- Blocks that peers gave are checked before a row runs behind them; where one is wrong, nothing that stands on what those peers gave is known, or goes on.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from math import inf
 from operator import attrgetter
 
-from paceline.core.ids import BatchId, SequenceId
+from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.engine.config import EngineConfig, context_of
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
 from paceline.engine.kv_source import KvLoans, KvSource, KvTraffic
 from paceline.engine.local import blocks_for
 from paceline.engine.prefix_cache import BlockPool, Prefixes
-from paceline.engine.sequence import Phase, SequenceState
+from paceline.engine.sequence import Phase, PlannedBatch, SequenceState, oldest
 from paceline.engine.step_costs import PromptLeft, StepCosts, StepLoad, rows_of_prompts
 
 LEAST_ROWS = 32
 """Of prompts in the step after one that was recalled; the next has twice as many. Raising it: more is lost where requests keep coming."""
 PASSED = 16
 """Sequences that are let in before one that came earlier, at most. Raising it: short requests wait less behind long ones, and these longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
-    """A batch and the sequences its steps are of."""
-
-    batch: StepBatch
-    sequences: list[SequenceState]
-    load: StepLoad
-    may_recall: bool = False
-    """It is of prompts alone, on this machine, and the one before it ran to its end."""
 
 
 class Scheduler:
@@ -63,17 +53,19 @@ class Scheduler:
         costs: StepCosts,
         kv: KvSource | None = None,
         loans: KvLoans | None = None,
+        draw: Callable[[], int] = lambda: 0,
     ) -> None:
         self._executor, self._drafting, self._costs = executor, drafting, costs
         self.pool = BlockPool(executor.n_blocks)
         self.prefixes = Prefixes(executor, config)
-        self.kv = None if kv is None else KvTraffic(kv)
+        self.kv = None if kv is None else KvTraffic(kv, self.prefixes, config.kv_check_every, draw)
         self._loans = loans or KvLoans()
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
+        self.distrusted: list[tuple[SequenceState, frozenset[NodeId]]] = []
+        """What was to run again since this was emptied, and who lied."""
         self.preemptions = 0
-        self._depth = executor.depth
-        self._block_size = executor.block_size
+        self._depth, self._block_size = executor.depth, executor.block_size
         self._config = config
         self._max_running = config.max_running
         self._chunk, self._budget_s = config.prefill_chunk, config.step_budget_s
@@ -121,12 +113,15 @@ class Scheduler:
     def next_batch(self) -> PlannedBatch | None:
         """What to run next, or None if every sequence is in flight, or waits for one that is, or for its blocks."""
         self._loans.settle(self.pool)
+        while self._loans.liars:
+            self._distrust(self._loans.liars.popleft())
         if self.kv is not None:
             self.kv.lend(self.pool)
-            for seq, n_blocks in self.kv.fetched():
+            for seq, fetch in self.kv.fetched():
                 if self._comes_back(seq):
-                    seq.computed += n_blocks * self._block_size
-                    self.prefixes.fetched(seq, n_blocks, self.pool.cache)
+                    self._released += [] if seq.check is None else [seq.id]  # its table changes
+                    if (liars := self.kv.came(seq, fetch, self.pool, len(self.running))) is not None:
+                        self.found_lie(liars)
         if self.waiting:
             self._admit()
         steps: list[SequenceStep] = []
@@ -151,13 +146,15 @@ class Scheduler:
             seq.flights -= 1
             seq.void = max(0, seq.void - 1)
             seq.is_settled = True
-            if seq.n_published < seq.n_publishable:
+            if seq.n_published < seq.n_publishable and not seq.distrusted:
                 end = step.first_position + len(step.token_ids)
                 named = self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
                 if self.kv is not None and not seq.request.caller:
                     self.kv.offer(named)
             if not seq.flights:
                 if seq.is_live and not seq.preempt_when_collected:
+                    if self.kv is not None and seq.check is not None and seq.computed == seq.check.stop:
+                        self.kv.compare(seq, seq.check)
                     self._trim(seq)
                 else:
                     self._draining.remove(seq)
@@ -195,6 +192,8 @@ class Scheduler:
             seq.computed, seq.void = computed, 0
             (self._preempt if seq.preempt_when_collected else self._trim)(seq)
         self._draining.clear()
+        for seq in [one for one in self.running if one.check is not None]:  # what stands behind is restored nowhere
+            self._preempt(seq)
         self._interrupted += 1
 
     def held(self) -> list[HeldSequence]:
@@ -256,7 +255,7 @@ class Scheduler:
         for seq in tuple(self.running):
             if seq.left > 1:
                 prefilling = True
-            elif share and not seq.is_awaited and seq.phase is Phase.RUNNING and self._has_room(seq):
+            elif share and not (seq.is_awaited or seq.distrusted) and seq.phase is Phase.RUNNING and self._has_room(seq):
                 share -= 1
                 decoding.append(seq)
         # A prompt's last row has another path than what is guessed behind it.
@@ -285,10 +284,10 @@ class Scheduler:
         """
         fetching = () if self.kv is None else self.kv.fetching
         prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and seq not in fetching]
-        prompts = [seq for seq in prompts if not seq.preempt_when_collected]
+        prompts = [seq for seq in prompts if seq.left_of_path and not seq.preempt_when_collected]
         most = min(most, -(-self._chunk // self._depth))
         if self._piling and self._is_replaying():
-            prompts = _first(prompts, most)
+            prompts = oldest(prompts, most)
         if all(seq.left > most for seq in prompts):  # else what ends bounds the step
             most = min(most, self._most)
         # Where nothing waits for its next token, a step may take its time.
@@ -386,7 +385,7 @@ class Scheduler:
                 self.pool.share(block)
             seq.blocks = [*hits, *(self.pool.take() for _ in range(needed))]
             seq.computed = len(hits) * self._block_size
-            self.prefixes.begun(seq, len(hits))
+            self.prefixes.begun(seq, len(hits), self.pool.cache)
             self.waiting.remove(seq)
             seq.phase = Phase.RUNNING
             insort(self.running, seq, key=attrgetter("id"))
@@ -396,6 +395,22 @@ class Scheduler:
             if seq.left > 1:
                 backlog += seq.left
                 least = min(least or seq.left, seq.left)
+
+    def found_lie(self, givers: frozenset[NodeId]) -> None:
+        """What stands on blocks of these peers, maybe none, is wrong: it is forgotten, and whoever uses it runs again from its ids."""
+        self._loans.on_checked(givers)
+        if givers:
+            self._distrust(givers)
+
+    def _distrust(self, givers: frozenset[NodeId]) -> None:
+        self._loans.void(self.pool)
+        for seq in () if self.kv is None else self.kv.distrust(givers, {*self.running, *self._draining}, self.pool):
+            self.distrusted.append((seq, givers))
+            if seq.in_flight:
+                seq.preempt_when_collected = True
+                self._draining.append(seq)
+            else:
+                self._requeue(seq)
 
     def _comes_back(self, seq: SequenceState) -> bool:
         """A sequence was in flight for nothing else. Returns whether it goes on; one that ended, or makes way for others, lets go of its blocks."""
@@ -456,7 +471,8 @@ class Scheduler:
 
     def _release(self, seq: SequenceState) -> None:
         self.prefixes.stopped(seq)
-        if not seq.request.keeps_apart:
+        self.pool.give_back(seq.put_back())
+        if not (seq.request.keeps_apart or seq.distrusted):
             self._loans.used(seq.keys[: seq.n_published])
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
@@ -469,7 +485,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
         lent = [() if self.kv is None else tuple(self.kv.lent), *(tuple(loan.blocks.values()) for loan in self._loans.out)]
-        self.pool.check_invariants([*(seq.blocks for seq in {*self.running, *self._draining}), *lent])
+        holders = {*self.running, *self._draining}
+        self.pool.check_invariants([*(seq.blocks for seq in holders), *((seq.check.aside,) for seq in holders if seq.check), *lent])
         assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), (
             "a waiting sequence holds something"
         )
@@ -481,12 +498,3 @@ class Scheduler:
         self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
             assert self.pool.used == len({block for blocks in lent for block in blocks}), "blocks are held with nothing running"
-
-
-def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:
-    """The oldest, and those behind it that a step of so many rows has room for."""
-    for place, seq in enumerate(prompts):
-        most -= seq.left
-        if most <= 0:
-            return prompts[: place + 1]
-    return prompts

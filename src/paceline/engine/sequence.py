@@ -12,17 +12,21 @@ Laws:
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from paceline.core.errors import DrawFailed, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
-from paceline.core.ids import BlockId, SequenceId
+from paceline.core.ids import BlockId, NodeId, SequenceId
 from paceline.core.text import Vocabulary
-from paceline.engine.executor import SequenceStep
+from paceline.engine.executor import SequenceStep, StepBatch
 from paceline.engine.sampling import Drawn, DrawRow, DrawState
+from paceline.engine.step_costs import StepLoad
+
+if TYPE_CHECKING:
+    from paceline.engine.kv_source import KvFetch
 
 
 class TextStream:
@@ -87,6 +91,21 @@ class Phase(Enum):
     ENDED = auto()
 
 
+@dataclass(slots=True)
+class BlockCheck:
+    """Blocks that a peer gave, which are computed again before the sequence goes on. Each is set aside while another one takes its place."""
+
+    alike: Callable[[Sequence[BlockId]], KvFetch]
+    places: Sequence[int]
+    """In the sequence's table, of those that are to come."""
+    resume: int
+    """Tokens that are computed once it is over."""
+    place: int
+    aside: BlockId
+    stop: int
+    """Tokens up to the end of the block that is computed again."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """A live sequence. Compared by identity."""
@@ -131,6 +150,11 @@ class SequenceState:
     """How many may ever be; 0 without a prefix cache."""
     n_scored: int = 1
     """Tokens of the prompt that need no score any more: nothing comes before the first."""
+    givers: frozenset[NodeId] = frozenset()
+    """Peers that gave blocks which it stands on."""
+    distrusted: bool = False
+    """One of them was found to lie: it is to run again, and nothing of it is shared."""
+    check: BlockCheck | None = None
     cached_tokens: int | None = None
     """Prompt tokens the prefix cache held when it was first admitted; None until then."""
 
@@ -173,8 +197,9 @@ class SequenceState:
 
     @property
     def left_of_path(self) -> int:
-        """Those of them that are of the next one's path."""
-        return (self.n_prompt if self.computed < self.n_prompt else len(self.tokens)) - self.computed
+        """Those of them that are of the next one's path, and may run now."""
+        stop = self.n_prompt if self.computed < self.n_prompt else len(self.tokens)
+        return (stop if self.check is None else min(stop, self.check.stop)) - self.computed
 
     @property
     def n_generated(self) -> int:
@@ -184,6 +209,15 @@ class SequenceState:
     def guesses_left(self) -> int:
         """Rows that may still be guessed: the last token of an answer needs none, as nothing is drawn from it."""
         return self.most_tokens - 1 - len(self.tokens) - len(self.guess)
+
+    def put_back(self) -> Sequence[BlockId]:
+        """End a check: what was set aside takes its place again. Returns the block that stood there meanwhile."""
+        check, self.check = self.check, None
+        if check is None:
+            return ()
+        self.n_sent, self.is_settled = 0, False  # the table has another block there
+        again, self.blocks[check.place] = self.blocks[check.place], check.aside
+        return (again,)
 
     def draw_row(self, logits_row: int, ahead: int) -> DrawRow:
         """The draw of the token so many places behind the next one, if all that is guessed before it comes true.
@@ -210,6 +244,26 @@ class SequenceState:
         self.epoch += 1
         self.void = self.flights
         self.computed = len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """A batch and the sequences its steps are of."""
+
+    batch: StepBatch
+    sequences: list[SequenceState]
+    load: StepLoad
+    may_recall: bool = False
+    """It is of prompts alone, on this machine, and the one before it ran to its end."""
+
+
+def oldest(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:
+    """The oldest, and those behind it that a step of so many rows has room for."""
+    for place, seq in enumerate(prompts):
+        most -= seq.left
+        if most <= 0:
+            return prompts[: place + 1]
+    return prompts
 
 
 CERTAIN: Final = 1e30

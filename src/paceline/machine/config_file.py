@@ -49,6 +49,9 @@ class KvSettings(_Table):
     """Whether this machine computes prompts for others, has its own computed by them, or both, where that is measured to be faster."""
     nixl: bool = True
     """Whether nodes of one user on one host read KV out of one another's memory, where NIXL is installed. Changes no byte."""
+    spot_check_every: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    """Of KV blocks that other machines gave, one in so many is computed again and compared; 0: none. Lowering it: a machine that lies is found
+    sooner, and more is computed twice."""
 
 
 class HostSettings(_Table):

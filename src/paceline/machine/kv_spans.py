@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
+from paceline.core.errors import ExecutorLost
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.engine.kv_source import KvFetch, KvLoans, KvSource
+from paceline.engine.kv_source import GivenBlocks, KvFetch, KvLoans, KvSource
 from paceline.engine.local import LayerRunner
 
 NO_LAYERS: Final = LayerRange(0, 0)
@@ -68,6 +69,20 @@ class PartBlocks(Protocol):
     def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None: ...
 
 
+def n_alike(held: PartBlocks, n_bytes: int, blocks: Sequence[BlockId]) -> int:
+    """How many blocks, from the first on, hold what the first one holds; 0: all KV is void."""
+    first, other = memoryview(bytearray(n_bytes)), memoryview(bytearray(n_bytes))
+    try:
+        held.export_block(blocks[0], first)
+        for place, block in enumerate(blocks):
+            held.export_block(block, other)
+            if first != other:
+                return place
+    except ExecutorLost:
+        return 0
+    return len(blocks)
+
+
 class KvMover(Protocol):
     """A node's, for the blocks of its stages. On the event loop."""
 
@@ -117,6 +132,10 @@ class KvSpread(ClosableKv, Protocol):
         """Have each fill its part of blocks. For the engine's thread."""
         ...
 
+    def compare_parts(self, blocks: Sequence[BlockId]) -> KvFetch:
+        """Have each compare its part of blocks, as `GivenBlocks.alike`. For the engine's thread."""
+        ...
+
     def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
         """Have the one that holds the layers of `move` send them. How many it sent: then, it reads them no more. For any thread."""
         ...
@@ -130,8 +149,8 @@ when a fetch is over, and what a whole block is."""
 class PartsFetch:
     """Implements `engine.kv_source.KvFetch`: blocks whose parts come apart. One stands once all its parts do."""
 
-    def __init__(self, parts: Sequence[KvFetch]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[KvFetch], given: GivenBlocks | None = None) -> None:
+        self._parts, self.given = parts, given
 
     @property
     def filled(self) -> int:

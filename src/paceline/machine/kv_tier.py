@@ -82,6 +82,7 @@ class DiskFetch:
 
     def __init__(self, n_blocks: int, clock: Clock, on_stall: Callable[[], None]) -> None:
         self._on_stall = on_stall
+        self.given = None
         self._next, self._readers = 0, READERS
         self._came = [False] * n_blocks
         self._lock = threading.Lock()

@@ -72,6 +72,8 @@ class NodeSettings:
     """In a fleet."""
     nixl: bool = True
     """Where it is installed: KV of nodes of this user on this host is read out of their memory."""
+    kv_check_every: int = 512
+    """Of KV blocks that other nodes gave, one in so many is computed again; 0: none."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
     draft_on: NodeId | None = None

@@ -114,6 +114,7 @@ class Setup:
             prefill_chunk=settings.prefill_chunk,
             step_budget_s=settings.step_budget_ms / 1000,
             prefix_cache=settings.prefix_cache,
+            kv_check_every=settings.kv_check_every,
             model_digest=self.digest,
         )
 

@@ -146,6 +146,10 @@ def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
         "  KV of other machines: blocks: 0 fetched, 40 computed there (8/s), 3 missed, 0 given; 1 prompt computed here for others now; "
         "prompts not whole: 2 silent, 1 watchdog"
     )
+    wrong = KvPeerLoad(30, 0, 0, liars=("p", "q"))
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=wrong))[-1] == (
+        "  KV of other machines: blocks: 30 fetched, 0 missed, 0 given; WRONG KV CAME FROM p, q: asked for none for an hour"
+    )
 
 
 def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None:

@@ -456,6 +456,7 @@ class KvBlocksRequest(_message.Message):
     use: _builtins.str
     """find: how many of these are there. restore: read them into blocks of the session. keep: write blocks of the session under these names.
     fetch: have blocks of these names from another node. give: send blocks of the session, under these names, to one that asked for them.
+    compare: whether blocks of the session hold what the first of them holds, whatever their names; from version 2 of `kv_moves` on.
     """
     keys: _builtins.bytes
     """Their names, of 16 bytes each, one behind the other: a chain's, from one of its blocks on."""
@@ -540,7 +541,7 @@ class KvBlocksResponse(_message.Message):
 
     N_BLOCKS_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
-    """Found, restored, copied, fetched or given, from the first on. Those behind it may hold anything, where they were to be restored or fetched."""
+    """Found, restored, copied, fetched, given or alike, from the first on. Those behind it may hold anything, where they were to be restored or fetched."""
     def __init__(
         self,
         *,

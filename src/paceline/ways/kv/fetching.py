@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, Stream
 from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
-from paceline.engine.kv_source import KvFetch
+from paceline.engine.kv_source import GivenBlocks, KvFetch
 from paceline.machine.kv_spans import KvPart
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
@@ -103,6 +103,7 @@ class PeerFetch:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.peer, self.part, self.keys, self.expected, self.push = peer, part, keys, expected, push
+        self.given = None
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
         self.patience, self.now = patience, now
@@ -151,6 +152,10 @@ class JoinedFetch:
         self._disk, self._n_disk, self._peer = disk, n_disk, peer
 
     @property
+    def given(self) -> GivenBlocks | None:
+        return _behind(self._n_disk, self._peer)
+
+    @property
     def filled(self) -> int:
         first = self._disk.filled
         return first + self._peer.filled if first == self._n_disk else first
@@ -175,6 +180,10 @@ class ChainedFetch:
         self._is_decided = False
 
     @property
+    def given(self) -> GivenBlocks | None:
+        return _behind(self._disks.filled, self._peer)
+
+    @property
     def filled(self) -> int:
         return self._disks.filled + (0 if self._peer is None else self._peer.filled)
 
@@ -191,6 +200,24 @@ class ChainedFetch:
         for fetch in (self._disks, self._peer):
             if fetch is not None:
                 fetch.cancel()
+
+
+def _behind(n_blocks: int, peer: KvFetch | None) -> GivenBlocks | None:
+    """What a peer gave behind so many blocks."""
+    given = None if peer is None else peer.given
+    return None if given is None else replace(given, first=n_blocks)
+
+
+class ComparedBlocks:
+    """Implements `engine.kv_source.KvFetch`: so many blocks, from the first on, hold what the first one holds."""
+
+    given, is_over = None, True
+
+    def __init__(self, n_alike: int) -> None:
+        self.filled = n_alike
+
+    def cancel(self) -> None:
+        """It is over."""
 
 
 @contextmanager

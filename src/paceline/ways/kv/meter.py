@@ -26,6 +26,10 @@ class KvMeter:
         """From which on KV is fetched, by node."""
         self.pushes = Counter[str]()
         """Prompts that others were to compute, by how that ended."""
+        self.checks = Counter[str]()
+        """Blocks of others that were computed again, by what was found."""
+        self.lies = Counter[NodeId]()
+        """Times that what a node gave was found to be wrong, or stood on what was."""
         self.prefills = Counter[str]()
         """Prompts of others, likewise."""
         self.leases: Callable[[], int] = lambda: 0
@@ -45,6 +49,8 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     counter("paceline_kv_nixl_failures", "Transfers that NIXL did not finish: blocks of that node come over TLS for ten minutes.", lambda meter: meter.nixl_failures),
     gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
     gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
+    counter("paceline_kv_spot_checks", "KV blocks of other nodes that were computed again here, by what was found.", lambda meter: dict(meter.checks), "found"),
+    counter("paceline_kv_lies", "Times that KV was found to be wrong which a node gave: it is asked for none for an hour.", lambda meter: dict(meter.lies), "node"),
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
     counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
     gauge("paceline_kv_leases", "Prompts that are computed for other nodes now.", lambda meter: meter.leases()),

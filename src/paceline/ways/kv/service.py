@@ -63,6 +63,8 @@ LEARNS_FROM: Final = 8
 SEEN_S: Final = 300.0
 """For which that stands in place of the link's measure. Raising it: a link that was slow for a moment is left aside for longer."""
 DIAL_S: Final = 5.0
+LIAR_REST_S: Final = 3600.0
+"""For which one that gave wrong KV is asked for none. Raising it: one that passed on what another gave is left out for longer."""
 
 _Told = tuple[NodeId, str, str]
 """A node, a model's digest, its numerics id."""
@@ -117,6 +119,7 @@ class KvSharing:
             if kv.nixl:
                 self.nixl.start()
             self._used[kv] = asyncio.Event()
+            kv.on_checked = lambda liars: self._on_loop(partial(self._checked, kv, liars))
             kv.loans.on_used = partial(self._on_loop, partial(self._changed, kv))
             self._look_soon()
 
@@ -434,19 +437,35 @@ class KvSharing:
         now = self._clock.monotonic()
         if fetch.filled >= LEARNS_FROM and seconds > 0:
             self._seen[node_id] = n_bytes / seconds, now
-        self._rest(fetch.peer, {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome), wrong=outcome == "wrong")
+        rest_s = {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome)
+        self._rest(node_id, None if outcome == "wrong" else fetch.peer.instance, rest_s)
+
+    def _checked(self, kv: PeerKv, liars: frozenset[NodeId]) -> None:
+        """A block that a peer gave was computed again; those that gave what it stands on are asked for nothing for a time, where it was wrong."""
+        self.meter.checks["wrong" if liars else "right"] += 1
+        for node_id in liars:
+            self.meter.lies[node_id] += 1
+            logger.warning("%s gave KV of %s that is not what the model computes: it is forgotten, and %s is asked for none for an hour",
+                node_id, kv.digest[:12], node_id)  # fmt: skip
+            self._rest(node_id, None, LIAR_REST_S)
+        for other in self._used if liars else ():
+            if other is not kv:
+                other.loans.distrust(liars)
+        kv.forgive(liars)
 
     def _is_resting(self, node_id: NodeId, instance: bytes) -> bool:
         return self._rests.has(node_id, instance, self._clock.monotonic())
 
-    def _rest(self, peer: KvPeer, rest_s: float | None, *, wrong: bool) -> None:
-        """Ask a peer for nothing for so long, whether or not it is started anew where what it sent was `wrong`; None: it may be asked."""
+    def _rest(self, node_id: NodeId, instance: bytes | None, rest_s: float | None) -> None:
+        """Ask a peer's process for nothing for so long; None: it may be asked.
+
+        Args:
+            instance: None where what it sent was wrong: that may be its memory's fault, or meant, and another start mends neither.
+        """
         if rest_s is not None:
-            until = self._clock.monotonic() + rest_s
-            # What was wrong may be wrong with its memory, or meant: another start mends neither.
-            self._rests.begin(peer.node_id, None if wrong else peer.instance, until)
+            self._rests.begin(node_id, instance, self._clock.monotonic() + rest_s)
             for kv in self._used:
-                kv.leave_out(peer.node_id)
+                kv.leave_out(node_id)
             self._loop.call_later(rest_s + 0.1, self._look_soon)
         self._look_soon()
 
@@ -462,7 +481,7 @@ class KvSharing:
             fetch.cancel()
             self.meter.pushes[end] += 1
             self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
-            self._rest(peer, push_rest_s(end), wrong=end is PushEnd.DAMAGED)
+            self._rest(peer.node_id, None if end is PushEnd.DAMAGED else peer.instance, push_rest_s(end))
             if fetch.push is not None:
                 fetch.push.ended(end, fetch.filled)
 

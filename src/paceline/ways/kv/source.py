@@ -19,12 +19,12 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.engine.kv_source import KvFetch, KvLoan, KvLoans
+from paceline.engine.kv_source import GivenBlocks, KvFetch, KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
-from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, PartsFetch
+from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, PartsFetch, n_alike
 from paceline.machine.kv_tier import DiskTier, part_of
 from paceline.machine.settings import PrefillRole
-from paceline.ways.kv.fetching import MOST_KEYS, ChainedFetch, JoinedFetch, KvPeer, PeerFetch, PromptPush
+from paceline.ways.kv.fetching import MOST_KEYS, ChainedFetch, ComparedBlocks, JoinedFetch, KvPeer, PeerFetch, PromptPush
 from paceline.ways.kv.patience import LEAST_S, Patience, by_silence
 from paceline.ways.kv.price import marked, run_of
 
@@ -92,6 +92,11 @@ class PeerKv:
         self._let_go: deque[BlockId] = deque()
         self._reading = threading.Lock()
         self._closed = False
+        self._liars = frozenset[NodeId]()
+        """Asked for nothing, though they may be shown."""
+        self.on_checked: Callable[[frozenset[NodeId]], object] = lambda _: None
+        """As of `KvLoans`."""
+        loans.on_checked = self._checked
 
     def show(self, peers: Sequence[KvPeer], begin: Callable[[PeerFetch], None]) -> None:
         """Which peers there are now.
@@ -104,6 +109,10 @@ class PeerKv:
     def leave_out(self, node_id: NodeId) -> None:
         """Ask a peer for nothing until it is shown again."""
         self._peers = [peer for peer in self._peers if peer.node_id != node_id]
+
+    def forgive(self, liars: frozenset[NodeId]) -> None:
+        """Peers that were found to lie may be asked, where they are shown."""
+        self._liars -= liars
 
     @property
     def prefills(self) -> bool:
@@ -240,9 +249,20 @@ class PeerKv:
         if self.spread is not None:
             move = KvMove(peer.node_id, self.layout, peer.stops, expected)
             parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * peer.price.computed_s), MOST_MOVE_S)))
-        fetch = parts[0] if len(parts) == 1 else PartsFetch(parts)
+        fetch = PartsFetch(parts, GivenBlocks(peer.node_id, self._alike))
         self._fetches = {one: routed for one, routed in self._fetches.items() if not one.is_over} | {fetch: routed}
         return fetch
+
+    def _alike(self, blocks: Sequence[BlockId]) -> KvFetch:
+        """See `GivenBlocks`."""
+        parts: list[KvFetch] = [ComparedBlocks(n_alike(self._runner, self._runner.block_bytes, blocks))] if self._runner.layers else []
+        if self.spread is not None:
+            parts.append(self.spread.compare_parts(blocks))
+        return PartsFetch(parts)
+
+    def _checked(self, liars: frozenset[NodeId]) -> None:
+        self._liars |= liars
+        self.on_checked(liars)
 
     def _on_disk(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
         assert self._disk is not None, "nothing else has blocks"
@@ -260,12 +280,12 @@ class PeerKv:
         lacks = here < len(keys) <= here + MOST_KEYS
         if lacks and request is not None and sum(under_way) < MOST_ROUTED_PUSHES:
             routed = self.routed.get(request.request_id)
-            if routed is not None:
+            if routed is not None and routed[0].node_id not in self._liars:
                 return here, len(keys), *routed
         if request is not None and (request.caller or request.cache_salt or request.scores_prompt):
             request = None  # who computes a prompt sees it
         if self._peers and self.shares and under_way.count(False) < MOST_FETCHES:
-            peers = self._peers
+            peers = [peer for peer in self._peers if peer.node_id not in self._liars]
             found = marked(frozenset[bytes]().union(*(peer.marks for peer in peers)), keys)
             whole = 0 if request is None else (len(request.prompt_ids) - 1) // self.block_tokens
             for peer in peers:

@@ -87,7 +87,7 @@ class RemoteStage:
     async def use_blocks(
         self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float, move: KvMove | None = None
     ) -> int:
-        """Find, restore or keep blocks on the disk of the stage's node, or move them. Returns how many were, from the first on.
+        """Find, restore or keep blocks on the disk of the stage's node, move them, or compare them. Returns how many were, from the first on.
 
         Raises:
             FleetError: it is not known what the stage does with them.

@@ -22,6 +22,7 @@ class Part:
     """Implements `KvFetch`."""
 
     filled: int = 0
+    given: None = None
     is_over: bool = False
     cancelled: bool = False
 

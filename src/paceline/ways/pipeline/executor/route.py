@@ -81,7 +81,7 @@ SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
 KV_BLOCKS_VERSION = 1
 """Of what a caller asks of blocks that a stage's node keeps on a disk."""
-KV_MOVES_VERSION = 1
+KV_MOVES_VERSION = 2
 """Of what a caller asks between those blocks and other nodes."""
 
 
@@ -144,13 +144,14 @@ class StageOpened:
 
 
 class BlocksUse(StrEnum):
-    """What is wanted of blocks on the disk of a stage's node, or between it and other nodes."""
+    """What is wanted of blocks on the disk of a stage's node, or between it and other nodes, or whether blocks are alike."""
 
     FIND = "find"
     RESTORE = "restore"
     KEEP = "keep"
     FETCH = "fetch"
     GIVE = "give"
+    COMPARE = "compare"
 
     @property
     def moves(self) -> bool:
@@ -159,7 +160,7 @@ class BlocksUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksAsked:
-    """Blocks of a session's layers, by name. The answer is how many of them were found, restored, copied or moved, from the first on."""
+    """Blocks of a session's layers, by name. The answer is how many were found, restored, copied, moved or alike, from the first on."""
 
     session_id: bytes
     use: BlocksUse

@@ -20,7 +20,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import BlockId, NodeId
 from paceline.engine.kv_source import KvFetch
-from paceline.machine.kv_spans import KvMove, KvMover
+from paceline.machine.kv_spans import KvMove, KvMover, n_alike
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, part_of
 from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
 from paceline.ways.pipeline.executor.stage import Stage
@@ -78,16 +78,18 @@ class SessionKv:
         return Counter() if self._tier is None else Counter(self._tier.counts)
 
     async def use(self, asked: BlocksAsked) -> int:
-        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored, copied or moved, from the first on.
+        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored, copied or moved, or are alike, from the first on.
 
         Raises:
             BadPipelineRequest: of blocks, or layers, that the session has not.
         """
         keys, blocks = asked.keys, [BlockId(block) for block in asked.blocks]
-        self._stage.check_blocks(blocks, full=asked.use in (BlocksUse.KEEP, BlocksUse.GIVE))
+        self._stage.check_blocks(blocks, full=asked.use in (BlocksUse.KEEP, BlocksUse.GIVE, BlocksUse.COMPARE))
         until = self._loop.time() + asked.within_s
         if asked.move is not None:
             return await self._move(asked.use, asked.move, keys, blocks, until)
+        if asked.use is BlocksUse.COMPARE:
+            return await asyncio.to_thread(self._alike, blocks)
         tier = await self._opened(until)
         if tier is None:
             return 0
@@ -193,6 +195,11 @@ class SessionKv:
                 return not self._is_fenced
 
         return await self._mover.give(replace(part, layers=move.layers), move, keys, read, within_s)
+
+    def _alike(self, blocks: Sequence[BlockId]) -> int:
+        held = self._stage.blocks
+        with self._lock:
+            return 0 if self._is_fenced else n_alike(held, held.block_bytes, blocks)
 
     def _wake(self) -> None:
         """In any thread: something came of what was begun."""

@@ -32,7 +32,7 @@ from paceline.ways.pipeline.executor.stage import StageBlocks
 from paceline.ways.pipeline.routes.opening import FleetRoute
 
 FIND_S: Final = 2.0
-"""For a stage to say what it has. Raising it: a prompt is computed later where a stage does not say."""
+"""For a stage to say what it has, or whether blocks are alike. Raising it: a prompt is computed later where a stage does not say."""
 KEEP_S: Final = 5.0
 """For a stage to copy blocks. Raising it: blocks can't be handed out for longer where a disk takes nothing."""
 OPEN_S: Final = 60.0
@@ -54,6 +54,7 @@ class StagesFetch:
         self._restored: Future[list[int]] | None = None
         self._is_cancelled = self._is_over = False
         self._n = self.filled = 0
+        self.given = None
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +91,9 @@ class StagesFetch:
 
 
 class StagesMove:
-    """Implements `engine.kv_source.KvFetch`: all stages fill their parts of blocks with what another node has."""
+    """Implements `engine.kv_source.KvFetch`: all stages fill their parts of blocks with what another node has, or compare them."""
+
+    given = None
 
     def __init__(self, kv: StagesKv, answers: Future[list[int]]) -> None:
         self._kv, self._answers = kv, answers
@@ -208,6 +211,10 @@ class StagesKv:
         self.executor.forget_inputs(blocks)
         return StagesMove(self, self._ask(self._moving, BlocksUse.FETCH, keys, blocks, within_s, move))
 
+    def compare_parts(self, blocks: Sequence[BlockId]) -> StagesMove:
+        """See `machine.kv_spans.KvSpread`."""
+        return StagesMove(self, self._ask(self._moving, BlocksUse.COMPARE, [bytes(KEY_BYTES)] * len(blocks), blocks, FIND_S))
+
     def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
         """See `machine.kv_spans.KvSpread`."""
 
@@ -282,7 +289,7 @@ class StagesKv:
         try:
             return await session.use_blocks(use, keys, blocks, within_s, move)
         except FleetError as error:
-            if route is not None and use is not BlocksUse.FIND:
+            if route is not None and use not in (BlocksUse.FIND, BlocksUse.COMPARE):
                 said = f"{session.node_id} does not say what it did with blocks: {error.message}"
                 route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
             return 0
