@@ -23,11 +23,14 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -124,16 +127,26 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-ODD_HEADS: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    f"heads of {dim}": lambda dim=dim: MistralConfig(**_SIZES | {"hidden_size": 96}, head_dim=dim, sliding_window=24) for dim in (80, 100)
+MORE: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "smollm3": lambda: SmolLM3Config(**_SIZES, pad_token_id=1, no_rope_layer_interval=2),
+    "seed_oss": lambda: SeedOssConfig(**_SIZES, head_dim=64),
+    "olmo3": lambda: Olmo3Config(
+        **_SIZES,
+        pad_token_id=1,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": dict(_YARN)},
+    ),
+    "heads of 80": lambda: MistralConfig(**_SIZES, head_dim=80, sliding_window=24),
+    "heads of 100": lambda: LlamaConfig(**_SIZES, head_dim=100),
 }
-"""Of no whole groups of 32."""
+"""Families, and heads of no whole groups of 32, that differ from those above in little."""
 
 
 def save_tiny(family: str, folder: Path) -> Path:
     """A random bf16 model of a family, as transformers saves it. Biases and norms are random too, so that none goes untested."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config({**FAMILIES, **ODD_HEADS}[family]())
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **MORE}[family]())
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("gate_up_proj_bias"):

@@ -82,8 +82,8 @@ def row_errors(found: hf.Logits, exact: hf.Logits) -> hf.Logits:
     return np.sqrt(np.square(found - exact).mean(1)) / exact.std()
 
 
-@pytest.mark.parametrize("family", hf.ODD_HEADS)
-def test_heads_of_no_whole_groups_are_padded(family: str, tmp_path: Path, kernel_cache: Path) -> None:
+@pytest.mark.parametrize("family", hf.MORE)
+def test_what_differs_in_little_is_that_of_transformers(family: str, tmp_path: Path, kernel_cache: Path) -> None:
     if not cpu.runs_here():
         pytest.skip("no compiled kernels for this processor")
     source = SafetensorsWeights(hf.save_tiny(family, tmp_path), DigestCache(Home(tmp_path)))

@@ -111,14 +111,15 @@ def answer(
 
 
 def small(spec: ModelSpec) -> ModelSpec:
-    """A model of one layer, of the same family and head size; where some layers have a window, of one with a short one and one without."""
+    """A model of one layer, of the same family and head size; where some layers have a window, or no rope, of one with a short one (with rope) and one without."""
     window = spec.window and WindowSpec(min(WINDOW, spec.window.tokens), (True, False), spec.window.rope)
     moe = spec.moe and MoeSpec(
         min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk, spec.moe.biased
     )
     return replace(
         spec,
-        n_layers=2 if window else 1,
+        n_layers=2 if window or any(spec.unturned) else 1,
+        unturned=(False, True) if any(spec.unturned) else (),
         hidden=128,
         n_heads=4,
         n_kv_heads=2,

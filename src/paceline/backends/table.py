@@ -67,6 +67,8 @@ def torch_refuses(spec: ModelSpec) -> str | None:
         return f"the activation {spec.activation} has no code"
     if spec.sinks or spec.out_bias or (spec.moe is not None and spec.moe.biased):
         return "sinks of attention, or biases behind it or of experts, have no code"
+    if any(spec.unturned):
+        return "layers without rope have no code"
     if spec.scales != PLAIN:
         return "scales of the embedding, the residual or the logits have no code"
     if spec.rope.dims is not None or (spec.window is not None and spec.window.rope is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
@@ -227,6 +228,8 @@ class ModelSpec:
     """Such a norm is over all heads together."""
     moe: MoeSpec | None = None
     window: WindowSpec | None = None
+    unturned: tuple[bool, ...] = ()
+    """Of the whole model: layers without rope; empty: none is one."""
     norms: Norms = Norms.BEFORE
     activation: Activation = Activation.SILU
     scales: Multipliers = PLAIN
@@ -248,6 +251,8 @@ class ModelSpec:
         return self.window.tokens if self.window is not None and self.window.layers[layer] else 0
 
     def rope_of(self, layer: int) -> RopeSpec:
+        if self.unturned and self.unturned[layer]:  # frequencies of zero
+            return RopeSpec(self.rope.theta, dims=self.rope.dims, divisors=(math.inf,) * (rotary_dims(self.rope, self.head_dim) // 2))
         return (self.window.rope if self.window is not None and self.window.layers[layer] else None) or self.rope
 
     def kv_bytes_per_token(self, layers: LayerRange) -> int:

@@ -57,6 +57,8 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         raise encoder_alone(path)
     n_experts = header.integer(f"{arch}.expert_count") or 0
     family = family_of(arch, n_experts)
+    if family is not None and family.name == "olmo2" and header.integer(f"{arch}.attention.sliding_window"):
+        family = BY_NAME["olmo3"]  # under the same name
     if family is None:
         raise unsupported(path, f"its architecture is {arch!r}", like=arch)
     for key in _UNUSED_BY_DEFAULT:
@@ -100,6 +102,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         qk_norm=family.qk_norm,
         qk_norm_whole=family.qk_norm_whole,
         moe=_moe(header, family, n_experts),
+        unturned=_unturned(family, n_layers),
         window=_window(header, family, n_layers, long.tokens if long else context),
         norms=family.norms,
         activation=family.activation,
@@ -110,11 +113,16 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
     return spec
 
 
+def _unturned(family: Family, n_layers: int) -> tuple[bool, ...]:
+    if not family.unturned_every or n_layers > MAX_LAYERS:
+        return ()
+    return tuple((layer + 1) % family.unturned_every == 0 for layer in range(n_layers))
+
+
 def _window(header: GgufHeader, family: Family, n_layers: int, context: int) -> WindowSpec | None:
     tokens = header.integer(f"{family.arch}.attention.sliding_window")
-    if tokens and family.name == "olmo2":  # llama.cpp's name for OLMo 3, too, whose layers differ in more than the window
-        raise unsupported(header.path, "it is OLMo 3: an OLMo with sliding windows", like="olmo2")
     theta = header.number(f"{family.arch}.rope.freq_base_swa") or family.local_theta
+    theta = (header.number(f"{family.arch}.rope.freq_base") or 10000.0) if theta is None and family.plain_windows else theta
     local = None if theta is None else RopeSpec(theta)
     if not tokens or (tokens >= context and local is None) or n_layers > MAX_LAYERS:
         return None

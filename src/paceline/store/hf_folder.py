@@ -97,7 +97,7 @@ def load_object(path: Path) -> JsonObject:
 ENCODERS: Final = frozenset({"bert"})
 """Families that write no text: `store.encoder_files` opens them."""
 _UNUSED_BY_DEFAULT: Final = (
-    "attention_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "no_rope_layers",
+    "attention_bias", "attention_out_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "no_rope_layers",
     "use_bidirectional_attention",
 )  # fmt: skip
 """Fields that ask, when set, for something Paceline does not do."""
@@ -123,7 +123,8 @@ def _spec(config: JsonObject) -> ModelSpec:
     if family in ENCODERS:
         raise encoder_alone(config.path)
     if family in _OF_TEXTS and (texts := config.child("text_config")) is not None:
-        family, config = _OF_TEXTS[family], texts
+        tied = {key: config.fields[key] for key in ("tie_word_embeddings",) if key in config.fields}
+        family, config = _OF_TEXTS[family], JsonObject(config.path, tied | texts.fields)
     kind = BY_NAME.get(family)
     if kind is None:
         raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", like=family)
@@ -165,6 +166,7 @@ def _spec(config: JsonObject) -> ModelSpec:
         qk_norm=kind.qk_norm,
         qk_norm_whole=kind.qk_norm_whole,
         moe=_moe(config, kind) if kind.expert_width else None,
+        unturned=_unturned(config, kind, n_layers),
         window=_window(config, kind, n_layers, longest if long else context),
         norms=kind.norms,
         activation=kind.activation,
@@ -180,10 +182,10 @@ def _is_known(config: JsonObject, kind: Family, field: str) -> bool:
     if field == "quantization_config":
         quantised = config.child(field)
         return kind.biases and quantised is not None and quantised.text("quant_method") == "mxfp4"
-    return field == "attention_bias" and kind.qkv_bias
+    return (field == "attention_bias" and kind.qkv_bias) or (field == "no_rope_layers" and kind.unturned_every > 0)
 
 
-_OF_TEXTS: Final = {"gemma3": "gemma3_text"}
+_OF_TEXTS: Final = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
 """Families that see images too, and what their texts are."""
 _ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
@@ -201,9 +203,19 @@ def _scales(config: JsonObject, kind: Family, hidden: int) -> Multipliers:
     return Multipliers(embedding or 1.0, attention if scalar is None else scalar**-0.5, residual or 1.0, 1 / (logits or 1.0))
 
 
+def _unturned(config: JsonObject, kind: Family, n_layers: int) -> tuple[bool, ...]:
+    if not kind.unturned_every or n_layers > MAX_LAYERS:
+        return ()
+    turned = config.integers("no_rope_layers")
+    if turned and len(turned) != n_layers:
+        raise damaged(config.path, f"it has {n_layers} layers and {len(turned)} no_rope_layers")
+    every = max(1, config.needed("no_rope_layer_interval"))
+    return tuple(not turn for turn in turned) or tuple((layer + 1) % every == 0 for layer in range(n_layers))
+
+
 def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> WindowSpec | None:
     """The layers with a sliding window; None where none has one that is shorter than the context."""
-    tokens, local = config.integer("sliding_window"), _local_rope(config)
+    tokens, local = config.integer("sliding_window"), _local_rope(config, kind)
     if not tokens or (tokens >= context and local is None) or config.flag("use_sliding_window") is False or n_layers > MAX_LAYERS:
         return None
     listed = config.strings("layer_types")
@@ -221,13 +233,15 @@ def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> Wi
     return WindowSpec(tokens, tuple(windowed), local) if any(windowed) else None
 
 
-def _local_rope(config: JsonObject) -> RopeSpec | None:
+def _local_rope(config: JsonObject, kind: Family) -> RopeSpec | None:
     """Of layers with a window, where it is one of its own."""
     both = config.child("rope_parameters")
     local = None if both is None else both.child("sliding_attention")
     theta = config.number("rope_local_base_freq") if local is None else local.number("rope_theta")
     if local is not None and local.text("rope_type") not in {None, "default"}:
         raise unsupported(config.path, f"rope scaling {local.text('rope_type')!r} of layers with a window")
+    if theta is None and kind.plain_windows:
+        theta = config.number("rope_theta") if both is None or both.number("rope_theta") is None else both.number("rope_theta")
     return None if theta is None else RopeSpec(theta)
 
 
@@ -343,7 +357,14 @@ class SafetensorsWeights(TensorFiles):
 
 _BYTES: Final = TensorType("U8", -1, 1, 1)
 """Of MXFP4, whose tensors are two."""
-_IMAGES: Final = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGES: Final = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "visual.",
+    "model.visual.",
+)
 """Beginnings of the names of what sees images: it is left out."""
 
 

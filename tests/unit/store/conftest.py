@@ -36,7 +36,7 @@ NORMS |= {
     "gpt-oss": {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
 }
 """By architecture: llama.cpp's names of a layer's norms, and ours."""
-TURNING = {"llama": HEAD, "granite": HEAD, "glm4": HEAD // 2}
+TURNING = {"llama": HEAD, "granite": HEAD, "smollm3": HEAD, "glm4": HEAD // 2}
 """Rows of each head whose halves are neighbours in the file."""
 
 Array = npt.NDArray[Any]

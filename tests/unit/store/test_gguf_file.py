@@ -264,8 +264,13 @@ def test_a_window_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache)
 def test_an_olmo_with_windows_is_another_family(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model("olmo2")
     model.metadata["attention.sliding_window"] = 48
-    with pytest.raises(UnsupportedModel, match="OLMo 3"):
-        open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.model_type, spec.window) == ("olmo3", WindowSpec(48, (True, True), RopeSpec(1e4)))
+
+
+def test_each_fourth_layer_of_smollm3_has_no_rope(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    spec = open_gguf(gguf_model("smollm3").write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.model_type, spec.unturned) == ("smollm3", (False, False))
 
 
 def test_gemma_is_read_as_llama_cpp_has_it(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:

@@ -148,6 +148,30 @@ def test_gemma_of_texts_and_images_is_read_for_its_texts(tmp_path: Path, digests
     np.testing.assert_array_equal(norm.data, tensors["language_model.model.layers.1.pre_feedforward_layernorm.weight"] + np.float32(1))
 
 
+@pytest.mark.parametrize(("whole", "texts", "words"), [("mistral3", "mistral", ""), ("qwen3_vl", "qwen3_vl_text", "model.")])
+def test_what_sees_images_too_is_read_for_its_texts(whole: Any, texts: Any, words: str, tmp_path: Path, digests: DigestCache) -> None:
+    pytest.importorskip("torch")
+    model = transformers_model("qwen3" if texts == "qwen3_vl_text" else texts)
+    stored = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    inner = {
+        f"{words}language_model.{name.removeprefix('model.') if words else name}": tensor
+        for name, tensor in stored.items()
+        if name != "lm_head.weight"
+    }
+    inner["lm_head.weight" if words else "language_model.lm_head.weight"] = stored["lm_head.weight"]
+    images = {f"{words or 'vision_tower.'}visual.patch.weight": np.ones((2, 2), np.float32)}
+    save_file(inner | images, tmp_path / "model.safetensors")
+    fields = {key: value for key, value in model.config.to_dict().items() if key != "tie_word_embeddings"} | {"model_type": texts}
+    written = {"model_type": whole, "text_config": fields, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    source = SafetensorsWeights(tmp_path, digests)
+    assert (source.spec.model_type, source.spec.tied_head, source.spec.qk_norm) == (texts, False, texts == "qwen3_vl_text")
+    for name in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        read = source.read(name)
+        assert isinstance(read, DenseTensor)
+        np.testing.assert_array_equal(read.data, stored[name])
+
+
 @pytest.mark.parametrize(
     ("family", "theirs"),
     [("phi3", {"q": ("qkv_proj", 0), "v": ("qkv_proj", 96), "up": ("gate_up_proj", 96)}), ("glm4", {"gate": ("gate_up_proj", 0)})],
@@ -202,6 +226,9 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
         ({"model_type": "granite", "logits_scaling": -1.0}, ModelFileError, "logits_scaling"),
         ({"rope_scaling": {"rope_type": "llama3"}}, ModelFileError, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "linear"}}, ModelFileError, "factor"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}, ModelFileError, "2 layers and 3 no_rope_layers"),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, UnsupportedModel, "attention_out_bias"),
+        ({"model_type": "mistral3", "text_config": {"rope_parameters": {"llama_4_scaling_beta": 0.1}}}, ModelFileError, "missing"),
         ({"partial_rotary_factor": 1.5}, ModelFileError, "1.5"),
         ({"partial_rotary_factor": 0.45}, ModelFileError, "rope turns 7 of 16"),
         ({"model_type": "glm4", "rope_parameters": {"llama_4_scaling_beta": 0.1}}, UnsupportedModel, "llama_4"),
