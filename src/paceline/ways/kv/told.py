@@ -29,7 +29,10 @@ class ToldPrefixes:
 
 
 def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
-    """A message of a node."""
+    """A message of a node. Spans that are no cut of a model, each behind the one before it, are as if it had told nothing."""
     marks = frozenset(split_bytes(said.marks, MARK_BYTES)[:MOST_TOLD])
     spans = tuple(LayerSpan(NodeId(span.node_id), LayerRange(span.first_layer, span.stop_layer)) for span in said.spans)
+    stops = [0, *(span.layers.stop for span in spans)]
+    if any(span.layers.start != stop or span.layers.stop <= stop for span, stop in zip(spans, stops, strict=False)):
+        return ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(), prefills=False)
     return ToldPrefixes(said.version, said.block_tokens, said.layout, marks, said.prefills, spans)

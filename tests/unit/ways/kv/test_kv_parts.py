@@ -12,7 +12,9 @@ from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.machines import Links
 from paceline.machine.kv_spans import KvPart, PartsFetch
+from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.price import OPENING_S, parted_price
+from paceline.ways.kv.told import read_told
 
 WHOLE = KvPart("d" * 64, "n", bytes(16), LayerRange(0, 30), 1_000)
 
@@ -46,6 +48,17 @@ def test_a_part_is_cut_where_the_spans_of_its_giver_end() -> None:
     assert [piece.layers for piece in part.cut((5, 10, 12, 20, 30))] == [LayerRange(10, 12), LayerRange(12, 20)]
     assert part.cut(()) == [part]
     assert [piece.block_bytes for piece in part.cut((12,))] == [2_000, 8_000]
+
+
+@pytest.mark.parametrize(
+    "spans", [((0, 20), (20, 10), (10, 30)), ((10, 20), (20, 30)), ((0, 10), (15, 30)), ((0, 20), (10, 30)), ((0, 0), (0, 30))]
+)
+def test_spans_that_are_no_cut_of_a_model_are_as_nothing_told(spans: tuple[tuple[int, int], ...]) -> None:
+    said = wire.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), marks=bytes(16), prefills=True)
+    for start, stop in spans:
+        said.spans.add(first_layer=start, stop_layer=stop, node_id="h")
+    told = read_told(said)
+    assert (told.marks, told.prefills, told.spans) == (frozenset(), False, ())
 
 
 def test_machines_have_their_parts_at_once_and_the_slowest_counts() -> None:
