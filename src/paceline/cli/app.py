@@ -410,6 +410,29 @@ def plan(
     )
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="The ranks' hosts, in place of what the launcher says.")] = None,
+) -> None:
+    """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
+    from paceline.cli.launch import run_launch
+
+    run_launch(context.args, hostfile)
+
+
+@app.command()
+def hostfile(
+    file: Annotated[Path, typer.Argument(help="To be written.")],
+    host: Annotated[list[str], typer.Argument(help="The ranks' hosts, the one that serves first: a name or a number, or NAME=NUMBER.")],
+) -> None:
+    """Write a file of hosts for `mlx.launch` and `paceline launch`."""
+    from paceline.cli.launch import create_hostfile
+
+    pairs = [each.partition("=") for each in host]
+    create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file)
+
+
 app.add_typer(benches.app)
 app.add_typer(enrolment.app)
 app.add_typer(service.app, name="service")

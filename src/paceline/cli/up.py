@@ -35,6 +35,7 @@ from paceline.fleet.presets import FleetSettings
 from paceline.machine.settings import NodeSettings
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
+from paceline.ways.tensor.rank import STOP_TOLD
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -76,6 +77,9 @@ class Ending:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
+        self._rank_told = False
+        """A tensor rank was told to stop before this process was, if it ever is."""
+        loop.add_signal_handler(STOP_TOLD, self._on_rank_told)
 
     def wait_for(self, service: ApiService, models: Models[BuiltNode]) -> None:
         """Have a stop wait for what is being answered from now on."""
@@ -87,14 +91,24 @@ class Ending:
             end_now(self._hurried)
         self._service = None
 
+    def _on_rank_told(self) -> None:
+        if self._draining is None:
+            self._rank_told = True
+            self._begin()
+
     def _on_signal(self, code: int) -> None:
-        if self._draining is not None:
+        if self._rank_told:  # the same stop, which reached all processes
+            self._rank_told = False
+        elif self._draining is not None:
             if self._service is None or self._hurried is not None:
                 end_now(code)
             self._hurried = code
             self._draining.cancel()
             self._stop_within_bound()
-            return
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
         waits = "" if self._is_quiet() else f" once what is being answered has ended, in {self._drain_s:g} s at the latest"
         self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)", soft_wrap=True)
         self._draining = asyncio.create_task(self._drain(), name="drain")

@@ -7,6 +7,7 @@ a block), I (take one in). It ends when the leader says so, or is gone.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
 import sys
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 WAKE, EXPORT, IMPORT = b"W", b"E", b"I"
 READY, PROGRESS, FAILED, BLOCK = b"R", b"P", b"F", b"B"
+STOP_TOLD: Final = signal.SIGURG
+"""To the leader, from a rank that got SIGTERM."""
 LOOKS_S: Final = 1.0
 """Between two looks of a rank that sleeps, should a wake be lost."""
 HEADER: Final = 1 + 3 * 8
@@ -171,6 +174,11 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)
     connection, memory_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
     order: RankOrder = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one, over a pipe it made
+    leader = os.getppid()
+    if (
+        not order.is_away
+    ):  # the leader serves, and ends as if it were told itself; a process that does not heed this signal does not notice it
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(leader, STOP_TOLD) if os.getppid() == leader else None)
     try:
         memory, runner = _load(order, memory_fd, connection)
     except PacelineError as error:
