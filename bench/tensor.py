@@ -2,6 +2,7 @@
 
     python bench/tensor.py                              # the bundled model
     python bench/tensor.py --model 8b.gguf --rounds 2 --answer 16
+    python bench/tensor.py --exchange                   # one exchange alone (`tensor_exchange.py`)
 
 Compared: two ranks of one thread each, one process of one thread, one of two. Each turn is a process of its own.
 """
@@ -14,12 +15,21 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from paceline.backends import cpu
+from paceline.store.home import Home
 
 ENGINES = {"2 ranks": ("--threads", "2", "--tensor", "2"), "1 thread": ("--threads", "1"), "2 threads": ("--threads", "2")}
 ROWS = {"prefill 512": ("1 thread", 1.6, 1.85), "decode 16": ("1 thread", 1.5, 1.75), "decode 1": ("2 threads", 0.85, 0.95)}
 """What each figure of two ranks stands beside, and at least and at best what that ratio shall be, for the bundled model."""
+
+EXCHANGES = {"shared memory": ("25 / 60", "10 / 25"), "mutual TLS": ("60 / 150", "40 / 100")}
+"""Over what ranks meet, and what one exchange shall take at most, in microseconds."""
 
 
 def turn(options: argparse.Namespace, engine: tuple[str, ...]) -> dict[str, float]:
@@ -31,12 +41,32 @@ def turn(options: argparse.Namespace, engine: tuple[str, ...]) -> dict[str, floa
     return {"prefill 512": report["prefill_per_s"], **decoded}
 
 
+def exchanges(rounds: int, *, realtime: bool) -> int:
+    """One exchange of 576 values between two warm ranks."""
+    cpu.prepare(cpu.lowerings_here()[0], Home.from_environment().kernels)
+    from tensor_exchange import measure
+
+    found = defaultdict[str, list[Any]](list)
+    for _ in range(rounds):
+        for over in EXCHANGES:
+            found[over].append(measure(over, 20, realtime=realtime))
+    print(f"one exchange of 576 values, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    for over, (asked, reach) in EXCHANGES.items():
+        p50, p95 = (median(getattr(each, part) for each in found[over]) for part in ("p50", "p95"))
+        print(f"{over}: p50 / p95 {p50:.1f} / {p95:.1f} us (asked {asked}, reach {reach})")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--exchange", action="store_true", help="one exchange alone, over shared memory and over mutual TLS")
+    parser.add_argument("--realtime", action="store_true", help="with --exchange: before all else that the machine does")
     options = parser.parse_args()
+    if options.exchange:
+        return exchanges(options.rounds, realtime=options.realtime)
     found = defaultdict[tuple[str, str], list[float]](list)
     for _ in range(options.rounds):
         for name, engine in ENGINES.items():

@@ -150,6 +150,10 @@ from paceline.backends.cpu.sizes import (
     SEGMENT,
 )
 
+SPINS_BEFORE_YIELD = 200
+"""Of a rank that waits for others: some microseconds. Raising it: where one core has a rank and the thread that carries its sums to another host, or too many
+ranks, each exchange waits for longer."""
+
 
 @njit(nogil=True)
 def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
@@ -457,7 +461,7 @@ def meet(sizes, buffers, batch):
             if sync.load_acquire(buffers[ARRIVED] + 8 * sync.WORD * sizes[RANKS]) or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
                 return False
             spins += 1
-            if spins > sync.SPINS_BEFORE_YIELD:
+            if spins > SPINS_BEFORE_YIELD:
                 sync.give_way()
             else:
                 sync.pause()

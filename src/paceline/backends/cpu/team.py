@@ -25,6 +25,8 @@ from paceline.backends.kernel_cache import in_use
 
 _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000
+_WORD_SPINS = 200
+_WORD_YIELDS = 4_000
 STOP, PARKED = 16, 24
 """Places in the control array: the flag that asks all to stop; then each rank's parked flag, a cache line apart."""
 
@@ -78,11 +80,11 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
 
 @njit(nogil=True, cache=in_use())
 def await_word(address, seen):
-    """Wait until the word at an address is another than `seen`. False where it stays that for a while."""
-    for waited in range(_WATCH_SPINS + _WATCH_YIELDS):
+    """Wait until the word at an address is another than `seen`, by turns with who wants the core. False where it stays that for a while."""
+    for waited in range(_WORD_SPINS + _WORD_YIELDS):
         if sync.load_acquire(address) != seen:
             return True
-        if waited < _WATCH_SPINS:
+        if waited < _WORD_SPINS:
             sync.pause()
         else:
             sync.give_way()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import socket
 import ssl
@@ -70,6 +71,9 @@ def cut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
+
+_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+"""Let another thread have the core: it may be the one whose data the other side waits for."""
 
 _NOT_YET = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
@@ -217,6 +221,7 @@ class Pipe:
             if rehearse is not None and now >= again:
                 rehearse()
                 again, pause = self.now() + pause, 2 * pause
+            _give_way()
             n, now = self.receive_now(into), self.now()
         took = now - began
         if took > NOTICEABLE_S and time.thread_time() - computed < 0.7 * took:

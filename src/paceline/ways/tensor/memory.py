@@ -73,11 +73,13 @@ class GroupMemory:
         self._columns: Int32 = columns.view(np.int32)[: _COLUMNS * sizes.max_rows].reshape(_COLUMNS, -1)
         self._tables_SB: Int32 = tables.view(np.int32)[: sizes.max_rows * sizes.max_blocks].reshape(sizes.max_rows, -1)
         self.exchange = exchange
+        self._words_at, self._exchange_at = int(self._words.ctypes.data), int(exchange.ctypes.data)
+        self._arrived: npt.NDArray[np.int64] = exchange[: CACHE_LINE * len(sizes.shares)].view(np.int64)[::_WORD]
 
     @property
     def number_address(self) -> int:
         """Where the last command's number is."""
-        return int(self._words.ctypes.data) + 8 * _At.NUMBER
+        return self._words_at + 8 * _At.NUMBER
 
     @property
     def number(self) -> int:
@@ -139,17 +141,18 @@ class GroupMemory:
     @property
     def arrived(self) -> list[int]:
         """The exchange that each rank has reached."""
-        return self.exchange[: CACHE_LINE * len(self.sizes.shares)].view(np.int64)[::_WORD].tolist()
+        return self._arrived.tolist()
 
     def say_arrived(self, rank: int, exchange: int) -> None:
         """A rank on another machine has reached an exchange; what it leaves there is written."""
-        team.set_word(self.exchange.ctypes.data + CACHE_LINE * rank, exchange)
+        team.set_word(self._exchange_at + CACHE_LINE * rank, exchange)
 
     def await_arrival(self, rank: int, exchange: int) -> bool:
         """Wait for a rank to reach an exchange, for a moment. Returns whether it has."""
-        address = self.exchange.ctypes.data + CACHE_LINE * rank
-        arrived = self.exchange[CACHE_LINE * rank :][:8].view(np.int64)
-        return int(arrived[0]) >= exchange or (team.await_word(address, int(arrived[0])) and int(arrived[0]) >= exchange)
+        arrived = int(self._arrived[rank])
+        return arrived >= exchange or (
+            team.await_word(self._exchange_at + CACHE_LINE * rank, arrived) and int(self._arrived[rank]) >= exchange
+        )
 
     @property
     def is_given_up(self) -> bool:
@@ -174,7 +177,7 @@ class GroupMemory:
 
     def done_address(self, rank: int) -> int:
         """Where that is."""
-        return int(self._words.ctypes.data) + 8 * (_At.RANKS + _WORD * rank + _DONE)
+        return self._words_at + 8 * (_At.RANKS + _WORD * rank + _DONE)
 
     def say_done(self, rank: int, number: int) -> None:
         team.set_word(self.done_address(rank), number)
@@ -184,7 +187,7 @@ class GroupMemory:
         return bool(self._words[_At.RANKS + _WORD * rank + _SLEEPS])
 
     def say_sleeps(self, rank: int, sleeps: bool) -> None:
-        team.set_word(self._words.ctypes.data + 8 * (_At.RANKS + _WORD * rank + _SLEEPS), int(sleeps))
+        team.set_word(self._words_at + 8 * (_At.RANKS + _WORD * rank + _SLEEPS), int(sleeps))
 
 
 def make_memory(sizes: GroupSizes) -> int:

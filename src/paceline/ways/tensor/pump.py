@@ -72,6 +72,8 @@ class Pump(ABC):
         self._exchange_at = Exchange(sizes.spec, sizes.shares, rank, memory.exchange, sizes.max_rows)
         self._others = [other for other in range(1, len(sizes.shares)) if other != rank]
         self._closed = False
+        self._rows, self._seen = 0, dict[tuple[bool | None, int], npt.NDArray[np.float32]]()
+        """What `_views` has made for batches of so many rows."""
         receiver.look(LOOK_S)
         self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
 
@@ -129,23 +131,48 @@ class Pump(ABC):
 
     def _views(self, half: bool | None, rows: int, rank: int) -> npt.NDArray[np.float32]:
         """What a rank leaves at an exchange, in this side's memory. None as a half: the logits, which the first rank alone reads."""
-        if half is not None:
-            return self._exchange_at.sums_of(rank, half)[:, :rows]
-        vocab = self.memory.sizes.shares[rank].vocab if rank == self.rank else range(0)
-        return self._exchange_at.logits[None, :rows, LANES * vocab.start : LANES * vocab.stop]
+        if rows != self._rows:
+            self._rows = rows
+            self._seen.clear()
+        view = self._seen.get((half, rank))
+        if view is None:
+            if half is not None:
+                view = self._exchange_at.sums_of(rank, half)[:, :rows]
+            else:
+                vocab = self.memory.sizes.shares[rank].vocab if rank == self.rank else range(0)
+                view = self._exchange_at.logits[None, :rows, LANES * vocab.start : LANES * vocab.stop]
+            self._seen[half, rank] = view
+        return view
+
+    def _prepare_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
+        """Have ready what can be, while the rank computes."""
+        view = self._views(half, rows, rank)
+        self._sender.prepare(frames.numbered(SUMS, number), view.dtype, view.shape)
 
     def _give_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
-        self._send(frames.numbered(SUMS, number), self._views(half, rows, rank))
+        view = self._views(half, rows, rank)
+        if not self._sender.send_prepared(view, time.perf_counter() + SENT_S):
+            self._send(frames.numbered(SUMS, number), view)
 
     def _take_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
-        message, into = self._take(SUMS), self._views(half, rows, rank)
-        if frames.read_number(message.header) != number or message.array.dtype != np.float32 or message.array.shape != into.shape:
-            raise self._receiver.refuse(StreamCorrupt(f"{message.array.dtype} of shape {message.array.shape} as sums of {into.shape}"))
-        into[:] = message.array
+        header, into = frames.numbered(SUMS, number), self._views(half, rows, rank)
+        if not self._came(header, into):
+            message = self._take(SUMS)
+            if message.header != header or message.array.dtype != np.float32 or message.array.shape != into.shape:
+                raise self._receiver.refuse(StreamCorrupt(f"{message.array.dtype} of shape {message.array.shape} as sums of {into.shape}"))
+            into[:] = message.array
         self.memory.say_arrived(rank, number)
+
+    def _came(self, header: bytes, into: Array) -> bool:
+        """Whether the next message was that one, and could be read to its place at once."""
+        try:
+            return self._receiver.receive_expected(header, into, time.perf_counter() + SENT_S)
+        except StreamIdle:
+            return False
 
     def _meet(self, number: int, half: bool | None, rows: int, first: int, second: int) -> None:
         """The first rank's sums and those of the one away cross: `first` is this side's."""
+        self._prepare_sums(number, half, rows, first)
         self._await(first, number)
         sends = self._sends_first or max(self._views(half, rows, rank).nbytes for rank in (first, second)) <= TOGETHER_BYTES
         if sends:
