@@ -26,7 +26,7 @@ from tests.unit.net.member.nodes import until
 from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.manifest import PIECE, ModelManifest
+from paceline.core.manifest import PIECE, ByteRuns, ModelManifest
 from paceline.engine.config import SHARES, EngineConfig, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
 from paceline.net.join_client import renewal_service
@@ -189,6 +189,9 @@ class Endless:
 
     def read(self, digest: str, file: int, piece: int) -> bytes:
         return bytes(PIECE)
+
+    def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
+        return bytes(runs.nbytes)
 
 
 def test_row_28_pieces_asked_for_and_not_read_leave_room_for_others(tmp_path: Path) -> None:

@@ -399,10 +399,13 @@ def weights_examples() -> Iterator[Example]:
         weights_pb2.DescribeWeightsRequest(digest=SHA),
         weights_pb2.DescribeWeightsResponse(examined_bytes=3, bytes_to_examine=9),
         weights_pb2.FetchPiecesRequest(digest=SHA, ranges=[weights_pb2.PieceRange(file=1, first=2, count=3)]),
+        weights_pb2.FetchPiecesRequest(digest=SHA, runs=[weights_pb2.ByteRuns(file=1, offset=4096, length=288, stride=576, count=16)]),
         weights_pb2.FetchPiecesResponse(file=1, piece=2, data=b"data"),
     ):
-        yield plain("progress" if isinstance(message, weights_pb2.DescribeWeightsResponse) else "rich", message)
-        yield plain("minimal", type(message)())
+        runs = isinstance(message, weights_pb2.FetchPiecesRequest) and message.runs
+        yield plain("progress" if isinstance(message, weights_pb2.DescribeWeightsResponse) else "runs" if runs else "rich", message)
+        if not runs:
+            yield plain("minimal", type(message)())
 
 
 def kv_examples() -> Iterator[Example]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.model import ModelSpec, MoeSpec, WindowSpec
-from paceline.core.weights import DenseTensor, StoredTensor, WeightSource, tensor_shapes
+from paceline.core.weights import DenseTensor, StoredTensor, WeightSource, columns_of, tensor_shapes
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
@@ -156,6 +156,6 @@ class SeededWeights:
         """The numbers a tensor is drawn from."""
         return np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         whole = self.random_of(name).standard_normal(self._shapes[name], np.float32) * _SPREAD
-        return DenseTensor(whole if rows is None else whole[rows], "f32")
+        return columns_of(DenseTensor(whole if rows is None else whole[rows], "f32"), columns)

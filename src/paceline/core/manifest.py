@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from paceline.core.model import LayerRange
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD
 
 PIECE: Final = 1 << 20
+MOST_RUNS: Final = 1 << 14
+"""Stretches of a file that are asked for as one."""
 SHA256_BYTES: Final = 32
 _LAYER: Final = re.compile(r"^model\.layers\.(\d{1,9})\.")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -96,6 +98,32 @@ class PieceRun:
 
     def __len__(self) -> int:
         return self.stop - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """Bytes of a file: `count` times `length`, each `stride` behind the one before. Of a matrix, some columns of its rows."""
+
+    file: int
+    """Place in the manifest's files."""
+    offset: int
+    length: int
+    stride: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.count
+
+    def pieces(self) -> Iterator[ByteRuns]:
+        """The same bytes in the same order, at most `PIECE` and `MOST_RUNS` at a time."""
+        if self.count == 1:
+            for at in range(0, self.length, PIECE):
+                yield replace(self, offset=self.offset + at, length=min(PIECE, self.length - at))
+            return
+        step = max(1, min(MOST_RUNS, PIECE // max(1, self.length)))
+        for first in range(0, self.count, step):
+            yield replace(self, offset=self.offset + first * self.stride, count=min(step, self.count - first))
 
 
 def is_sha256(text: str) -> bool:

@@ -83,6 +83,17 @@ class BlockTensor:
 StoredTensor = DenseTensor | BlockTensor
 
 
+def columns_of(tensor: StoredTensor, columns: slice | None) -> StoredTensor:
+    """Some columns of a matrix, which are whole blocks of each row; None: all."""
+    if columns is None:
+        return tensor
+    if isinstance(tensor, DenseTensor):
+        return DenseTensor(np.ascontiguousarray(tensor.data[:, columns]), tensor.dtype)
+    start, stop = (TENSOR_TYPES[tensor.type].row_bytes(at) for at in (columns.start, columns.stop))
+    rows_NB = np.ascontiguousarray(tensor.rows_NB[:, start:stop])
+    return BlockTensor(tensor.type, (len(rows_NB), columns.stop - columns.start), rows_NB)
+
+
 class WeightSource(Protocol):
     """The tensors of one model on disk."""
 
@@ -104,12 +115,13 @@ class WeightSource(Protocol):
         """GGML's name of the type a tensor is stored in, without reading it: F32, BF16, Q6_K."""
         ...
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         """Read one tensor. The arrays are the caller's own, not views of a mapped file.
 
         Args:
             name: Hugging Face's.
             rows: which of its first dimension, from a start to a stop; None: all.
+            columns: likewise, of a matrix's second one, in whole blocks.
 
         Raises:
             ModelFileError: it is missing, or its bytes are short or damaged.

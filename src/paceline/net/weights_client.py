@@ -17,10 +17,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
-from paceline.core.manifest import PIECE, ModelManifest, PieceRun
+from paceline.core.manifest import PIECE, ByteRuns, ModelManifest, PieceRun
 from paceline.core.text import printable
 from paceline.net.rpc_faults import unless_closed
-from paceline.net.weights_servicer import MAX_RANGES, WeightsDescription
+from paceline.net.weights_servicer import MAX_RANGES, RUNS, WeightsDescription
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire import weights_pb2_grpc
 
@@ -130,6 +130,24 @@ class WeightsClient:
                 await self._end(call)
             finally:
                 call.cancel()
+
+    async def fetch_runs(self, digest: str, runs: ByteRuns) -> bytes:
+        """Bytes of a file that the node described. Nothing says whether they are right but that they come from it. Raises as `fetch` does."""
+        asked, got = list(runs.pieces()), list[bytes]()
+        with self._unless_closed():
+            call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=digest, runs=RUNS.write_all(asked)))
+        try:
+            for place, each in enumerate(asked):
+                part = await self._next(call)
+                if part is None:
+                    raise SourceLost(f"{self._who} stopped before it had sent everything")
+                if (part.file, part.piece) != (each.file, place) or len(part.data) != each.nbytes:
+                    raise WrongBytes(f"{self._who} sends other bytes than those asked for")
+                got.append(part.data)
+            await self._end(call)
+        finally:
+            call.cancel()
+        return b"".join(got)
 
     async def _end(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> None:
         """Wait for the call's end, so that the node has room for the next one."""

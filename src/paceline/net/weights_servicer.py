@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted, WrongBytes
-from paceline.core.manifest import PIECE, SHA256_BYTES, FileEntry, ModelManifest, TensorAt, is_sha256
+from paceline.core.manifest import MOST_RUNS, PIECE, SHA256_BYTES, ByteRuns, FileEntry, ModelManifest, TensorAt, is_sha256
 from paceline.core.text import printable
 from paceline.net.mapper import Codec, Columns, Mapped, refuse_with
 from paceline.net.rpc_faults import abort
@@ -39,6 +39,7 @@ _REFUSE: Final = refuse_with(WrongBytes)
 _FILE: Final = Codec(
     FileEntry, wire.WeightsFile, _REFUSE, {"size": "size_bytes", "sha256": Mapped(write=bytes.fromhex, read=bytes.hex)}, given=["pieces"]
 )
+RUNS: Final = Codec(ByteRuns, wire.ByteRuns, _REFUSE)
 _TENSORS: Final = Columns(
     TensorAt, wire.TensorIndex, _REFUSE, name=Mapped("names"), file=Mapped("files"), offset=Mapped("offsets"), nbytes=Mapped("sizes")
 )
@@ -128,6 +129,10 @@ class WeightsLibrary(Protocol):
         """Raises ModelNotFound or ModelFileError."""
         ...
 
+    def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
+        """Raises ModelNotFound or ModelFileError."""
+        ...
+
 
 class _CallerLeft(Exception):
     """No call waits for the description any more."""
@@ -196,10 +201,13 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self, request: wire.FetchPiecesRequest, context: FetchContext
     ) -> None:
         await self._check(request.digest, context)
-        if len(request.ranges) > MAX_RANGES:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.ranges)} ranges are more than {MAX_RANGES}")
+        if len(request.ranges) > MAX_RANGES or len(request.runs) > MAX_RANGES:
+            ranges = max(len(request.ranges), len(request.runs))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{ranges} ranges are more than {MAX_RANGES}")
+        if any(runs.length * runs.count > PIECE or runs.count > MOST_RUNS for runs in request.runs):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"more than {PIECE} bytes, or {MOST_RUNS} runs of them")
         caller = self._take_stream(context)
-        wanted = _pieces(request)
+        wanted = _wanted(request)
         ahead = self._read(request.digest, next(wanted, None))
         try:
             while ahead is not None:
@@ -215,12 +223,14 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             finally:  # the call may be cancelled meanwhile
                 self._give_stream(caller)
 
-    def _read(self, digest: str, place: tuple[int, int] | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
+    def _read(self, digest: str, place: _Place | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
         if place is None:
             return None
+        file, piece, runs = place
 
         def read() -> wire.FetchPiecesResponse:
-            return wire.FetchPiecesResponse(file=place[0], piece=place[1], data=self._library.read(digest, *place))
+            data = self._library.read(digest, file, piece) if runs is None else self._library.read_runs(digest, runs)
+            return wire.FetchPiecesResponse(file=file, piece=piece, data=data)
 
         return asyncio.create_task(asyncio.to_thread(read))
 
@@ -258,10 +268,16 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             del self._served[caller]
 
 
-def _pieces(request: wire.FetchPiecesRequest) -> Iterator[tuple[int, int]]:
+_Place = tuple[int, int, ByteRuns | None]
+"""A file, a piece of it, or the place of runs in the request and which they are."""
+
+
+def _wanted(request: wire.FetchPiecesRequest) -> Iterator[_Place]:
     for run in request.ranges:
         for piece in range(run.first, run.first + run.count):
-            yield run.file, piece
+            yield run.file, piece, None
+    for place, runs in enumerate(RUNS.read_all(request.runs)):
+        yield runs.file, place, runs
 
 
 async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound | ModelFileError) -> NoReturn:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
-from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt, manifest_digest
+from paceline.core.manifest import PIECE, ByteRuns, FileEntry, ModelManifest, TensorAt, manifest_digest
 from paceline.core.model import ModelSpec
 from paceline.core.weights import StoredTensor, WeightSource
 from paceline.store.digests import DigestCache, file_sums
@@ -85,11 +85,11 @@ class OpenedModel:
     def of_context(self, tokens: int | None) -> OpenedModel:
         """As it serves contexts of so many tokens (`ModelSpec.of_context`)."""
         spec = self.spec.of_context(tokens)
-        return self if spec is self.spec else replace(self, spec=spec, weights=_OtherRope(self.weights, spec))
+        return self if spec is self.spec else replace(self, spec=spec, weights=OtherRope(self.weights, spec))
 
 
 @dataclass(frozen=True, slots=True)
-class _OtherRope:
+class OtherRope:
     """A `WeightSource` with the same tensors and another spec."""
 
     source: WeightSource
@@ -108,8 +108,8 @@ class _OtherRope:
     def type_of(self, name: str) -> str:
         return self.source.type_of(name)
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        return self.source.read(name, rows)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        return self.source.read(name, rows, columns)
 
 
 def open_model(ref: str, home: Home | None = None) -> OpenedModel:
@@ -356,18 +356,23 @@ class Library:
         known = self._described.get(digest)
         if known is None or not 0 <= file < len(known.paths) or not 0 <= piece < known.manifest.files[file].n_pieces:
             raise ModelNotFound("a piece was asked for that no description has", "Ask for a description first")
-        path, size = known.paths[file], known.manifest.files[file].piece_size(piece)
-        try:
-            if identity_key(path, "serve") != known.keys[file]:
-                raise damaged(path, "it changed since it was described")
-            with path.open("rb", buffering=0) as opened:
-                opened.seek(piece * PIECE)
-                data = opened.read(size)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        if len(data) != size:
-            raise damaged(path, "it ends early")
-        return data
+        size = known.manifest.files[file].piece_size(piece)
+        return _read_runs(known, ByteRuns(file, piece * PIECE, size, 0, 1))
+
+    def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
+        """Bytes of a file that was described.
+
+        Raises:
+            ModelNotFound: the model was not described, or has no such bytes.
+            ModelFileError: as `read`.
+        """
+        known = self._described.get(digest)
+        if known is None or not 0 <= runs.file < len(known.paths):
+            raise ModelNotFound("bytes were asked for that no description has", "Ask for a description first")
+        ends = runs.offset + (runs.count - 1) * runs.stride + runs.length
+        if not runs.nbytes or ends > known.manifest.files[runs.file].size:
+            raise ModelNotFound("bytes were asked for that are in no file", "Ask for what the description has")
+        return _read_runs(known, runs)
 
     def _describe(self, digest: str, examined: Examined) -> _Described:
         found = find_whole(digest, self._home, self._beside)
@@ -389,6 +394,21 @@ class Library:
         places = {path: number for number, path in enumerate(paths.values())}
         tensors = (TensorAt(name, places[at.path], at.offset, at.nbytes) for name, place in weights.places.items() for at in place.ranges)
         return _Described(ModelManifest(digest, tuple(files), tuple(tensors)), tuple(paths.values()), keys)
+
+
+def _read_runs(known: _Described, runs: ByteRuns) -> bytes:
+    path, data = known.paths[runs.file], bytearray(runs.nbytes)
+    try:
+        if identity_key(path, "serve") != known.keys[runs.file]:
+            raise damaged(path, "it changed since it was described")
+        with path.open("rb", buffering=0) as opened:
+            for run in range(runs.count):
+                opened.seek(runs.offset + run * runs.stride)
+                if opened.readinto(memoryview(data)[run * runs.length : (run + 1) * runs.length]) != runs.length:
+                    raise damaged(path, "it ends early")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return bytes(data)
 
 
 def _unchanged(described: _Described) -> bool:

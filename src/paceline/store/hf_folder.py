@@ -347,8 +347,8 @@ class SafetensorsWeights(TensorFiles):
         super().__init__(spec, tensors, files, digests, beside=[folder / CONFIG], neighbours=BY_NAME[spec.model_type].neighbours)
         self._less_one: Final = BY_NAME[spec.model_type].norms_less_one
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        tensor = super().read(name, rows)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        tensor = super().read(name, rows, columns)
         if not (self._less_one and name.endswith("norm.weight") and isinstance(tensor, DenseTensor)):
             return tensor
         wide = (tensor.data.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "bf16" else tensor.data.astype(np.float32)

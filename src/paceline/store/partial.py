@@ -140,7 +140,7 @@ class SomeTensors:
     def type_of(self, name: str) -> str:
         return self._weights.type_of(name)
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         """One tensor.
 
         Raises:
@@ -148,7 +148,7 @@ class SomeTensors:
         """
         if name not in self._names:
             raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
-        return self._weights.read(name, rows)
+        return self._weights.read(name, rows, columns)
 
 
 class PartWeights(SomeTensors):
@@ -200,6 +200,18 @@ def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
         which = f"layers {part.layers.words} of the model with digest {digest[:12]}"
         raise ModelNotFound(f"{which} are not on this machine", "Fetch them from a node that has them")
     return found
+
+
+def open_heads(digest: str, home: Home) -> tuple[Path, ModelSpec]:
+    """The file (of several, the first) or folder of a model of which no more than `HEADS` need be here, as `open_weights` takes it, and its sizes.
+
+    Raises:
+        ModelNotFound, ModelFileError: as `open_part`.
+    """
+    spec, folder = open_part(digest, HEADS, home).spec, home.partial / digest
+    note = read_note(folder)
+    models = gguf_models(note.held) if note is not None else {}
+    return (folder / next(iter(models)) if models else folder), spec
 
 
 def covers(digest: str, part: ModelPart, home: Home) -> bool:
@@ -342,7 +354,7 @@ class ArrivingWeights(SomeTensors):
         super().__init__(weights, digest, (name for name in weights.names() if part.needs(name)))
         self._folder, self._arrivals = folder, arrivals
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         """One tensor, once all of it is here.
 
         Raises:
@@ -355,7 +367,7 @@ class ArrivingWeights(SomeTensors):
                 for at in self._weights.places[name].ranges
                 for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE))
             )
-        return super().read(name, rows)
+        return super().read(name, rows, columns)
 
 
 def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWeights:

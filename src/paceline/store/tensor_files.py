@@ -8,8 +8,9 @@ A model's files are held against its configuration when it is opened: a wrong fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec, YarnSpec, rotary_dims
-from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, tensor_shapes
+from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, columns_of, tensor_shapes
 from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.faults import damaged, unreadable, unsupported
 
@@ -118,6 +119,8 @@ class StoredAt:
     """Row-major: (outputs, inputs) for a matrix."""
     offset: int
     nbytes: int
+    stride: int = field(default=0, kw_only=True)
+    """Bytes from a row to the next, of columns; 0: rows lie one behind the other."""
 
     @property
     def ranges(self) -> tuple[StoredAt, ...]:
@@ -129,23 +132,37 @@ class StoredAt:
         first, end = (at * self.nbytes // self.shape[0] for at in (start, stop))
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=self.offset + first, nbytes=end - first)
 
+    def columns(self, start: int, stop: int) -> StoredAt:
+        """Where columns [start, stop) of a matrix lie. They are whole blocks."""
+        first, end = (self.type.row_bytes(at) for at in (start, stop))
+        n = self.shape[0]
+        return replace(
+            self, shape=(n, stop - start), offset=self.offset + first, nbytes=n * (end - first), stride=self.nbytes // n if n else 0
+        )
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """How many stretches of bytes it lies in, and how long each is."""
+        return (self.shape[0], self.nbytes // self.shape[0]) if self.stride else (1, self.nbytes)
+
     def read(self) -> Bytes:
         """Its bytes.
 
         Raises:
             ModelFileError: the file can't be read, or ends before them.
         """
-        raw = np.empty(self.nbytes, np.uint8)
+        raw, (count, length) = np.empty(self.nbytes, np.uint8), self.runs
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.offset)
-                view, filled = raw.data, 0
-                # One read returns at most 2 GiB on Linux.
-                while filled < self.nbytes:
-                    n = file.readinto(view[filled:])
-                    if not n:
-                        raise damaged(self.path, f"tensor {self.name} is cut short: the file changed since it was opened")
-                    filled += n
+                for run in range(count):
+                    file.seek(self.offset + run * self.stride)
+                    view, filled = raw.data[run * length : (run + 1) * length], 0
+                    # One read returns at most 2 GiB on Linux.
+                    while filled < length:
+                        n = file.readinto(view[filled:])
+                        if not n:
+                            raise damaged(self.path, f"tensor {self.name} is cut short: the file changed since it was opened")
+                        filled += n
         except OSError as error:
             raise unreadable(self.path, error) from error
         return raw
@@ -177,7 +194,7 @@ def stored_tensor(at: StoredAt, raw: Bytes) -> StoredTensor:
     if at.type.name in DENSE:
         dtype, numpy_type = DENSE[at.type.name]
         return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
-    blocks = BlockTensor(at.type.name, at.shape, raw.reshape(-1, at.shape[-1] // at.type.block * at.type.nbytes))
+    blocks = BlockTensor(at.type.name, at.shape, raw.reshape(math.prod(at.shape[:-1]), at.type.row_bytes(at.shape[-1])))
     if not _scales_are_finite(at.type, blocks.rows_NB):
         raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
     return blocks
@@ -217,6 +234,8 @@ class TensorFiles:
         self._beside: Final = beside
         self._digest: str | None = None
         self.files: Final = tuple(files)
+        self.reads: Callable[[StoredAt], Bytes] = methodcaller("read")
+        """How bytes are read: another one has them from elsewhere than these files."""
         self._permuted: Final = {"q_proj": spec.n_heads, "k_proj": spec.n_kv_heads} if neighbours else {}
 
     @property
@@ -253,21 +272,28 @@ class TensorFiles:
     def type_of(self, name: str) -> str:
         return self._at(name).type.name
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         whole = self._at(name)
         start, stop, _ = (rows or slice(None)).indices(whole.shape[0])
         at = whole.rows(start, stop)
-        return stored_tensor(at, self._raw_rows(name, whole, start, stop))
+        if columns is None or self._heads_of(name) is not None or whole.ranges != (whole,):
+            return columns_of(stored_tensor(at, self._raw_rows(name, whole, start, stop)), columns)
+        part = at.columns(columns.start, columns.stop)
+        return stored_tensor(part, self.reads(part))
+
+    def _heads_of(self, name: str) -> int | None:
+        """Heads of a tensor whose rows are permuted within each; None: they are not."""
+        return self._permuted.get(name.rpartition(".self_attn.")[2].partition(".")[0])
 
     def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:
         """Bytes of rows [start, stop) of a tensor, the halves of what turns in a head one after the other."""
-        heads = self._permuted.get(name.rpartition(".self_attn.")[2].partition(".")[0])
+        heads = self._heads_of(name)
         if heads is None or start == stop:
-            return at.rows(start, stop).read()
+            return self.reads(at.rows(start, stop))
         # Rows are permuted within a head: whole heads are read.
         a_head = at.shape[0] // heads
         first, last = start // a_head, -(-stop // a_head)
-        rows_NB = at.rows(first * a_head, last * a_head).read().reshape(last - first, a_head, -1)
+        rows_NB = self.reads(at.rows(first * a_head, last * a_head)).reshape(last - first, a_head, -1)
         turning = rotary_dims(self.spec.rope, self.spec.head_dim)
         pairs = rows_NB[:, :turning].reshape(last - first, turning // 2, 2, -1)
         rows_NB[:, :turning] = pairs.swapaxes(1, 2).reshape(last - first, turning, -1).copy()

@@ -95,8 +95,8 @@ class Mixed(SeededWeights):
     def type_of(self, name: str) -> str:
         return self._type_of(name) if len(self.shape_of(name)) == 2 else "F32"
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        plain = super().read(name, rows)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        plain = super().read(name, rows, columns)
         assert not isinstance(plain, BlockTensor)
         return plain if self.type_of(name) == "F32" else stored(self.type_of(name), np.asarray(plain.data, np.float32))
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelFileError, ModelNotFound, SourceLost, WrongBytes
-from paceline.core.manifest import PIECE, FileEntry, ModelManifest, ModelPart, PieceRun, TensorAt, pieces_needed
+from paceline.core.manifest import MOST_RUNS, PIECE, ByteRuns, FileEntry, ModelManifest, ModelPart, PieceRun, TensorAt, pieces_needed
 from paceline.core.model import LayerRange
 from paceline.net import weights_servicer
 from paceline.net.weights_client import WeightsClient
@@ -140,6 +140,11 @@ class Library:
             raise ModelFileError("/secret/path is damaged")
         return b"x" * PIECE
 
+    def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
+        if (digest, runs.file) != (DIGEST, 0):
+            raise ModelNotFound("no such file")
+        return bytes([runs.offset % 251]) * runs.nbytes
+
 
 async def served(
     library: Library, use: Callable[[grpc.aio.Channel], Awaitable[None]], servicer: type[WeightsServicer] = WeightsServicer
@@ -177,6 +182,27 @@ def test_what_is_not_in_the_catalog_is_refused_by_type() -> None:
         broken = [wire.PieceRange(file=0, first=0, count=2)]
         assert await code_of(stub.FetchPieces(wire.FetchPiecesRequest(digest=DIGEST, ranges=broken))) is grpc.StatusCode.DATA_LOSS
         assert [part async for part in stub.FetchPieces(wire.FetchPiecesRequest(digest=DIGEST))] == []
+        for wrong in (
+            wire.ByteRuns(length=1, count=PIECE + 1),
+            wire.ByteRuns(length=2, count=MOST_RUNS + 1),
+            wire.ByteRuns(length=PIECE + 1, count=1),
+        ):
+            runs = wire.FetchPiecesRequest(digest=DIGEST, runs=[wrong])
+            assert await code_of(stub.FetchPieces(runs)) is grpc.StatusCode.INVALID_ARGUMENT
+        elsewhere = wire.FetchPiecesRequest(digest=DIGEST, runs=[wire.ByteRuns(file=1, length=1, count=1)])
+        assert await code_of(stub.FetchPieces(elsewhere)) is grpc.StatusCode.NOT_FOUND
+
+    asyncio.run(served(Library(), use))
+
+
+@pytest.mark.parametrize(
+    "runs", [ByteRuns(0, 7, 3 * PIECE + 5, 0, 1), ByteRuns(0, 7, 400, 1000, 9000), ByteRuns(0, 7, 1, 2, MOST_RUNS + 3)]
+)
+def test_bytes_between_pieces_come_as_they_were_asked_for(runs: ByteRuns) -> None:
+    async def use(channel: grpc.aio.Channel) -> None:
+        got = await WeightsClient(channel, "it").fetch_runs(DIGEST, runs)
+        assert got == b"".join(bytes([part.offset % 251]) * part.nbytes for part in runs.pieces())
+        assert len(got) == runs.nbytes
 
     asyncio.run(served(Library(), use))
 

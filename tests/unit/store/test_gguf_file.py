@@ -19,6 +19,7 @@ from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import check_beginning, open_gguf
 from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
+from paceline.store.tensor_files import StoredAt
 
 
 def as_float32(tensor: StoredTensor) -> np.ndarray:
@@ -137,6 +138,29 @@ def test_rows_can_be_read_alone(gguf_model: Any, tmp_path: Path, digests: Digest
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm"):
         whole = model.tensors[f"model.layers.1.{name}.weight"]
         np.testing.assert_array_equal(as_float32(source.read(f"model.layers.1.{name}.weight", rows)), whole[rows])
+
+
+@pytest.mark.parametrize("quant", ["F16", "Q8_0"])
+@pytest.mark.parametrize("columns", [slice(0, 32), slice(32, 64)])
+def test_of_columns_that_are_read_alone_nothing_else_is(
+    gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, columns: slice
+) -> None:
+    model, read = gguf_model("llama", quant), list[StoredAt]()
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+
+    def counted(at: StoredAt) -> np.ndarray:
+        read.append(at)
+        return at.read()
+
+    source.reads = counted
+    for name in ("self_attn.o_proj", "mlp.down_proj", "self_attn.q_proj"):
+        whole = model.tensors[f"model.layers.1.{name}.weight"]
+        part = source.read(f"model.layers.1.{name}.weight", slice(3, 19), columns)
+        np.testing.assert_array_equal(as_float32(part), whole[3:19, columns])
+    for at in read[:2]:
+        whole_row = source.places[f"model.layers.1.{'self_attn.o_proj' if at is read[0] else 'mlp.down_proj'}.weight"]
+        width = columns.stop - columns.start
+        assert at.nbytes == 16 * width * whole_row.nbytes // (whole_row.shape[0] * whole_row.shape[1])
 
 
 def test_k_quants_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:

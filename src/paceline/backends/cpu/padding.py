@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec, RopeSpec, rotary_dims
-from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor, WeightSource, inverse_frequencies
+from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor, WeightSource, columns_of, inverse_frequencies
 
 _ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 
@@ -57,7 +57,12 @@ class PaddedHeads:
     def type_of(self, name: str) -> str:
         return "F32" if name.endswith("o_proj.weight") else self._source.type_of(name)
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        if columns is not None and not name.endswith("o_proj.weight") and not name.endswith(_ROWS):
+            return self._source.read(name, rows, columns)
+        return columns_of(self._padded(name, rows), columns)
+
+    def _padded(self, name: str, rows: slice | None) -> StoredTensor:
         dim, width = self._source.spec.head_dim, self.spec.head_dim
         if name.endswith("o_proj.weight"):
             from paceline.backends.quantize import to_float32

@@ -21,7 +21,7 @@ from paceline.backends.cpu.weights import pack_model
 from paceline.backends.numerics import SeededWeights
 from paceline.core.errors import PacelineError
 from paceline.core.model import ARITHMETIC, ModelSpec, RopeSpec
-from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
+from paceline.core.weights import BlockTensor, StoredTensor, WeightSource, columns_of
 
 _USUAL: Final = (
     ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True),
@@ -56,10 +56,10 @@ class SeededBlocks(SeededWeights):
                     places[place] = next(turns)
                 self.forms[name] = places[place]
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         form = self.forms.get(name, Form.BF16)
         if form is Form.BF16:
-            return super().read(name, rows)
+            return super().read(name, rows, columns)
         n, k = self.shape_of(name)
         raw_NB = self.random_of(name).integers(0, 256, (n, row_bytes(form, k)), np.uint8)
         block = row_bytes(form, 256 if form in {Form.Q4_K, Form.Q5_K, Form.Q6_K} else 32)
@@ -69,7 +69,7 @@ class SeededBlocks(SeededWeights):
         if form is Form.MXFP4:
             blocks[:, 0] = _POWERS + blocks[:, 0] % 4
         part = raw_NB if rows is None else raw_NB[rows]
-        return BlockTensor(form.name, (len(part), k), part)
+        return columns_of(BlockTensor(form.name, (len(part), k), part), columns)
 
 
 def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:

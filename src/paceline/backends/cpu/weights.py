@@ -31,7 +31,6 @@ from paceline.core.weights import (
     SINKS,
     TENSOR_TYPES,
     BlockTensor,
-    DenseTensor,
     StoredTensor,
     WeightSource,
     tensor_shapes,
@@ -105,16 +104,9 @@ class _Slab:
     """Of the whole part, or of several that lie one behind the other."""
 
     def read(self, source: WeightSource) -> StoredTensor:
-        first = self.part.outputs.start
-        tensor = source.read(self.name, slice(first + self.rows.start, first + self.rows.stop))
-        inputs = self.part.inputs
-        if inputs is None:
-            return tensor
-        if isinstance(tensor, DenseTensor):
-            return DenseTensor(np.ascontiguousarray(tensor.data[:, inputs.start : inputs.stop]), tensor.dtype)
-        start, stop = (TENSOR_TYPES[tensor.type].row_bytes(at) for at in (inputs.start, inputs.stop))
-        rows_NB = np.ascontiguousarray(tensor.rows_NB[:, start:stop])
-        return BlockTensor(tensor.type, (len(rows_NB), len(inputs)), rows_NB)
+        first, inputs = self.part.outputs.start, self.part.inputs
+        columns = None if inputs is None else slice(inputs.start, inputs.stop)
+        return source.read(self.name, slice(first + self.rows.start, first + self.rows.stop), columns)
 
 
 def _pack(source: WeightSource, slab: _Slab) -> int:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/weights.proto\x12\x0bpaceline.v1\"(\n\x16\x44\x65scribeWeightsRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"R\n\x0bWeightsFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x11\n\tin_digest\x18\x04 \x01(\x08\",\n\x0cPieceDigests\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"K\n\x0bTensorIndex\x12\r\n\x05names\x18\x01 \x03(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\r\n\x05sizes\x18\x04 \x03(\x04\"\xdc\x01\n\x17\x44\x65scribeWeightsResponse\x12\x16\n\x0e\x65xamined_bytes\x18\x01 \x01(\x04\x12\x18\n\x10\x62ytes_to_examine\x18\x02 \x01(\x04\x12\'\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x18.paceline.v1.WeightsFile\x12)\n\x06pieces\x18\x04 \x03(\x0b\x32\x19.paceline.v1.PieceDigests\x12)\n\x07tensors\x18\x05 \x01(\x0b\x32\x18.paceline.v1.TensorIndex\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\"8\n\nPieceRange\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"M\n\x12\x46\x65tchPiecesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\'\n\x06ranges\x18\x02 \x03(\x0b\x32\x17.paceline.v1.PieceRange\"@\n\x13\x46\x65tchPiecesResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xc4\x01\n\x0eWeightsService\x12^\n\x0f\x44\x65scribeWeights\x12#.paceline.v1.DescribeWeightsRequest\x1a$.paceline.v1.DescribeWeightsResponse0\x01\x12R\n\x0b\x46\x65tchPieces\x12\x1f.paceline.v1.FetchPiecesRequest\x1a .paceline.v1.FetchPiecesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/weights.proto\x12\x0bpaceline.v1\"(\n\x16\x44\x65scribeWeightsRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"R\n\x0bWeightsFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x11\n\tin_digest\x18\x04 \x01(\x08\",\n\x0cPieceDigests\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\"K\n\x0bTensorIndex\x12\r\n\x05names\x18\x01 \x03(\t\x12\r\n\x05\x66iles\x18\x02 \x03(\r\x12\x0f\n\x07offsets\x18\x03 \x03(\x04\x12\r\n\x05sizes\x18\x04 \x03(\x04\"\xdc\x01\n\x17\x44\x65scribeWeightsResponse\x12\x16\n\x0e\x65xamined_bytes\x18\x01 \x01(\x04\x12\x18\n\x10\x62ytes_to_examine\x18\x02 \x01(\x04\x12\'\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x18.paceline.v1.WeightsFile\x12)\n\x06pieces\x18\x04 \x03(\x0b\x32\x19.paceline.v1.PieceDigests\x12)\n\x07tensors\x18\x05 \x01(\x0b\x32\x18.paceline.v1.TensorIndex\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\"8\n\nPieceRange\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"W\n\x08\x42yteRuns\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0e\n\x06stride\x18\x04 \x01(\x04\x12\r\n\x05\x63ount\x18\x05 \x01(\r\"r\n\x12\x46\x65tchPiecesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\'\n\x06ranges\x18\x02 \x03(\x0b\x32\x17.paceline.v1.PieceRange\x12#\n\x04runs\x18\x03 \x03(\x0b\x32\x15.paceline.v1.ByteRuns\"@\n\x13\x46\x65tchPiecesResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\xc4\x01\n\x0eWeightsService\x12^\n\x0f\x44\x65scribeWeights\x12#.paceline.v1.DescribeWeightsRequest\x1a$.paceline.v1.DescribeWeightsResponse0\x01\x12R\n\x0b\x46\x65tchPieces\x12\x1f.paceline.v1.FetchPiecesRequest\x1a .paceline.v1.FetchPiecesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,10 +43,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_end=512
   _globals['_PIECERANGE']._serialized_start=514
   _globals['_PIECERANGE']._serialized_end=570
-  _globals['_FETCHPIECESREQUEST']._serialized_start=572
-  _globals['_FETCHPIECESREQUEST']._serialized_end=649
-  _globals['_FETCHPIECESRESPONSE']._serialized_start=651
-  _globals['_FETCHPIECESRESPONSE']._serialized_end=715
-  _globals['_WEIGHTSSERVICE']._serialized_start=718
-  _globals['_WEIGHTSSERVICE']._serialized_end=914
+  _globals['_BYTERUNS']._serialized_start=572
+  _globals['_BYTERUNS']._serialized_end=659
+  _globals['_FETCHPIECESREQUEST']._serialized_start=661
+  _globals['_FETCHPIECESREQUEST']._serialized_end=775
+  _globals['_FETCHPIECESRESPONSE']._serialized_start=777
+  _globals['_FETCHPIECESRESPONSE']._serialized_end=841
+  _globals['_WEIGHTSSERVICE']._serialized_start=844
+  _globals['_WEIGHTSSERVICE']._serialized_end=1040
 # @@protoc_insertion_point(module_scope)

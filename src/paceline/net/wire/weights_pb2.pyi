@@ -201,25 +201,66 @@ class PieceRange(_message.Message):
 Global___PieceRange: _TypeAlias = PieceRange  # noqa: Y015
 
 @_typing.final
+class ByteRuns(_message.Message):
+    """Bytes of a file that are no pieces: `count` times `length`, each `stride` behind the one before, 2^20 together and 2^14 times at most.
+    Of a matrix, some columns of its rows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    file: _builtins.int
+    offset: _builtins.int
+    length: _builtins.int
+    stride: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        file: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        stride: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "file", b"file", "length", b"length", "offset", b"offset", "stride", b"stride"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ByteRuns: _TypeAlias = ByteRuns  # noqa: Y015
+
+@_typing.final
 class FetchPiecesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     @_builtins.property
     def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___PieceRange]:
         """At most 4096. A fetch that broke off is resumed by asking for what is missing."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ByteRuns]:
+        """At most 4096, told behind the pieces. Each is answered as if it were a piece, whose number is its place here."""
 
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         ranges: _abc.Iterable[Global___PieceRange] | None = ...,
+        runs: _abc.Iterable[Global___ByteRuns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ranges", b"ranges"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ranges", b"ranges", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,8 +87,8 @@ class CountedSource:
     def type_of(self, name: str) -> str:
         return self._source.type_of(name)
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        tensor = self._source.read(name, rows)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        tensor = self._source.read(name, rows, columns)
         n = tensor.data.shape[0] if isinstance(tensor, DenseTensor) else tensor.shape[0]
         self.rows[name] = self.rows.get(name, 0) + n
         return tensor

@@ -8,20 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from paceline.core.errors import ConfigError, PacelineError, ShardUnavailable, StreamClosed
+from paceline.core.errors import ConfigError, PacelineError, ShardUnavailable, StreamClosed, WeightsError
 from paceline.core.ids import NodeId
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.ways.tensor.memory import GroupMemory, make_memory
-from paceline.ways.tensor.process import RankProcess
+from paceline.ways.tensor.process import Lend, RankProcess
 from paceline.ways.tensor.pump import RankPump
 from paceline.ways.tensor.rank import RankOrder
 
 
 class HostedRank:
-    """Made empty; `close` it in any case. What it does blocks."""
+    """Made empty; `close` it in any case. What it does blocks.
 
-    def __init__(self, order: RankOrder) -> None:
-        self._order = order
+    Args:
+        lend: gives what of the model is not on this machine.
+    """
+
+    def __init__(self, order: RankOrder, lend: Lend | None = None) -> None:
+        self._order, self._lend = order, lend
         self._memory_fd: int | None = None
         self._memory: GroupMemory | None = None
         self._process: RankProcess | None = None
@@ -36,7 +40,7 @@ class HostedRank:
         self._memory_fd = make_memory(self._order.sizes)
         self._memory = GroupMemory(self._memory_fd, self._order.sizes)
         try:
-            self._process = RankProcess(self._order, self._memory, self._memory_fd, patience_s)
+            self._process = RankProcess(self._order, self._memory, self._memory_fd, patience_s, self._lend)
         except ConfigError as error:
             raise ShardUnavailable(error.message) from error
 
@@ -59,7 +63,7 @@ class HostedRank:
         process = self.process
         try:
             process.hear(wait_s)
-        except ConfigError as error:
+        except (ConfigError, WeightsError) as error:
             raise ShardUnavailable(error.message, error.hint) from error
         if process.is_silent:
             process.kill()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from paceline.backends import cpu, table
 from paceline.backends.options import DeviceKind
@@ -21,13 +22,20 @@ from paceline.core.errors import (
     PacelineError,
     PlacementError,
     ShardUnavailable,
+    SourceLost,
     UserError,
     WeightsMismatch,
 )
 from paceline.core.ids import NodeId, Trust
+from paceline.core.manifest import ByteRuns, ModelManifest
+from paceline.core.model import ModelSpec
+from paceline.fleet.eligibility import Use
+from paceline.fleet.placement import WeightsSource
 from paceline.machine.devices import usable_cores
-from paceline.machine.fetch import in_thread
+from paceline.machine.fetch import Fetch, fetch_part, in_thread
 from paceline.machine.settings import NodeSettings
+from paceline.machine.weights import dial_through
+from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
@@ -35,10 +43,12 @@ from paceline.net.tensor.dialling import dial
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Context, Limit
+from paceline.net.weights_client import WeightsClient
 from paceline.net.wire import rank_pb2 as wire
 from paceline.net.wire.rank_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
 from paceline.store.catalog import ModelLocation, find_whole
 from paceline.store.home import Home
+from paceline.store.partial import HEADS, open_heads
 from paceline.ways.tensor.codec import RankEvent, RankFault, RankLoading, RankOpened, RankRequest, read_open, write_event
 from paceline.ways.tensor.rank import GroupSizes, RankOrder
 
@@ -54,6 +64,8 @@ SEEN_S = 60.0
 """For machines that a person named to be seen. Raising it: a name that is wrong is told later."""
 STOP_S = 4.0
 """What a stop gives ranks to end: their processes are killed."""
+BUSY_TIMES, BUSY_S = 5, 0.5
+"""Times that a node is asked again for weights, and how long after."""
 MOST_RANKS = 4
 """Of groups of others, side by side. Each is a process, and takes cores from the others."""
 
@@ -148,10 +160,16 @@ class RankHost:
             self._ended.set()
 
     async def _rank(self, request: RankRequest, caller: Member, ends: AsyncExitStack) -> AsyncGenerator[RankEvent]:
-        order = await in_thread(partial(self._order, request))
+        found = await in_thread(partial(find_whole, request.digest, self._home, self._beside))
+        if found is not None:
+            path, spec, lender = found[0].path, found[1].spec, None
+        else:
+            lender = await self._borrow(request, caller)
+            path, spec = await in_thread(partial(open_heads, request.digest, self._home))
+        order = await in_thread(partial(self._order, request, path, spec, self._home.partial / request.digest if lender else None))
         from paceline.ways.tensor.hosted import HostedRank
 
-        rank = HostedRank(order)
+        rank = HostedRank(order, lender.lend if lender else None)
         ends.push_async_callback(in_thread, rank.close)
         await in_thread(partial(rank.start, LOAD_SILENT_S))
         while not await in_thread(partial(rank.is_loaded, REPORT_S)):
@@ -167,8 +185,32 @@ class RankHost:
             pass
         yield RankFault(rank.gone or "was ended")
 
-    def _order(self, request: RankRequest) -> RankOrder:
+    async def _borrow(self, request: RankRequest, caller: Member) -> Lender:
+        """Have the heads of the model's files here, and the caller lend what else a rank reads of them: its share, which is kept in its memory alone.
+
+        Raises:
+            WeightsMismatch: the caller gives none.
+        """
+        fleet, live = self._fleet, self._fleet.view().get(caller.node_id)
+        lacks = f"{request.model_id} with digest {request.digest[:12]} is not on this machine"
+        if live is None:
+            raise WeightsMismatch(lacks, "Pull it there.")
+        source = WeightsSource(caller.node_id, fleet.book.order(live.card.addresses), request.model_id, request.digest, 0)
+        dial = dial_through(fleet.pool, fleet.trust, fleet.gossip.voids)
+        try:
+            await fetch_part(Fetch([source], dial, self._home, _unseen, _words_unseen), HEADS)
+            channel = fleet.channel(caller.node_id, live.card.addresses, Use.GIVE_WEIGHTS, Purpose.WEIGHTS)
+            client = WeightsClient(channel, caller.node_id)
+            manifest = await client.describe(request.digest, _unseen)
+        except PacelineError as error:
+            raise WeightsMismatch(f"{lacks}, and {caller.node_id} does not lend it: {error.message}", "Pull it there.") from error
+        return Lender(client, manifest, asyncio.get_running_loop())
+
+    def _order(self, request: RankRequest, path: Path, spec: ModelSpec, lent: Path | None) -> RankOrder:
         """What the rank's process is to be. Blocks.
+
+        Args:
+            path, spec: of the model, or of the heads of its files in the folder `lent`.
 
         Raises:
             PipelineError: these weights, their format or these shares can't be had here.
@@ -178,11 +220,6 @@ class RankHost:
 
         if request.version != VERSION:
             raise BadPipelineRequest(f"It speaks version {request.version} of tensor ranks, this node version {VERSION}")
-        found = find_whole(request.digest, self._home, self._beside)
-        if found is None:
-            raise WeightsMismatch(f"{request.model_id} with digest {request.digest[:12]} is not on this machine", "Pull it there.")
-        location, source = found
-        spec = source.spec
         try:
             kernels = table.choose(spec, request.weights, device=DeviceKind.CPU)
             shares = cut(spec, [(stops.out, stops.down, stops.vocab) for stops in request.stops])
@@ -193,9 +230,48 @@ class RankHost:
         if kernels.lowering is None or spec.moe is not None or spec.qk_norm_whole:
             raise ShardUnavailable("This machine has no kernels for a tensor rank of this model")
         cpu.prepare(kernels.lowering, self._home.kernels)
-        settings = NodeSettings(str(location.path), request.weights, device=kernels, threads=self._threads)
+        settings = NodeSettings(str(path), request.weights, device=kernels, threads=self._threads)
         sizes = GroupSizes(spec, shares, request.max_rows, request.max_blocks, request.logits_rows)
-        return RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True)
+        return RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True, lent=lent)
+
+
+class Lender:
+    """Has another node read bytes of a model's files, for a rank that loads. Called in any thread but the loop's.
+
+    Args:
+        client, manifest: of that node.
+    """
+
+    def __init__(self, client: WeightsClient, manifest: ModelManifest, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._digest, self._loop = client, manifest.digest, loop
+        self._places = {file.name: place for place, file in enumerate(manifest.files)}
+
+    def lend(self, name: str, offset: int, length: int, stride: int, count: int) -> bytes:
+        """See `process.Lend`.
+
+        Raises:
+            SourceLost, WrongBytes: they can't be had.
+        """
+        return asyncio.run_coroutine_threadsafe(
+            self._fetch(ByteRuns(self._places[name], offset, length, stride, count)), self._loop
+        ).result()
+
+    async def _fetch(self, runs: ByteRuns) -> bytes:
+        for _ in range(BUSY_TIMES):
+            try:
+                return await self._client.fetch_runs(self._digest, runs)
+            except SourceLost:  # it may give weights to as many others as it will
+                await asyncio.sleep(BUSY_S)
+        return await self._client.fetch_runs(self._digest, runs)
+
+
+def _unseen(done: int, total: int) -> None:
+    """What the rank itself loads is what its group sees."""
+    del done, total
+
+
+def _words_unseen(words: str) -> None:
+    del words
 
 
 class RankServicer(RankServiceServicer):

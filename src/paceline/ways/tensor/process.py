@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,6 +18,9 @@ from paceline.core.errors import ConfigError, ExecutorLost
 from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.rank import RankOrder
+
+Lend = Callable[[str, int, int, int, int], bytes]
+"""Bytes of a file of the model, by its name, as `core.manifest.ByteRuns` has them."""
 
 
 class Rank(Protocol):
@@ -78,6 +82,7 @@ class RankProcess:
     Args:
         memory: of the group, or of this rank alone and what stands for the others; and its file descriptor.
         patience_s: with its silence while it loads.
+        lend: gives the bytes that it asks for, where its order says so. Called where its load is heard of.
 
     Raises:
         ConfigError: the system starts no process.
@@ -85,8 +90,8 @@ class RankProcess:
 
     numerics_id = ""
 
-    def __init__(self, order: RankOrder, memory: GroupMemory, memory_fd: int, patience_s: float) -> None:
-        self.order, self.is_ready = order, False
+    def __init__(self, order: RankOrder, memory: GroupMemory, memory_fd: int, patience_s: float, lend: Lend | None = None) -> None:
+        self.order, self.is_ready, self._lend = order, False, lend
         self.progress = 0, 0
         """Bytes loaded, of bytes to load."""
         self._heard_s, self._patience_s = time.monotonic(), patience_s
@@ -129,6 +134,9 @@ class RankProcess:
             while not self.is_ready and self.connection.poll(wait_s):
                 message = self.connection.recv_bytes()
                 self._heard_s = time.monotonic()
+                if message[:1] == protocol.LEND and self._lend is not None:
+                    self.send(self._lend(*json.loads(message[1:])))
+                    continue
                 if message[:1] == protocol.FAILED:
                     why, hint = json.loads(message[1:])
                     raise ConfigError(f"Rank {self.order.rank} of the tensor group can't be loaded: {why}", hint)

@@ -1,7 +1,7 @@
 """A rank of a tensor group in a process of its own: it loads its share, runs what the leader's memory says, and gives out and takes in its KV.
 
 Started by the group (`python -m paceline.ways.tensor.rank FD MEMORY_FD`), over whose connection come its order, and then single letters: W (wake), E (give out
-a block), I (take one in). It ends when the leader says so, or is gone.
+a block), I (take one in). While it loads it may ask over it for bytes of files that are not on this machine. It ends when the leader says so, or is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paceline.backends.cpu.shares import Share
@@ -24,11 +25,15 @@ from paceline.core.model import LayerRange, ModelSpec
 from paceline.machine.settings import NodeSettings
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from paceline.backends.cpu.runner import CpuRunner
+    from paceline.store.tensor_files import StoredAt
     from paceline.ways.tensor.memory import GroupMemory
 
 WAKE, EXPORT, IMPORT = b"W", b"E", b"I"
-READY, PROGRESS, FAILED, BLOCK = b"R", b"P", b"F", b"B"
+READY, PROGRESS, FAILED, BLOCK, LEND = b"R", b"P", b"F", b"B", b"L"
 STOP_TOLD: Final = signal.SIGURG
 """To the leader, from a rank that got SIGTERM."""
 LOOKS_S: Final = 1.0
@@ -63,6 +68,8 @@ class RankOrder:
     threads: int
     is_away: bool = False
     """Its leader is another machine, to which it proves that it computes the same bytes."""
+    lent: Path | None = None
+    """Folder that has no more of the model's files than their heads: what else they hold, it asks whoever started it for. None: all is here."""
 
 
 def block_request(letter: bytes, block: BlockId, layers: LayerRange) -> bytes:
@@ -81,11 +88,14 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     from paceline.backends import cpu, kernel_cache
     from paceline.backends.options import LoadOptions
     from paceline.engine.local import row_plan
-    from paceline.machine.setup import set_up
+    from paceline.store.catalog import OtherRope, open_weights
+    from paceline.store.digests import DigestCache
     from paceline.store.home import Home
 
-    setup, sizes = set_up(order.settings), order.sizes
-    cpu.prepare(setup.kernels.lowering, Home.from_environment().kernels)
+    settings, sizes, home = order.settings, order.sizes, Home.from_environment()
+    assert settings.device is not None, "decided for all ranks"
+    assert settings.weights is not None, "decided for all ranks"
+    cpu.prepare(settings.device.lowering, home.kernels)
     from paceline.backends.cpu.exchange import Exchange
     from paceline.backends.cpu.team import await_word
     from paceline.ways.tensor.memory import GroupMemory
@@ -93,18 +103,33 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     memory = GroupMemory(memory_fd, sizes)
     options = LoadOptions(
         order.layers,
-        setup.weights,
+        settings.weights,
         order.n_blocks,
         threads=order.threads,
         max_rows=sizes.max_rows,
-        kernel_cache=Home.from_environment().kernels,
+        kernel_cache=home.kernels,
     )
+    weights, talking = open_weights(Path(settings.model), DigestCache(home)), threading.Lock()
 
     def tell(done: int, total: int) -> None:
-        connection.send_bytes(PROGRESS + done.to_bytes(8, "little") + total.to_bytes(8, "little"))
+        with talking:
+            connection.send_bytes(PROGRESS + done.to_bytes(8, "little") + total.to_bytes(8, "little"))
+
+    def borrow(at: StoredAt) -> npt.NDArray[np.uint8]:
+        assert order.lent is not None
+        if not at.nbytes:
+            return np.empty(0, np.uint8)
+        count, length = at.runs
+        asked = json.dumps([at.path.relative_to(order.lent).as_posix(), at.offset, length, at.stride, count])
+        with talking:
+            connection.send_bytes(LEND + asked.encode())
+            return np.frombuffer(bytearray(connection.recv_bytes()), np.uint8)
+
+    if order.lent is not None:
+        weights.reads = borrow
 
     exchange = Exchange(sizes.spec, sizes.shares, order.rank, memory.exchange, sizes.max_rows, order.is_away)
-    runner = cpu.load(setup.opened.weights, options, tell, lowering=setup.kernels.lowering, exchange=exchange)
+    runner = cpu.load(OtherRope(weights, sizes.spec), options, tell, lowering=settings.device.lowering, exchange=exchange)
     with kernel_cache.alone():  # before others wait for this rank
         nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
         runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)

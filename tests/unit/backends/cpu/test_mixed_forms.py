@@ -13,7 +13,7 @@ from paceline.backends import cpu
 from paceline.backends.numerics import answer
 from paceline.backends.quantize import round_to_bf16
 from paceline.core.model import ModelSpec, RopeSpec
-from paceline.core.weights import EMBEDDING, HEAD, BlockTensor, DenseTensor, StoredTensor, tensor_shapes
+from paceline.core.weights import EMBEDDING, HEAD, BlockTensor, DenseTensor, StoredTensor, columns_of, tensor_shapes
 from paceline.engine.executor import Path
 
 if not cpu.runs_here():
@@ -74,7 +74,7 @@ class Mixed:
     def type_of(self, name: str) -> str:
         return self.form_of(name).name if len(self._shapes[name]) == 2 else "F32"
 
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         shape = self._shapes[name]
         if len(shape) == 1:
             return DenseTensor(np.linspace(0.5, 1.5, shape[0], dtype=np.float32), "f32")
@@ -82,10 +82,10 @@ class Mixed:
         stored = arithmetic.random_rows(form, *shape, np.random.default_rng(len(name)))[rows or slice(None)]
         if form is Form.BF16:
             bits = round_to_bf16(arithmetic.widen(stored.view(np.uint16)) * np.float32(0.05))
-            return DenseTensor(bits, "bf16")
+            return columns_of(DenseTensor(bits, "bf16"), columns)
         if self._plain:
-            return DenseTensor(arithmetic.matrix(form, stored).values(), "f32")
-        return BlockTensor(form.name, (len(stored), shape[1]), stored)
+            return columns_of(DenseTensor(arithmetic.matrix(form, stored).values(), "f32"), columns)
+        return columns_of(BlockTensor(form.name, (len(stored), shape[1]), stored), columns)
 
 
 def answers(source: Mixed, threads: int, cuts: Iterable[tuple[int, ...]]) -> list[bytes]:

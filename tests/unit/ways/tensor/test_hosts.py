@@ -24,10 +24,12 @@ from paceline.backends import cpu
 from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
+from paceline.core.manifest import ByteRuns
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
+from paceline.machine.weights import give_weights
 from paceline.net.member.node import FleetNode
-from paceline.store.catalog import resolve
+from paceline.store.catalog import Library, resolve
 from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.away import AwayRank
@@ -59,16 +61,17 @@ def every_member(_: object) -> None: ...
 
 
 @asynccontextmanager
-async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER) -> AsyncIterator[Hosts]:
+async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER, *, everywhere: bool = True) -> AsyncIterator[Hosts]:
+    """Args: everywhere: the other nodes have the model, too."""
     fleet, home = TestFleet(), Home.from_environment()
     a = make_node(fleet, root, "a", trust=trust, preset=PATIENT)
     made, started, ranks = [a], list[FleetNode](), list[RankHost]()
     try:
-        await a.start()
+        await a.start(lambda guard: give_weights(home, guard, a.trust, [resolve(str(model), home)]))
         started.append(a)
         for name in ("b", "c"):
             node = make_node(fleet, root, name, a, preset=PATIENT)
-            host = RankHost(node, home, every_member, threads=1, beside=[resolve(str(model), home)])
+            host = RankHost(node, home, every_member, threads=1, beside=[resolve(str(model), home)] if everywhere else [])
             await node.start(host.service)
             started.append(node)
             made.append(node)
@@ -113,6 +116,22 @@ def test_three_ranks_meet_at_the_first(model: Path, alone: list[list[int]], host
     with group(model, {rank: place for rank, place in hosts.places(*places).items() if place.node_id}, 2.0, 1.0, 1.0) as built:
         assert answers(built, "three") == alone
         assert group_of(built).losses == 0
+
+
+def test_a_rank_of_a_node_that_lacks_the_model_is_lent_its_share_and_nothing_else(
+    model: Path, alone: list[list[int]], tmp_path: Path, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent, read_runs = list[int](), Library.read_runs
+
+    def counted(self: Library, digest: str, runs: ByteRuns) -> bytes:
+        lent.append(runs.nbytes)
+        return read_runs(self, digest, runs)
+
+    monkeypatch.setattr(Library, "read_runs", counted)
+    with on_a_loop(partial(nodes, tmp_path, model, everywhere=False)) as made, group(model, made.places("b"), 3.0, 1.0) as built:
+        assert answers(built, "lent") == alone
+        assert rank_of(built).gone is None
+        assert sum(lent) == hosted[0].process.progress[1] < model.stat().st_size * 0.35
 
 
 def test_kv_goes_out_and_in_over_the_streams(model: Path, hosts: Hosts) -> None:
