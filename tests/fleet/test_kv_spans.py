@@ -17,6 +17,7 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
 
+CHECKS = 'paceline_kv_spot_checks_total{found="%s"}'
 GIVEN = 'paceline_kv_peer_blocks_total{what="given"}'
 SMALL = ("--context", "2048", "--kv-tokens", "8192", "--threads", "1", "--draft", "off")
 LEAST = 30
@@ -43,7 +44,9 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
         alone, o, q, g, h = made
         found_fleet(*made)
         for machine in made:
-            (machine.home / "config.toml").write_text("[pipeline]\nkeep_spares = false\nsearch_seconds = 150\n\n[kv]\nnixl = false\n")
+            (machine.home / "config.toml").write_text(
+                "[pipeline]\nkeep_spares = false\nsearch_seconds = 150\n\n[kv]\nnixl = false\nspot_check_every = 6\n"
+            )
         port = free_port()
         peer = ("--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
         # It answers its own clients alone: a request to a pipeline's machine is not sent on to where it would be faster.
@@ -80,6 +83,9 @@ def test_a_conversation_goes_from_a_machine_to_a_pipeline_to_another_and_back(sp
     assert any(goes_around(spread, f"Story {told_before}. {STORY}") for told_before in range(4)), "no fetch was in time"
     for one in (spread.alone, spread.o, spread.q):
         until(lambda one=one: metric(one, "paceline_kv_blocks_used") == 0)
+        # Blocks that came in parts were computed again over all machines, and each compared its own.
+        assert counted(one, CHECKS % "right") > 0
+        assert counted(one, CHECKS % "wrong") == 0
 
 
 def goes_around(spread: Spread, story: str) -> bool:

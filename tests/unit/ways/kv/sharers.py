@@ -40,13 +40,15 @@ class Sharer:
         trust: Trust = Trust.MEMBER,
         speed: float = SLOW,
         nixl: bool = False,
+        check_every: int = 512,
     ) -> None:
         offer = ModelOffer("null", Role.VERIFIER, "bf16", 1.0, speed, DIGEST, warm=True, numerics_id="null")
         self.node = make_node(fleet, root, name, *peers, offers=(offer,), trust=trust)
         self.loans = KvLoans()
         self._came, self._turn = threading.Event(), threading.Lock()
         self.kv: PeerKv
-        self.bench = EngineBench(kv=self._made, wait=self._wait, loans=self.loans, n_blocks=64, max_context=200, model_digest=DIGEST)
+        sizes = {"n_blocks": 64, "max_context": 200, "kv_check_every": check_every}
+        self.bench = EngineBench(kv=self._made, wait=self._wait, loans=self.loans, model_digest=DIGEST, **sizes)  # type: ignore[arg-type]
         self.kv.nixl = nixl
         self.loans.wake = self._woken
         self.sharing = KvSharing(self.node, SystemClock())

@@ -132,6 +132,15 @@ class Route:
         asked.add_done_callback(lambda _: self.wake())
         return StagesMove(self, asked)  # type: ignore[arg-type]
 
+    def compare_parts(self, blocks: Sequence[BlockId]) -> KvFetch:
+        async def answers() -> list[int]:
+            keys = [bytes(16)] * len(blocks)
+            return [await stage.kv.use(BlocksAsked(b"", BlocksUse.COMPARE, keys, tuple(blocks), 5.0)) for stage in self.stages]
+
+        asked = asyncio.run_coroutine_threadsafe(answers(), self.loop)
+        asked.add_done_callback(lambda _: self.wake())
+        return StagesMove(self, asked)  # type: ignore[arg-type]
+
     def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
         async def give() -> int:
             for stage in self.stages:
@@ -197,12 +206,12 @@ class Spread(Sharer):
 
 
 @asynccontextmanager
-async def spreads(root: Path, **own: LayerRange) -> AsyncGenerator[list[Spread]]:
+async def spreads(root: Path, check_every: int = 512, **own: LayerRange) -> AsyncGenerator[list[Spread]]:
     """Nodes of one fleet, and which layers each holds of the model that it answers with."""
     fleet, found = TestFleet(), list[Spread]()
     try:
         for name, layers in own.items():
-            found.append(Spread(fleet, root, name, *(one.node for one in found), own=layers))
+            found.append(Spread(fleet, root, name, *(one.node for one in found), own=layers, check_every=check_every))
             await found[-1].start()
         for one in found:
             await until(lambda one=one: len(one.node.view().ids) == len(found))

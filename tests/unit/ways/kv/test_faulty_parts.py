@@ -13,7 +13,7 @@ import pytest
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.kv.spreads import WHOLE as LAYERS
 from tests.unit.ways.kv.spreads import Spread, spreads
-from tests.unit.ways.kv.test_faulty_peers import FIRST, Send, Turn, another, damaged, dies, shorter
+from tests.unit.ways.kv.test_faulty_peers import FIRST, Send, Turn, another, damaged, dies, lies, shorter
 from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
 from paceline.core.model import LayerRange
@@ -158,3 +158,25 @@ async def test_a_giver_of_no_route_gives_nothing(tmp_path: Path) -> None:
         o.route.stages[0].lose()
         assert await answered(a) == 0
         await at_rest(a, o, g)
+
+
+@pytest.mark.parametrize("giver", ["a machine alone", "a stage"])
+@in_loop
+async def test_one_that_lies_about_its_part_is_found_by_computing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, giver: str
+) -> None:
+    async with spreads(tmp_path, 1, a=LAYERS, o=FRONT, g=LAYERS) as (a, o, g):
+        o.stages_at((g, BACK))
+        # The blocks that a stage has: of what a machine alone gives, both parts lie.
+        monkeypatch.setattr(giving if giver == "a machine alone" else moving, "send_block", Turn(lies))
+        asker, of = (o, a) if giver == "a machine alone" else (a, o)
+        await asked(asker, of)
+        await until(lambda: asker.sharing.meter.lies == {of.node_id: 1})
+        assert asker.sharing.meter.checks["wrong"] == 1
+        assert asker.sharing.meter.checks["right"] <= FIRST
+        # It is asked for nothing more.
+        await answered(of, PROMPT[::-1])
+        await asker.knows(of)
+        assert await answered(asker, PROMPT[::-1]) == 0
+        await at_rest(a, o, g)
+        assert asker.bench.engine.stats().blocks_in_use == 0

@@ -59,6 +59,11 @@ def damaged(sender: TensorSender, key: bytes, data: memoryview) -> None:
     _put(sender, key, crc, data)
 
 
+def lies(sender: TensorSender, key: bytes, data: memoryview) -> None:
+    data[0] ^= 2  # a token's lowest bit
+    send_block(sender, key, data)
+
+
 def another(sender: TensorSender, key: bytes, data: memoryview) -> None:
     _put(sender, key[::-1], zlib.crc32(data), data)
 

@@ -55,6 +55,11 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
         assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 2
         assert await stage.use_blocks(BlocksUse.RESTORE, KEYS[:2], (6, 1), WITHIN_S) == 2
         assert [runner.kv[6], runner.kv[1]] == was
+        # Alike are those that hold the same bytes, whatever their names.
+        assert await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S) == 1
+        runner.kv[1] = runner.kv[6]
+        assert await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S) == 2
+        runner.kv[1] = bytes(was[1])
         # A sequence may begin with them, and only with them.
         await route.run(batch_of(1, rows=1, first=32, blocks=(6, 1, 3), sequence=7), rows_of(1))
         with pytest.raises(FleetError):
@@ -74,6 +79,7 @@ async def test_what_a_session_has_not_filled_is_not_kept_and_what_it_has_not_lea
             (BlocksUse.KEEP, KEYS[:1], (3,)),
             (BlocksUse.KEEP, KEYS[:2], (2, 2)),
             (BlocksUse.RESTORE, KEYS[:1], (8,)),
+            (BlocksUse.COMPARE, KEYS[:2], (0, 3)),
             (BlocksUse.RESTORE, KEYS[:2], (1,)),
             (BlocksUse.FIND, (b"short",), ()),
         ):
