@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -38,8 +38,8 @@ _LAYERS = "team.enter-"
 """Begins the names of the files of the function that runs layers: it is compiled last, and with it nearly all that there is."""
 _ROOM = 32 << 20
 """Bytes that must be free before kernels are written: Numba would end a start with the error of a full disk."""
-_KEPT = 3
-"""Folders of other versions to keep; each takes some 5 MiB."""
+_KEPT = 8
+"""Folders of other versions to keep, the ones used last: there is one for each processor that `--device` names too. Each takes some 5 MiB."""
 
 
 def sources() -> list[Path]:
@@ -97,6 +97,8 @@ def use(folder: Path | None) -> bool:
                     _remove_damaged(target)
                     _make_room(root, target)
         os.environ[_VARIABLE] = str(target)
+        with suppress(OSError):  # of another person
+            os.utime(target)
     except OSError as error:
         _warn(target, error.strerror)
         os.environ.pop(_VARIABLE, None)

@@ -126,11 +126,11 @@ def test_the_first_load_into_torch_compiles_while_no_other_process_does(
 
 
 def test_old_versions_are_removed_but_for_the_latest(tmp_path: Path) -> None:
-    for age in range(6):
+    for age in range(11):
         (tmp_path / f"v{age}").mkdir()
         os.utime(tmp_path / f"v{age}", (1000 - age, 1000 - age))
     kernel_cache.use(tmp_path)
-    assert sorted(p.name for p in tmp_path.glob("v*")) == ["v0", "v1", "v2"]
+    assert sorted(p.name for p in tmp_path.glob("v*")) == [f"v{age}" for age in range(8)]
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", None])
@@ -234,3 +234,24 @@ def test_embedding_kernels_of_every_form_are_read_by_the_next_process(tmp_path: 
 
     assert not any(hits())
     assert all(hits())
+
+
+COMPILE_PRODUCT = """
+import sys
+from pathlib import Path
+from paceline.backends import kernel_cache
+kernel_cache.use(Path(sys.argv[1]))
+from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.products import product
+product(Form.Q8_0)
+"""
+
+
+def test_a_product_is_read_by_the_next_process_and_leaves_no_file_more(tmp_path: Path) -> None:
+    def compiled() -> dict[str, bytes]:
+        subprocess.run([sys.executable, "-c", COMPILE_PRODUCT, str(tmp_path)], check=True)
+        return {file.name: file.read_bytes() for file in tmp_path.rglob("products.*")}
+
+    first = compiled()
+    assert any(name.endswith(".nbc") for name in first)
+    assert compiled() == first

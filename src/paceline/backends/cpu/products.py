@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import cfunc, njit
+from numba import cfunc
 from numba.core import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
 from paceline.backends.cpu.lowering import EMIT, lowered
@@ -24,6 +24,38 @@ WIDE_FROM = 32
 """Rows from which it pays to unpack weights once for all of them. For fewer, one stream of records is what prefetching hides."""
 
 _ARGUMENTS = 11
+
+
+def multiply_panel(form, expanded, w, x, rows, out, out_stride, bounds, segments):
+    """Multiply a panel of at most eight rows with one block of outputs, as many rows at once as registers have room for. Compiled code calls it by this name.
+
+    A compiled function that `multiply` enclosed would make it another function to numba's cache at each start.
+    """
+
+
+@overload(multiply_panel, jit_options={"nogil": True}, prefer_literal=True)
+def _multiply_panel(form, expanded, w, x, rows, out, out_stride, bounds, segments):
+    kind, unpacked, most = form.literal_value, expanded.literal_value, EMIT.rows_at_once
+    inputs = LAYOUT[Form(kind)].inputs
+    row_bytes, flushes = GROUP_BYTES[inputs], inputs is Inputs.BF16
+
+    def multiply_rows(form, expanded, w, x, rows, out, out_stride, bounds, segments):
+        for row in range(0, rows, most):
+            left, x_, o = rows - row, x + row * row_bytes, out + row * out_stride
+            if left >= 4:
+                again = part_of_panel(kind, unpacked, 0, 4, rows, w, x_, o, out_stride, bounds, segments)
+            elif left == 3:
+                again = part_of_panel(kind, unpacked, 0, 3, rows, w, x_, o, out_stride, bounds, segments)
+            elif left == 2:
+                again = part_of_panel(kind, unpacked, 0, 2, rows, w, x_, o, out_stride, bounds, segments)
+            else:
+                again = part_of_panel(kind, unpacked, 0, 1, rows, w, x_, o, out_stride, bounds, segments)
+            if flushes and again:
+                for m in range(min(left, most)):
+                    place = o + m * out_stride
+                    part_of_panel(kind, unpacked, 1, 1, rows, w, x_ + m * row_bytes, place, out_stride, bounds, segments)
+
+    return multiply_rows
 
 
 @cache
@@ -44,31 +76,7 @@ def product(form: Form) -> int:
     # With sub-scales, or in 16 registers of 8 lanes, a second block's sums would leave the registers.
     tile_blocks = 1 if layout.scales is Scales.SUB_SCALES or EMIT.rows_at_once < PANEL else TILE_BLOCKS
     panel_group_bytes = PANEL * GROUP_BYTES[layout.inputs]
-    in_parts, most, row_bytes = EMIT.parts_of_panels, EMIT.rows_at_once, GROUP_BYTES[layout.inputs]
-    flushes = layout.inputs is Inputs.BF16
-
-    def by_parts(expanded: int) -> Callable[..., None]:
-        @njit(nogil=True)
-        def multiply_panel(w, x, panel, out, out_stride, bounds, segments):
-            """The rows of a panel, as many at once as registers have room for."""
-            for row in range(0, panel, most):
-                left, x_, o = panel - row, x + row * row_bytes, out + row * out_stride
-                if left >= 4:
-                    again = part_of_panel(kind, expanded, 0, 4, panel, w, x_, o, out_stride, bounds, segments)
-                elif left == 3:
-                    again = part_of_panel(kind, expanded, 0, 3, panel, w, x_, o, out_stride, bounds, segments)
-                elif left == 2:
-                    again = part_of_panel(kind, expanded, 0, 2, panel, w, x_, o, out_stride, bounds, segments)
-                else:
-                    again = part_of_panel(kind, expanded, 0, 1, panel, w, x_, o, out_stride, bounds, segments)
-                if flushes and again:
-                    for m in range(min(left, most)):
-                        place = o + m * out_stride
-                        part_of_panel(kind, expanded, 1, 1, panel, w, x_ + m * row_bytes, place, out_stride, bounds, segments)
-
-        return multiply_panel
-
-    multiply_panel, multiply_panel_unpacked = by_parts(0), by_parts(expands)
+    in_parts = EMIT.parts_of_panels
 
     def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments, room):
         wide_rows = rows // PANEL * PANEL if rows >= WIDE_FROM else 0
@@ -83,7 +91,7 @@ def product(form: Form) -> int:
             for row in range(0, wide_rows, PANEL):
                 x_, o = x + row // PANEL * panel_bytes, out + row * out_stride + 64 * n
                 if in_parts:
-                    multiply_panel_unpacked(a, x_, PANEL, o, out_stride, bounds, segments)
+                    multiply_panel(kind, expands, a, x_, PANEL, o, out_stride, bounds, segments)
                     continue
                 tile(kind, expands, PANEL, tile_blocks, a, a_stride, x_, o, out_stride, bounds, segments)
         # What is left: the last rows of those blocks, and all rows of the last ones.
@@ -94,7 +102,7 @@ def product(form: Form) -> int:
             for n in range(first, blocks):
                 a, o = w + n * w_stride, out + row * out_stride + 64 * n
                 if in_parts:
-                    multiply_panel(a, x_, step, o, out_stride, bounds, segments)
+                    multiply_panel(kind, 0, a, x_, step, o, out_stride, bounds, segments)
                 elif step == 8:
                     tile(kind, 0, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 7:
