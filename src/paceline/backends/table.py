@@ -2,6 +2,7 @@
 
 first that applies        for
 torch-cuda                a CUDA device, bf16 weights; families that torch has
+mlx                       a Mac's GPU, bf16 weights; families that mlx-lm has; where it is asked for, any format, and processors too
 cpu-avx512bf16            all families on processors with AVX512-BF16
 cpu-avx512vnni            ... with AVX512-VNNI
 cpu-avxvnni               ... with AVX-VNNI
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from importlib.util import find_spec
+from typing import Final
 
 from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, WeightsFormat
+from paceline.core.weights import yarn_gain
 
 
 class Kernels(StrEnum):
@@ -35,11 +38,12 @@ class Kernels(StrEnum):
     AVX2 = "cpu-avx2"
     NEON_I8MM = "cpu-neon-i8mm"
     NEON = "cpu-neon"
+    MLX = "mlx"
     TORCH = "torch-cpu"
 
     @property
     def device(self) -> DeviceKind:
-        return DeviceKind.CUDA if self is Kernels.CUDA else DeviceKind.CPU
+        return {Kernels.CUDA: DeviceKind.CUDA, Kernels.MLX: DeviceKind.MLX}.get(self, DeviceKind.CPU)
 
     @property
     def lowering(self) -> Lowering | None:
@@ -76,6 +80,27 @@ def torch_refuses(spec: ModelSpec) -> str | None:
     return None
 
 
+MLX_MODULES: Final = {name: name for name in ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")} | {"mistral": "llama"}
+"""Families that MLX runs, and the module of mlx-lm's that has each."""
+
+
+def mlx_refuses(spec: ModelSpec) -> str | None:
+    """Why MLX can't run a model here; None where it can."""
+    if find_spec("mlx") is None or find_spec("mlx_lm") is None:
+        return "mlx and mlx-lm are not both installed"
+    if spec.model_type not in MLX_MODULES:
+        return f"of mlx-lm's families, {spec.model_type} was not brought here"
+    yarn = spec.rope.yarn
+    if spec.rope.divisors or spec.rope.gain != (1.0 if yarn is None else yarn_gain(yarn.factor)) or (yarn is not None and not yarn.whole):
+        return "rope with divisors or a gain of its own has no code"
+    return torch_refuses(spec)
+
+
+def gpu_refuses(device: DeviceKind, spec: ModelSpec) -> str | None:
+    """Why a GPU of this kind can't run a model; None where it can."""
+    return mlx_refuses(spec) if device is DeviceKind.MLX else torch_refuses(spec)
+
+
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
     """Pick an entry.
 
@@ -98,6 +123,11 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             return Kernels.CUDA
         if asked is not None:
             raise ConfigError(f"--device torch-cuda can't run this model: {missing}", "Leave --device out.")
+    if asked is Kernels.MLX or (asked is None and device is DeviceKind.MLX and weights is device.format_unasked):
+        if (missing := mlx_refuses(spec)) is None:
+            return Kernels.MLX
+        if asked is not None:
+            raise ConfigError(f"--device mlx can't run this model here: {missing}", "Leave --device out.")
     reason = cpu.refuses(spec) if cpu.runs_here() else f"this processor has no {'dot product' if cpu.is_arm() else 'AVX2'}"
     if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in cpu.lowerings_here():
         reason = f"this processor has no {asked.lowering}"

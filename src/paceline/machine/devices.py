@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,9 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/
 
 
 def fastest_device() -> DeviceKind:
-    """CUDA's where there are a driver and a torch that can use it, else the processors."""
+    """A Mac's GPU where MLX can use it, CUDA's where there are a driver and a torch that can, else the processors."""
+    if _has_metal():
+        return DeviceKind.MLX
     if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
         return DeviceKind.CPU
     return DeviceKind.CUDA if _cuda().is_available() else DeviceKind.CPU
@@ -63,8 +66,19 @@ def device_memory_rate() -> float:
 
 
 def free_device_bytes() -> int:
-    """Memory that is free on it."""
-    return _cuda().mem_get_info()[0]
+    """Memory that is free on the GPU; a Mac's is the machine's."""
+    return available_bytes() if _has_metal() else _cuda().mem_get_info()[0]
+
+
+def _has_metal() -> bool:
+    if sys.platform != "darwin" or find_spec("mlx") is None or find_spec("mlx_lm") is None:
+        return False
+    try:
+        import mlx.core as mx  # pyright: ignore[reportMissingImports]
+
+        return bool(mx.metal.is_available())
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return False
 
 
 def _cuda() -> Any:
@@ -192,6 +206,13 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
 
     if fastest_device() is DeviceKind.CPU:
         return (processors(*WeightsFormat),)
+    if fastest_device() is DeviceKind.MLX:
+        from paceline.backends.mlx.loading import device_name
+
+        gpu = LocalDevice(
+            Kernels.MLX, (DeviceKind.MLX.format_unasked,), device_name, total_bytes, available_bytes, lambda: memory_rate(home)
+        )
+        return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
     gpu = LocalDevice(
         Kernels.CUDA,
         (DeviceKind.CUDA.format_unasked,),

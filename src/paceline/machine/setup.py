@@ -217,18 +217,19 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         notes.append(
             f"it serves {spec.max_context} tokens as it was first trained; with --context, up to {spec.long.tokens} by its rope for long texts"
         )
-    device = devices.fastest_device() if settings.device is None or settings.device.device is not DeviceKind.CPU else DeviceKind.CPU
+    asked = settings.device
+    device = devices.fastest_device() if asked is None or asked.device is DeviceKind.CUDA else asked.device
     takes_whole = settings.weights in {None, device.format_unasked} and not spread  # of several machines, each takes what the plan says
-    unasked = device is not DeviceKind.CPU and settings.device is None
+    unasked = device is not DeviceKind.CPU and asked is None
     if unasked and takes_whole and not fits_gpu(spec, type_of, free := devices.free_device_bytes()):
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
         notes.append(f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(free)} is free there")
         device = DeviceKind.CPU
-    if unasked and device is not DeviceKind.CPU and (reason := table.torch_refuses(spec)) is not None:
+    if unasked and device is not DeviceKind.CPU and (reason := table.gpu_refuses(device, spec)) is not None:
         notes.append(f"the GPU is not used: {reason} there")
         device = DeviceKind.CPU
     weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
-    kernels = table.choose(spec, weights, asked=settings.device, device=device)
+    kernels = table.choose(spec, weights, asked=asked, device=device)
     if weights is WeightsFormat.STORED and not kernels.compiled:
         kept = sorted(set(torch_formats(spec, weights, type_of).values()))
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
@@ -248,6 +249,10 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
     """
     if kernels.lowering is not None:
         return cpu.load(source, options, progress, lowering=kernels.lowering)
+    if kernels is Kernels.MLX:
+        from paceline.backends import mlx
+
+        return mlx.load(source, options, progress)
     from paceline.backends import torch
 
     return torch.load(source, options, progress, device=kernels.device)

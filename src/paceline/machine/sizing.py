@@ -44,7 +44,7 @@ def free_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int
         threads: that load.
         kernel_cache: where compiled kernels are kept; None: beside their sources.
     """
-    if kernels.device is not DeviceKind.CPU:
+    if kernels.device is DeviceKind.CUDA:
         return devices.free_device_bytes()
     return max(0, available_bytes() - load_bytes(kernels, threads, kernel_cache))
 

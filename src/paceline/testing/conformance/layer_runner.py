@@ -134,7 +134,7 @@ def run(runner: LayerRunner[Any], *batch: Rows) -> list[Outcome]:
     plan = plan_of(batch)
     ids = np.array([token for rows in batch for token in rows.ids], np.int32)
     x_TD = runner.run_layers(runner.embed(ids), plan)
-    bits = activation_bits(x_TD)
+    bits = activation_bits(runner, x_TD)
     logits = [runner.logits(x_TD, np.arange(at, min(at + AT_ONCE, len(ids)), dtype=np.int32)).copy() for at in range(0, len(ids), AT_ONCE)]
     ends = np.cumsum(plan.n_rows_S)[:-1]
     return [Outcome(x, y) for x, y in zip(np.split(bits, ends), np.split(np.concatenate(logits), ends), strict=True)]
@@ -151,13 +151,9 @@ def run_cut(runner: LayerRunner[Any], rows: Rows, sizes: Sequence[int]) -> Outco
     return Outcome.joined(parts)
 
 
-def activation_bits(x_TD: Any) -> npt.NDArray[np.uint16]:
+def activation_bits(runner: LayerRunner[Any], x_TD: Any) -> npt.NDArray[np.uint16]:
     """A copy of the bits of a runner's activations, uint16 [T, D]."""
-    if isinstance(x_TD, np.ndarray):
-        return np.array(x_TD).view(np.uint16)
-    import torch
-
-    return x_TD.contiguous().view(torch.int16).cpu().numpy().copy().view(np.uint16)
+    return runner.to_wire(x_TD).copy()
 
 
 def tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
@@ -344,8 +340,8 @@ class LayerRunnerSuite:
             whole, plan = run(runner, prompt)[0], plan_of([prompt])
             x_TD = tail.run_layers(head.run_layers(head.embed(np.array(prompt.ids, np.int32)), plan), plan)
             last = np.array([LENGTH - 1], np.int32)
-            assert same(runner, whole.tail(LENGTH - 1), Outcome(activation_bits(x_TD)[-1:], head.logits(x_TD, last)))
-            assert np.array_equal(whole.x_TD, activation_bits(x_TD))
+            assert same(runner, whole.tail(LENGTH - 1), Outcome(activation_bits(tail, x_TD)[-1:], head.logits(x_TD, last)))
+            assert np.array_equal(whole.x_TD, activation_bits(tail, x_TD))
         finally:
             head.close()
             tail.close()
@@ -357,7 +353,7 @@ class LayerRunnerSuite:
         bits_TD = runner.to_wire(x_TD).copy()
         assert bits_TD.shape == (LENGTH, case.spec.hidden)
         x_TD = runner.run_layers(runner.from_wire(bits_TD), plan, LayerRange(cut, case.spec.n_layers))
-        assert np.array_equal(whole.x_TD, activation_bits(x_TD))
+        assert np.array_equal(whole.x_TD, activation_bits(runner, x_TD))
         nothing = LayerRange(cut, cut)
         assert np.array_equal(runner.to_wire(runner.run_layers(runner.from_wire(bits_TD), plan, nothing)), bits_TD)
         with pytest.raises(ValueError, match="holds"):
@@ -393,7 +389,7 @@ class LayerRunnerSuite:
         order = np.array([149, 3, 77], np.int32)
         logits_RV = runner.logits(x_TD, order)
         assert logits_RV.dtype == np.float32
-        assert same(runner, Outcome(whole.x_TD[order], whole.logits_TV[order]), Outcome(activation_bits(x_TD)[order], logits_RV))
+        assert same(runner, Outcome(whole.x_TD[order], whole.logits_TV[order]), Outcome(activation_bits(runner, x_TD)[order], logits_RV))
 
     def test_room_is_what_was_asked(self, runner: LayerRunner[Any]) -> None:
         assert runner.n_blocks * runner.block_size >= TOKENS

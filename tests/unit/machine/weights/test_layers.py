@@ -36,7 +36,7 @@ def residual(source: WeightSource, layers: LayerRange, weights: WeightsFormat) -
 
         x_TD = np.random.default_rng(1).standard_normal((20, source.spec.hidden)).astype(np.float32)
         rows = Rows([0] * 20, 0, [0, 1])
-        return activation_bits(runner.run_layers(library.from_numpy(x_TD).bfloat16(), plan_of([rows]))).tobytes()
+        return activation_bits(runner, runner.run_layers(library.from_numpy(x_TD).bfloat16(), plan_of([rows]))).tobytes()
     finally:
         runner.close()
 
