@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.golden import reference as hf
 
-from paceline.backends import cpu, table
+from paceline.backends import cpu, mlx, table
 from paceline.backends import torch as portable
 from paceline.core.errors import UnsupportedModel
 from paceline.core.model import WeightsFormat
@@ -28,7 +28,7 @@ from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
 
-LOADS = {"torch": portable.load, "cpu": cpu.load}
+LOADS = {"torch": portable.load, "cpu": cpu.load, "mlx": mlx.load}
 STRAY, STRAY_INT8 = 1.5, 2.5
 """Error at most, in transformers' own in bf16. The second: of our kernels for int4, which take activations as int8."""
 NEAR_TIE = 0.1
@@ -68,6 +68,8 @@ def runner(request: pytest.FixtureRequest, golden: Golden, kernel_cache: Path) -
     spec = golden.source.spec
     if request.param == "cpu" and (not cpu.runs_here() or cpu.refuses(spec) is not None):
         pytest.skip("no compiled kernels for this processor or family")
+    if request.param == "mlx" and (golden.weights is not WeightsFormat.BF16 or spec.moe is not None or table.mlx_refuses(spec) is not None):
+        pytest.skip("MLX quantises otherwise than the reference, and has not every family")
     if request.param == "torch" and (reason := table.torch_refuses(spec)) is not None:
         with pytest.raises(UnsupportedModel, match=re.escape(reason)):
             portable.load(golden.source, hf.options(spec, golden.weights, kernel_cache))

@@ -27,6 +27,7 @@ from mlx.utils import tree_flatten  # pyright: ignore[reportMissingImports]
 from paceline.backends.holding import formats_of_products, torch_formats
 from paceline.backends.memory import available_bytes, check_kv
 from paceline.backends.mlx.paged import KEYS, MlxPool, attends
+from paceline.backends.mlx.ring import RingRunner
 from paceline.backends.mlx.runner import MlxModel, MlxRunner
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
 from paceline.backends.options import LoadOptions, LoadProgress
@@ -46,12 +47,17 @@ LONGER_CUTS = ((300,), (150, 150), (1, 2, 4, 8, 285))
 """On a GPU more rows have kernels of their own."""
 
 
-def load_mlx(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> MlxRunner:
+def load_mlx(
+    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, group: mx.distributed.Group | None = None
+) -> MlxRunner:
     """A runner on MLX's default device.
+
+    Args:
+        group: ranks that share each layer, all of which load it; None: this one has all of it.
 
     Raises:
         ModelFileError, UnsupportedModel: from the source, or what MLX does not run.
-        ConfigError: an impossible block size.
+        ConfigError: an impossible block size, or heads that ranks can't share.
         OutOfMemory: the KV pool does not fit.
     """
     if KEYS % options.block_size:
@@ -60,21 +66,24 @@ def load_mlx(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         )
     spec = source.spec
     mx.set_cache_limit(CACHE_BYTES)
-    model = load_model(source, options, progress)
+    model = load_model(source, options, progress, group)
     check_kv(options.n_blocks * options.block_size, spec.kv_bytes_per_token(options.layers), available_bytes())
-    return _runner(model, options, _measured(model, source, options))
+    return _runner(model, options, _measured(model, source, options, group), group)
 
 
-def _runner(model: MlxModel, options: LoadOptions, numerics: Numerics) -> MlxRunner:
-    spec = model.spec
-    return MlxRunner(model, MlxPool(len(model.layers), options.n_blocks, options.block_size, spec.n_kv_heads, spec.head_dim), numerics)
+def _runner(model: MlxModel, options: LoadOptions, numerics: Numerics, group: mx.distributed.Group | None = None) -> MlxRunner:
+    pool = MlxPool(len(model.layers), options.n_blocks, options.block_size, model.n_kv_heads, model.spec.head_dim)
+    return MlxRunner(model, pool, numerics) if group is None else RingRunner(model, pool, numerics, group)
 
 
-def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> MlxModel:
+def load_model(
+    source: WeightSource, options: LoadOptions, progress: LoadProgress | None, group: mx.distributed.Group | None = None
+) -> MlxModel:
     """Read the layers asked for, and nothing else.
 
     Raises:
         UnsupportedModel: MLX does not run the model.
+        ConfigError: ranks can't share its heads.
     """
     spec, layers = source.spec, options.layers
     if (reason := mlx_refuses(spec)) is not None:
@@ -101,8 +110,21 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
             f"mlx-lm's {spec.model_type} has {name} of {wanted.get(name)}, and this model of {given.get(name)}", "Leave --device mlx out."
         )
     whole.load_weights(list(weights.items()), strict=False)
+    if group is not None:
+        _share(whole, spec, group)
     mx.eval([value for layer in used for part in layer.modules() for value in part.values() if isinstance(value, mx.array)])
-    return MlxModel(spec, layers, used, whole if options.edges else None)
+    return MlxModel(spec, layers, used, whole if options.edges else None, spec.n_kv_heads // (1 if group is None else group.size()))
+
+
+def _share(whole: Any, spec: ModelSpec, group: mx.distributed.Group) -> None:
+    """Leave a rank its share of each layer."""
+    ranks = group.size()
+    if spec.n_kv_heads % ranks or spec.ffn % ranks or not hasattr(whole, "shard"):
+        raise ConfigError(
+            f"mlx-lm deals even shares: {spec.n_kv_heads} KV heads and {spec.ffn} columns can't be had by {ranks} ranks of {spec.model_type}",
+            "Start another number of ranks.",
+        )
+    whole.shard(group)
 
 
 def config_of(spec: ModelSpec, n_layers: int) -> dict[str, Any]:
@@ -195,13 +217,13 @@ def _bf16(tensor: StoredTensor) -> mx.array:
     return mx.array(to_float32(tensor)).astype(mx.bfloat16)
 
 
-def _measured(model: MlxModel, source: WeightSource, options: LoadOptions) -> Numerics:
+def _measured(model: MlxModel, source: WeightSource, options: LoadOptions, group: mx.distributed.Group | None) -> Numerics:
     def make(weights: WeightsFormat, source: WeightSource, threads: int) -> LayerRunner[Any]:
         few = LoadOptions(source.spec.all_layers, weights, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(load_model(source, few, None), few, Numerics("", holds_identity=False))
 
     spec = model.spec
-    label = f"mlx {version('mlx')} {version('mlx-lm')} {device_name()}"
+    label = f"mlx {version('mlx')} {version('mlx-lm')} {device_name()}" + ("" if group is None else f" {group.size()} ranks")
     few = small(spec)
     seeded = SeededWeights(replace(few, hidden=few.n_heads * spec.head_dim))  # some of mlx-lm's families know no other
     formats = formats_of_products(torch_formats(spec, options.weights, source.type_of))
@@ -217,7 +239,7 @@ def _first_layer_holds(model: MlxModel, options: LoadOptions) -> bool:
         return True
     cuts = LONGER_CUTS if on_gpu() else CUTS
     rows = sum(cuts[0])
-    first = MlxModel(model.spec, LayerRange(0, 1), model.layers[:1], None)
+    first = MlxModel(model.spec, LayerRange(0, 1), model.layers[:1], None, model.n_kv_heads)
     few = LoadOptions(first.held, options.weights, -(-rows // options.block_size), options.block_size)
     runner = _runner(first, few, Numerics("", holds_identity=False))
     x_TD = mx.array(np.random.default_rng(rows).standard_normal((rows, model.spec.hidden), np.float32)).astype(mx.bfloat16)

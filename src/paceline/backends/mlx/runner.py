@@ -36,6 +36,8 @@ class MlxModel:
     layers: Sequence[Any]
     edges: Any | None
     """mlx-lm's whole model, of which embedding, norm and head are used; None: this runner has none of them."""
+    n_kv_heads: int
+    """That this machine holds of each layer."""
 
     def embed(self, ids_T: mx.array) -> mx.array:
         return self._edges.model.embed_tokens(ids_T)
@@ -73,9 +75,7 @@ class MlxRunner:
 
     def run_layers(self, x_TD: mx.array, plan: RowPlan, part: LayerRange | None = None) -> mx.array:
         """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
-        part, watch = self.layers if part is None else part, plan.watch
-        if part.start < self.layers.start or part.stop > self.layers.stop:
-            raise ValueError(f"layers {part}; this runner holds {self.layers}")
+        part, watch = self._checked(part), plan.watch
         if not len(part) or not x_TD.shape[0]:
             return x_TD
         evaluate = mx.eval if x_TD.shape[0] > FEW else mx.async_eval
@@ -132,9 +132,14 @@ class MlxRunner:
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
         with self._one_at_a_time:
-            self._model = MlxModel(self._model.spec, LayerRange(0, 0), (), None)
+            self._model = MlxModel(self._model.spec, LayerRange(0, 0), (), None, 0)
             self._pool = MlxPool(0, 0, self.block_size, self._pool.n_kv, self._pool.head_dim)
             mx.clear_cache()
+
+    def _checked(self, part: LayerRange | None) -> LayerRange:
+        if part is not None and (part.start < self.layers.start or part.stop > self.layers.stop):
+            raise ValueError(f"layers {part}; this runner holds {self.layers}")
+        return self.layers if part is None else part
 
     def _layers_of(self, part: LayerRange | None) -> list[list[mx.array]]:
         return self._pool.layers[(self.layers if part is None else part).within(self.layers)]
