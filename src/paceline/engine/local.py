@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.generation import Notice
 from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
@@ -307,7 +308,7 @@ class LocalExecutor(Generic[Activations]):
         del held
         return ()
 
-    def notices(self) -> tuple[()]:
+    def notices(self) -> Sequence[Notice]:
         return ()
 
     def submit(self, batch: StepBatch) -> None:

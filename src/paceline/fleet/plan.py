@@ -141,6 +141,8 @@ class PlannedRank:
     """Part of a layer's weights."""
     memory_bytes: int
     """What the share takes: weights, KV, working memory."""
+    kv_tokens: int
+    """That the machine has room for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class NodeSettings:
     """Speeds of the processes that share each layer, this one's first; one: it has all. Several gain where cores have memory of their own."""
     tensor_on: tuple[NodeId | None, ...] = ()
     """The nodes of the fleet that run those processes, None for this machine, which runs the first; empty: it runs all."""
+    tensor_tokens: int | None = None
+    """Of KV, that those nodes have room for; None: it is not known."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     kv_disk_bytes: int = 0

@@ -6,12 +6,13 @@ Law: what a person asked for holds, or an error says why not. What they left ope
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
 from paceline.backends.cpu.padding import padded
+from paceline.backends.cpu.shares import deal
 from paceline.backends.holding import kv_group, part_bytes, torch_formats, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
@@ -29,7 +30,7 @@ from paceline.machine import devices
 from paceline.machine.capability import WarmModel
 from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
-from paceline.machine.sizing import KvPlan, fits_gpu, free_bytes, model_shape, plan_kv, weights_bytes
+from paceline.machine.sizing import KvPlan, fits_gpu, free_bytes, model_shape, plan_kv, shares_bytes, weights_bytes
 from paceline.machine.speed import Speed
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import OpenedModel, open_model
@@ -84,6 +85,10 @@ class Setup:
         """
         spec, settings = padded(self.opened.spec) if self.kernels.compiled else self.opened.spec, self.settings
         held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
+        heads, weights = spec.n_kv_heads, part_bytes(held, layers, edges=edges)
+        if settings.tensor_on:
+            shares = zip(deal(spec, settings.tensor), settings.tensor_on, strict=True)
+            heads, weights = shares_bytes(spec, held, [share for share, node in shares if node is None])
 
         def working(n_blocks: int) -> int:
             most = self.most
@@ -92,9 +97,9 @@ class Setup:
 
         free = free_bytes(self.kernels, self.threads, Home.from_environment().kernels) - settings.bound.promised_bytes
         return plan_kv(
-            spec,
+            replace(spec, n_kv_heads=heads),
             free_bytes=free if settings.bound.most_bytes is None else min(free, settings.bound.most_bytes),
-            weights_bytes=part_bytes(held, layers, edges=edges),
+            weights_bytes=weights,
             working=working,
             max_running=settings.max_running,
             block_size=BLOCK_TOKENS,
@@ -102,6 +107,7 @@ class Setup:
             context=None if unasked else settings.context,
             kv_tokens=None if unasked else settings.kv_tokens,
             layers=layers,
+            most=settings.tensor_tokens,
         )
 
     def config(self, kv: KvPlan) -> EngineConfig:

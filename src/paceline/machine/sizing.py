@@ -8,12 +8,13 @@ What a model takes in memory, tensor by tensor, by the forms it is held in: arit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from paceline.backends import cpu
+from paceline.backends.cpu.shares import LANES, Share
 from paceline.backends.holding import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats, working_bytes
 from paceline.backends.memory import MIB, available_bytes, human
 from paceline.backends.options import DeviceKind
@@ -101,6 +102,19 @@ def _divided(spec: ModelSpec, held: Mapping[str, int]) -> DividedShape:
     return DividedShape(spec.n_kv_heads, spec.ffn, spec.vocab, attention)
 
 
+def shares_bytes(spec: ModelSpec, held: Mapping[str, int], shares: Sequence[Share]) -> tuple[int, int]:
+    """KV heads of some tensor ranks, and what their weights take: of the first, which has the embedding, all that lies outside of the layers.
+
+    Args:
+        held: bytes of each tensor, of all.
+    """
+    heads, inner = sum(len(share.kv_heads) for share in shares), sum(len(share.inner(spec)) for share in shares)
+    layers, attention = part_bytes(held, spec.all_layers, edges=False), sum(n for name, n in held.items() if ".self_attn." in name)
+    outputs = 1.0 if any(share.vocab.start == 0 for share in shares) else sum(len(share.vocab) for share in shares) * LANES / spec.vocab
+    edges = int(outputs * part_bytes(held, LayerRange(0, 0), edges=True))
+    return heads, attention * heads // spec.n_kv_heads + (layers - attention) * inner // spec.ffn + edges
+
+
 def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:
     """Of a stage's working memory, what a row has of a batch of `LEAST_ROWS`. The machine that runs it tells exactly."""
     whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=CARD_THREADS, n_blocks=CARD_TOKENS // BLOCK_TOKENS)
@@ -157,6 +171,7 @@ def plan_kv(
     context: int | None,
     kv_tokens: int | None,
     layers: LayerRange | None = None,
+    most: int | None = None,
 ) -> KvPlan:
     """Divide memory.
 
@@ -168,6 +183,7 @@ def plan_kv(
         context: as asked; None: the model's, or as long as memory allows.
         kv_tokens: as asked; None: enough for everyday use, at most `KV_SHARE` of what is left.
         layers: whose KV it is; None: all.
+        most: tokens that there is room for elsewhere, where others keep their parts of it.
 
     Raises:
         ConfigError: what was asked contradicts itself or the model.
@@ -202,7 +218,8 @@ def plan_kv(
             )
         affordable = kv_tokens
     else:
-        affordable = int(left * KV_SHARE) // token_bytes // group_tokens * group_tokens
+        room = int(left * KV_SHARE) // token_bytes
+        affordable = (room if most is None else min(room, most)) // group_tokens * group_tokens
     if context is not None and context > affordable:
         raise OutOfMemory(
             f"A context of {context} tokens needs {human(context * token_bytes)} for KV; "

@@ -234,9 +234,14 @@ async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTol
 
 def _as_ranks(settings: NodeSettings, chosen: Choice) -> NodeSettings:
     """With the layers shared as a choice has it."""
-    ranks = {stage.node_id: stage.rank for stage in chosen.stages}
+    ranks = {stage.node_id: stage.rank for stage in chosen.stages if stage.rank is not None}
     _, *others = ranks
-    return replace(settings, tensor=tuple(rank.speed for rank in ranks.values() if rank is not None), tensor_on=(None, *others))
+    return replace(
+        settings,
+        tensor=tuple(rank.speed for rank in ranks.values()),
+        tensor_on=(None, *others),
+        tensor_tokens=min(ranks[node_id].kv_tokens for node_id in others),
+    )
 
 
 async def _build_spread(

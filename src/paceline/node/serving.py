@@ -143,6 +143,9 @@ class FleetServing:
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
         self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.check_caller, hosting.threads, self._beside)
+        if self.ranks is not None and self.shards is not None:
+            self.ranks.left_bytes = self.shards.left_bytes
+            self.shards.host.warm.beside = lambda: 0 if self.ranks is None else self.ranks.used_bytes
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.planning: dict[str, object] = {}

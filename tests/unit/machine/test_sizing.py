@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.backends.cpu.shares import deal
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.model import ModelSpec, RopeSpec
-from paceline.machine.sizing import KV_SHARE, KvPlan, plan_kv
+from paceline.machine.sizing import KV_SHARE, KvPlan, plan_kv, shares_bytes
 
 SPEC = ModelSpec("llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, RopeSpec(1e4), tied_head=True)
 TOKEN = 2 * 2 * 3 * 64 * 30
@@ -81,3 +82,23 @@ def test_a_plan_fits_and_holds_one_context(free: int, context: int | None, kv_to
     share = KV_SHARE if kv_tokens is None else 1
     assert -(-planned.n_blocks // group) * group * 16 * TOKEN <= share * (free - 100 * MIB)
     assert context is None or planned.context == context
+
+
+def test_others_that_have_room_for_less_bound_the_pool() -> None:
+    kv = plan_kv(
+        SPEC, free_bytes=100_000 * MIB, weights_bytes=100 * MIB, max_running=32, block_size=16, context=None, kv_tokens=None, most=5000
+    )
+    assert (kv.tokens, kv.context) == (4992, 4992)
+
+
+def test_shares_of_ranks_take_together_what_the_model_takes() -> None:
+    held = {
+        "model.embed_tokens.weight": 3000 * 16,
+        "model.layers.0.self_attn.q_proj.weight": 900,
+        "model.layers.0.mlp.down_proj.weight": 4800,
+    }
+    shares = deal(SPEC, (2.0, 1.0))
+    (heads, first), (other_heads, other) = (shares_bytes(SPEC, held, [share]) for share in shares)
+    assert (heads, other_heads) == (2, 1)
+    assert shares_bytes(SPEC, held, shares) == (3, sum(held.values()))
+    assert first + other == pytest.approx(sum(held.values()) + 48000 / 3, rel=0.01)  # the first has the embedding, and so all outputs

@@ -47,6 +47,7 @@ class AwayRank:
     def __init__(self, place: RankPlace, setup: Setup, memory: GroupMemory, order: RankOrder, patience_s: float) -> None:
         self.order, self.is_ready, self.numerics_id = order, False, ""
         self._place, self._setup, self._memory = place, setup, memory
+        self.where = str(place.node_id)
         self._heard_s, self._patience_s = time.monotonic(), patience_s
         self._pump: GroupPump | None = None
         self.gone: str | None = None

@@ -22,6 +22,7 @@ from paceline.backends.cpu.runner import Bf16, CpuRunner
 from paceline.backends.cpu.shares import deal
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import ExecutorLost
+from paceline.core.generation import Notice
 from paceline.core.ids import BlockId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.config import EngineConfig
@@ -106,6 +107,10 @@ class TensorGroup:
     def away(self) -> tuple[int, ...]:
         """Ranks that other machines run: fewer where one was lost there."""
         return self._ranks.away
+
+    def notices(self) -> Sequence[Notice]:
+        """What clients have not been told of ranks that were lost, and of where they run since."""
+        return [self._ranks.notices.popleft() for _ in range(len(self._ranks.notices))]
 
     @property
     def losses(self) -> int:
@@ -253,6 +258,9 @@ class GroupExecutor(LocalExecutor[Bf16]):
 
     def ready(self) -> bool:
         return self._group.make_whole()
+
+    def notices(self) -> Sequence[Notice]:
+        return self._group.notices()
 
     def restore(self, held: Sequence[HeldSequence]) -> tuple[()]:
         self._group.begin_anew(self._told)

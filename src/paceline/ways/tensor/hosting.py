@@ -9,11 +9,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from paceline.backends import cpu, table
+from paceline.backends.holding import working_bytes
+from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind
 from paceline.core.background import came_within, tell_loop
 from paceline.core.errors import (
@@ -28,12 +30,13 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import NodeId, Trust
 from paceline.core.manifest import ByteRuns, ModelManifest
-from paceline.core.model import ModelSpec
+from paceline.core.model import BLOCK_TOKENS, ModelSpec
 from paceline.fleet.eligibility import Use
 from paceline.fleet.placement import WeightsSource
 from paceline.machine.devices import usable_cores
 from paceline.machine.fetch import Fetch, fetch_part, in_thread
 from paceline.machine.settings import NodeSettings
+from paceline.machine.sizing import shares_bytes, weights_bytes
 from paceline.machine.weights import dial_through
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
@@ -46,7 +49,8 @@ from paceline.net.trust.handlers import Context, Limit
 from paceline.net.weights_client import WeightsClient
 from paceline.net.wire import rank_pb2 as wire
 from paceline.net.wire.rank_pb2_grpc import RankServiceServicer, add_RankServiceServicer_to_server
-from paceline.store.catalog import ModelLocation, find_whole
+from paceline.store.catalog import ModelLocation, find_whole, open_weights
+from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.partial import HEADS, open_heads
 from paceline.ways.tensor.codec import RankEvent, RankFault, RankLoading, RankOpened, RankRequest, read_open, write_event
@@ -117,8 +121,17 @@ class RankHost:
         self._fleet, self._home, self._check, self._beside = fleet, home, check_caller, beside
         self._threads = threads or usable_cores()
         self._open = 0
+        self._held = list[int]()
+        """Bytes that each takes."""
+        self.left_bytes: Callable[[], int | None] = lambda: None
+        """That one more may take; None: as much as is free."""
         self._ended = asyncio.Event()
         """Set whenever one has."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What all of them take, weights and KV."""
+        return sum(self._held)
 
     async def stop(self) -> None:
         """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
@@ -166,7 +179,14 @@ class RankHost:
         else:
             lender = await self._borrow(request, caller)
             path, spec = await in_thread(partial(open_heads, request.digest, self._home))
-        order = await in_thread(partial(self._order, request, path, spec, self._home.partial / request.digest if lender else None))
+        lent = self._home.partial / request.digest if lender else None
+        order, needed = await in_thread(partial(self._order, request, path, spec, lent))
+        if (left := self.left_bytes()) is not None and needed > left:
+            raise ShardUnavailable(
+                f"A tensor rank of {request.model_id} needs {human(needed)}, and {human(max(0, left))} may be taken here"
+            )
+        self._held.append(needed)
+        ends.callback(self._held.remove, needed)
         from paceline.ways.tensor.hosted import HostedRank
 
         rank = HostedRank(order, lender.lend if lender else None)
@@ -206,8 +226,8 @@ class RankHost:
             raise WeightsMismatch(f"{lacks}, and {caller.node_id} does not lend it: {error.message}", "Pull it there.") from error
         return Lender(client, manifest, asyncio.get_running_loop())
 
-    def _order(self, request: RankRequest, path: Path, spec: ModelSpec, lent: Path | None) -> RankOrder:
-        """What the rank's process is to be. Blocks.
+    def _order(self, request: RankRequest, path: Path, spec: ModelSpec, lent: Path | None) -> tuple[RankOrder, int]:
+        """What the rank's process is to be, and what it takes of memory. Blocks.
 
         Args:
             path, spec: of the model, or of the heads of its files in the folder `lent`.
@@ -232,7 +252,12 @@ class RankHost:
         cpu.prepare(kernels.lowering, self._home.kernels)
         settings = NodeSettings(str(path), request.weights, device=kernels, threads=self._threads)
         sizes = GroupSizes(spec, shares, request.max_rows, request.max_blocks, request.logits_rows)
-        return RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True, lent=lent)
+        share, type_of = shares[request.rank], open_weights(path, DigestCache(self._home)).type_of
+        heads, weights = shares_bytes(spec, weights_bytes(spec, request.weights, type_of, kernels), [share])
+        kv = request.n_blocks * BLOCK_TOKENS * replace(spec, n_kv_heads=heads).kv_bytes_per_token(spec.all_layers)
+        rows = working_bytes(kernels, share.of(spec), max_rows=request.max_rows, threads=self._threads, n_blocks=request.n_blocks)
+        order = RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True, lent=lent)
+        return order, weights + kv + rows
 
 
 class Lender:

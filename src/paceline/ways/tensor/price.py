@@ -35,9 +35,9 @@ TENSOR: Final = Way("tensor")
 """Each machine has a part of every layer."""
 ONLY = frozenset({TENSOR})
 EXCHANGE_S = 1e-4
-"""What both ends of an exchange take beside its way. Source: bench/tensor_net.py."""
+"""What both ends of an exchange take beside its way. Assumed: no quiet machine has measured it yet (bench/tensor_net.py does)."""
 CALL_S = 5e-4
-"""Of a link's round trip, what the RPC takes that measured it. Source: as above."""
+"""Of a link's round trip, what the RPC takes that measured it. Below what cards say of loopback, 0.84 ms on a busy machine: a way is rather called slow."""
 TOGETHER_BYTES = 48 << 10
 """As `pump` has it, which can't be imported here: it imports kernels."""
 CHUNK = 512
@@ -49,6 +49,7 @@ MOST_HOSTS = 6
 """For each first machine, the quickest beside it are looked at. Raising it makes plans slower to compute."""
 _TRIES, _LESS = 16, 0.8
 """How often a machine's share is made smaller where it does not fit, and by how much."""
+_MOST_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,13 @@ class _Group:
         layer = machine.shape.layer_bytes * self.weights(part)
         edges = machine.shape.edge_bytes * (1.0 if place == 0 else part.head)
         return int(machine.shape.n_layers * (layer + part.attention * machine.kv_layer_bytes) + edges) + machine.working_bytes
+
+    def kv_tokens(self, place: int, part: _Part) -> int:
+        """What a machine has room for: what was asked, and half of what is left beside it, as a machine alone takes unasked."""
+        machine = self.machines[place]
+        a_token = part.attention * machine.shape.kv_bytes_per_token_per_layer * machine.shape.n_layers
+        asked = machine.kv_layer_bytes // max(1, machine.shape.kv_bytes_per_token_per_layer)
+        return min(_MOST_TOKENS, asked + int((machine.room_bytes - self.needs(place, part)) / 2 / max(1.0, a_token)))
 
     def exchange(self, parts: Sequence[_Part], half: int, rows: float) -> Seconds:
         """At the end of attention (0) or of the feed-forward (1)."""
@@ -201,7 +209,9 @@ def _best(group: _Group, request: PlanRequest) -> Choice | None:
         replace(
             each.stages[0],
             load_bytes=group.needs(place, part),
-            rank=PlannedRank(speed, part.kv_heads, part.feed_forward, group.weights(part), group.needs(place, part)),
+            rank=PlannedRank(
+                speed, part.kv_heads, part.feed_forward, group.weights(part), group.needs(place, part), group.kv_tokens(place, part)
+            ),
         )
         for place, (each, speed, part) in enumerate(zip(made, speeds, parts, strict=True))
     )

@@ -27,6 +27,8 @@ class Rank(Protocol):
     """One of a group's ranks but the first. Its commands, and how far it is, are in the group's memory."""
 
     order: RankOrder
+    where: str
+    """The machine it runs on, for people."""
     is_ready: bool
     """Its share is loaded."""
     numerics_id: str
@@ -88,7 +90,7 @@ class RankProcess:
         ConfigError: the system starts no process.
     """
 
-    numerics_id = ""
+    numerics_id, where = "", "this machine"
 
     def __init__(self, order: RankOrder, memory: GroupMemory, memory_fd: int, patience_s: float, lend: Lend | None = None) -> None:
         self.order, self.is_ready, self._lend = order, False, lend

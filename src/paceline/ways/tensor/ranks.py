@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
 from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable
+from paceline.core.generation import Notice
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.process import Rank, RankProcess
 from paceline.ways.tensor.rank import RankOrder
@@ -63,6 +65,8 @@ class RankProcesses:
         """Why they can't run, until they are whole again."""
         self.losses = 0
         """So far; with each, all KV is void."""
+        self.notices = deque[Notice]()
+        """What clients may want to know. Whoever tells them takes it."""
         self._lost_s = 0.0
         self._closed, self._numerics_id = False, ""
         self._replacing = threading.Lock()
@@ -156,8 +160,10 @@ class RankProcesses:
         """
         with self._replacing:
             if self._replaced() and self.are_done:
-                self.lost = None
-                logger.warning("the tensor group is whole again")
+                self.lost, lost = None, self.lost or ""
+                route = ", ".join(f"rank {process.order.rank} on {process.where}" for process in self._processes)
+                logger.warning("the tensor group is whole again: %s", route)
+                self.notices.append(Notice("shard_failover", {"lost": lost, "route": route}))
         return self.lost is None
 
     def _replaced(self) -> bool:
@@ -230,6 +236,7 @@ class RankProcesses:
         if self.lost is None:
             self.losses += 1
             self.lost, self._lost_s = why, time.monotonic()
+            self.notices.append(Notice("shard_status", {"status": "degraded", "code": "rank_lost", "reason": why}))
             logger.warning("the tensor group: %s; it is started again, and answers go on", why)
             self._memory.give_up()
 

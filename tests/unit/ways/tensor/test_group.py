@@ -24,7 +24,7 @@ from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable, ModelNotFound, OutOfMemory
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.core.weights import WeightSource
 from paceline.machine.build import BuiltEngine, build_engine
@@ -61,11 +61,14 @@ def engine(model: Path, *speeds: float) -> Iterator[BuiltEngine]:
         built.close()
 
 
-def answers(built: BuiltEngine, name: str, n: int = 3, *, strike: Callable[[], object] | None = None) -> list[list[int]]:
+def answers(
+    built: BuiltEngine, name: str, n: int = 3, *, strike: Callable[[], object] | None = None, notices: list[Notice] | None = None
+) -> list[list[int]]:
     """Tokens of some prompts, sampled, side by side.
 
     Args:
         strike: called once some tokens have come.
+        notices: takes what the first one's client is told.
     """
     for i in range(n):
         ids = tuple(np.random.default_rng(i).integers(5, TINY.vocab, 60 + 40 * i).tolist())
@@ -79,6 +82,8 @@ def answers(built: BuiltEngine, name: str, n: int = 3, *, strike: Callable[[], o
             assert chunk.error is None, chunk.error
             if chunk.request_id in found:  # others were aborted
                 found[chunk.request_id] += chunk.token_ids
+            if notices is not None and chunk.request_id == f"{name}-0":
+                notices += chunk.notices
         if strike is not None and min(map(len, found.values())) > 4:
             strike()
             strike = None

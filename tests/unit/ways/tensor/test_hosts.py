@@ -22,9 +22,10 @@ from tests.unit.ways.tensor.test_group import TINY, _await_state, _recall, alone
 
 from paceline.backends import cpu
 from paceline.core.errors import ConfigError
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
+from paceline.fleet.messages import Expired
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
@@ -50,6 +51,8 @@ class Hosts:
     """Nodes of one fleet, the first of which has groups, and the others run ranks of them."""
 
     nodes: tuple[FleetNode, ...]
+    ranks: tuple[RankHost, ...]
+    """Of the others."""
     loop: asyncio.AbstractEventLoop
 
     def places(self, *names: str) -> Mapping[int, RankPlace]:
@@ -77,7 +80,7 @@ async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER, *, everywh
             made.append(node)
             ranks.append(host)
         await asyncio.gather(*(until_seen(node, "a", "b", "c") for node in made))
-        yield Hosts(tuple(made), asyncio.get_running_loop())
+        yield Hosts(tuple(made), tuple(ranks), asyncio.get_running_loop())
     finally:
         await asyncio.gather(*(node.stop() for node in started))
         await asyncio.gather(*(host.stop() for host in ranks))
@@ -179,15 +182,44 @@ STRIKES: dict[str, Callable[[BuiltEngine, HostedRank], object]] = {
 def test_a_rank_away_that_is_lost_costs_no_answer(
     model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], strike: str
 ) -> None:
+    told = list[Notice]()
     with group(model, hosts.places("b"), 1.0, 1.0) as built:
         lost = rank_of(built)
-        assert answers(built, "struck", strike=lambda: STRIKES[strike](built, hosted[0])) == alone
+        assert answers(built, "struck", strike=lambda: STRIKES[strike](built, hosted[0]), notices=told) == alone
         assert lost.gone is not None
         assert rank_of(built) is not lost
         assert group_of(built).losses == 1
+        assert [notice.kind for notice in told] == ["shard_status", "shard_failover"]
+        assert told[1].detail["route"] == "rank 1 on b"
         assert answers(built, "after") == alone
     for rank in hosted:
         _await_state(rank.process.pid, "ZX")
+
+
+def test_a_card_that_expires_ends_no_rank_whose_streams_work(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+
+        def expire() -> None:
+            hosts.loop.call_soon_threadsafe(hosts.nodes[0].news, Expired(NodeId("b")))
+
+        assert answers(built, "expired", strike=expire) == alone
+        assert answers(built, "after") == alone
+        assert (rank_of(built).gone, group_of(built).losses) == (None, 0)
+
+
+def test_what_a_rank_takes_counts_where_it_runs(model: Path, hosts: Hosts) -> None:
+    host = hosts.ranks[0]
+    host.left_bytes = lambda: 1 << 20
+    try:
+        with pytest.raises(ConfigError, match=r"needs .*, and 1 MiB may be taken here"), group(model, hosts.places("b"), 1.0, 1.0):
+            pass
+        host.left_bytes = lambda: 1 << 30
+        with group(model, hosts.places("b"), 1.0, 1.0):
+            even = host.used_bytes
+        with group(model, hosts.places("b"), 3.0, 1.0):
+            assert 0 < host.used_bytes < even
+    finally:
+        host.left_bytes = lambda: None
 
 
 def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
@@ -213,7 +245,10 @@ def test_a_node_that_leaves_for_good_leaves_its_rank_here(model: Path, alone: li
         def leave() -> None:
             asyncio.run_coroutine_threadsafe(hosts.nodes[2].stop(), hosts.loop).result(60)
 
-        assert answers(built, "left", strike=leave) == alone
+        told = list[Notice]()
+        assert answers(built, "left", strike=leave, notices=told) == alone
+        assert told[-1].detail["route"] == "rank 1 on this machine"
+        assert built.executor.away == ()
         _, here = group_of(built).processes
         assert here
         assert answers(built, "after") == alone

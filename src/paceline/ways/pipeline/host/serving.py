@@ -172,6 +172,10 @@ class ShardServing:
         """None of it is a GPU's memory."""
         return load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES if kernels.device is DeviceKind.CPU else 0
 
+    def left_bytes(self) -> int:
+        """What further layers for others may take of the memory that processors use."""
+        return min((self.host.warm.left_bytes(device) for device in self._devices if device.kernels.device is DeviceKind.CPU), default=0)
+
     def service(self, guard: PeerGuard) -> Service:
         return shard_service(self.host, guard.peer)
 

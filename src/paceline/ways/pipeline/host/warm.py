@@ -86,6 +86,8 @@ class WarmShards:
         self._leaving = TaskSet()
         """Loads that were given up, and evictions, whose memory is not free yet."""
         self._failed: Final = FailedLoads(clock)
+        self.beside: Callable[[], int] = lambda: 0
+        """Bytes of what else is run here for other members, of the same bound."""
         self._closed = False
 
     @property
@@ -100,7 +102,7 @@ class WarmShards:
         """What further shards may take of a device's memory."""
         free = device.free_bytes()
         bound = self._limits.memory_bytes
-        most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes
+        most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes - self.beside()
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
     async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, ShardClaim]:
