@@ -13,10 +13,12 @@ from gguf.quants import dequantize
 from tests.unit.store.test_safetensors_file import transformers_model
 
 from paceline.core.errors import UnsupportedModel
+from paceline.core.manifest import PIECE
 from paceline.core.model import Activation, MoeSpec
 from paceline.core.weights import BlockTensor, DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import SafetensorsWeights
+from paceline.store.partial import PartWeights
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402 - behind what is not everywhere
@@ -105,3 +107,14 @@ def test_a_number_without_a_shape_is_no_part_of_the_model(tmp_path: Path, digest
     save_file(stored | {"scale": torch.tensor(1.0)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match="tensor scale"):
         SafetensorsWeights(tmp_path, digests)
+
+
+def test_an_expert_is_here_once_its_codes_and_exponents_are(tmp_path: Path, digests: DigestCache) -> None:
+    saved(tmp_path, packed=True, shards=2)
+    source = SafetensorsWeights(tmp_path, digests)
+    codes, exponents = sorted(source.files)
+    name = f"{EXPERTS}0.up_proj.weight"
+    held = {path: ((0, -(-path.stat().st_size // PIECE)),) for path in source.files}
+    assert name in PartWeights(source, "", held).names()
+    for lacking in (codes, exponents):
+        assert name not in PartWeights(source, "", {path: runs for path, runs in held.items() if path != lacking}).names()
