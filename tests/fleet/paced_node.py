@@ -24,8 +24,8 @@ HOME = Home.from_environment().root
 offers, look, change = LocalOffers.offers, Standing.look, Models[Any].change
 
 
-def looked(standing: Standing, made: Plan | None, _: float) -> Choice | None:
-    return look(standing, made, float((HOME / "plan_clock").read_text()))
+def looked(standing: Standing, made: Plan | None, _: float, *, is_whole: bool) -> Choice | None:
+    return look(standing, made, float((HOME / "plan_clock").read_text()), is_whole=is_whole)
 
 
 def paced(*given: Any) -> Sequence[ModelOffer]:

@@ -45,7 +45,7 @@ _KEPT = 8
 def sources() -> list[Path]:
     """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
     here = Path(__file__).parent
-    constants = ("core/weights.py", "engine/arithmetic.py")
+    constants = ("core/model.py", "core/weights.py", "engine/arithmetic.py")
     return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
 
 

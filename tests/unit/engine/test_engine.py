@@ -330,6 +330,7 @@ class Trickle:
 
     counts: Mapping[str, int] = {}
     kept_bytes = 0
+    given = None
 
     def __init__(self) -> None:
         self.blocks: Sequence[BlockId] = ()

@@ -21,7 +21,7 @@ from paceline.fleet.placement import headline
 from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
-from paceline.node import pipelines
+from paceline.node import pipelines, planning
 from paceline.node.pipelines import LoadTold, names_of, serve_planned
 from paceline.node.planning import Constraints
 from paceline.store.home import Home
@@ -171,7 +171,7 @@ def test_a_load_without_a_plan_is_not_taken_for_what_was_planned_before(monkeypa
 
     async def offer(*_: object) -> None: ...
 
-    monkeypatch.setattr(pipelines, "SHOWN_S", 0.0)
+    monkeypatch.setattr(planning, "SHOWN_S", 0.0)
     monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
     monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes([]))
     models = SimpleNamespace(idle=[], nodes=[])
@@ -189,7 +189,7 @@ SPREAD = PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({PIPELINE})
 
 def candidates() -> list[Choice]:
     """Pipelines of this fleet, the best first."""
-    made = pipelines.plan(CARDS, SPREAD)
+    made = planning.plan(CARDS, SPREAD)
     return [made.chosen, *made.runners_up]
 
 
@@ -244,7 +244,7 @@ async def replanned(
     )
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings()))
     eyes: Any = Eyes(CARDS)
-    spread = pipelines.plan(CARDS, SPREAD)
+    spread = planning.plan(CARDS, SPREAD)
     spread = spread if runs is None else replace(spread, chosen=runs)
     location: Any = SimpleNamespace(name="m")
     replanning = pipelines._Replanning(whole, NodeSettings("m"), asked, eyes, location, spread, SystemClock())  # pyright: ignore[reportPrivateUsage]

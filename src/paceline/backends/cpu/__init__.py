@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.backends.cpu.padding import PaddedHeads, padded
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import ConfigError
@@ -130,6 +129,8 @@ def compiled(folder: Path) -> bool:
 
 def refuses(spec: ModelSpec) -> str | None:
     """Why these kernels can't run a model; None where they can."""
+    from paceline.backends.cpu.padding import padded
+
     spec = padded(spec)
     if spec.moe is not None and spec.moe.n_experts > MOST_EXPERTS:
         return f"layers of {spec.moe.n_experts} experts have no compiled kernels"
@@ -177,6 +178,7 @@ def load(
 
     prepare(lowering, options.kernel_cache)
     from paceline.backends.cpu.pack import packer
+    from paceline.backends.cpu.padding import PaddedHeads, padded
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
