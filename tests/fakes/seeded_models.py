@@ -21,8 +21,8 @@ import numpy as np
 from tests.fakes.seeded_blocks import DENSE, Bytes, random_tensor
 from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
-from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, WindowSpec, YarnSpec
-from paceline.core.weights import TENSOR_TYPES, inverse_frequencies, yarn_gain
+from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.weights import TENSOR_TYPES, inverse_frequencies
 from paceline.store.families import BY_NAME
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))

@@ -32,6 +32,7 @@ from paceline.engine.drafts import BlockProposal
 from paceline.engine.grammar import VERSION
 from paceline.fleet.card import (
     Device,
+    DividedShape,
     Link,
     MeasuredDraft,
     ModelOffer,
@@ -170,7 +171,7 @@ RICH_CARD = NodeCard(
             role=Role.SHARD,
             weights="bf16",
             digest=SHA,
-            shape=ModelShape(80, 8192, 1 << 30, 2 << 30, 4096, 131072),
+            shape=ModelShape(80, 8192, 1 << 30, 2 << 30, 4096, 131072, divided=DividedShape(8, 28672, 128256, 150 << 20)),
             shard=ShardState(LayerRange(4, 20), 8, 2, 3, 5 << 30, 65),
         ),
         *(ModelOffer(str(role), role, "int8") for role in (Role.EMBEDDER, Role.TOOL, Role.PREFILL)),

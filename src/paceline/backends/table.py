@@ -24,8 +24,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, WeightsFormat
-from paceline.core.weights import yarn_gain
+from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, WeightsFormat, yarn_gain
 
 
 class Kernels(StrEnum):

@@ -138,6 +138,11 @@ class LongContext:
     rope: RopeSpec
 
 
+def yarn_gain(factor: float, weight: float = 1.0) -> float:
+    """What YaRN multiplies sines and cosines by, unless a model says it."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
     """Dimensions of a head that turn, the first ones."""
     return rope.dims or head_dim

@@ -244,11 +244,6 @@ class EncoderSource(Protocol):
         ...
 
 
-def yarn_gain(factor: float, weight: float = 1.0) -> float:
-    """What YaRN multiplies sines and cosines by, unless a model says it."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
     """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`), YaRN as in its paper and in transformers."""
     dims = rotary_dims(rope, head_dim)

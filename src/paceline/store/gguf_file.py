@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
-from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies, yarn_gain
+from paceline.core.model import LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart, family_of
 from paceline.store.faults import damaged, encoder_alone, unsupported

@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import Activation, LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec
-from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType, yarn_gain
+from paceline.core.model import Activation, LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_NAME, Family, Windows, apart
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported

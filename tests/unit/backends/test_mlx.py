@@ -16,8 +16,8 @@ from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import DeviceKind, LoadOptions
 from paceline.backends.table import Kernels, choose
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import Activation, LayerRange, ModelSpec, RopeSpec, WeightsFormat, YarnSpec
-from paceline.core.weights import rope_tables, yarn_gain
+from paceline.core.model import Activation, LayerRange, ModelSpec, RopeSpec, WeightsFormat, YarnSpec, yarn_gain
+from paceline.core.weights import rope_tables
 from paceline.engine.executor import Path
 from paceline.store.home import Home
 from paceline.testing.conformance.layer_runner import Rows, blocks, run, tokens

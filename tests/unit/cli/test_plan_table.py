@@ -52,5 +52,5 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pins_and_ways_are_read() -> None:
     with pytest.raises(ImpossiblePin, match="2 machines are pinned"):
         run_plan("[red]m[/red]", **{**DEFAULTS, "ways": "alone, draft", "pins": ("ant", "bee")}, view=lambda: FLEET)
-    with pytest.raises(ConfigError, match="tensor"):
-        run_plan("m", **{**DEFAULTS, "ways": "tensor"}, view=lambda: FLEET)
+    with pytest.raises(ConfigError, match="relay"):
+        run_plan("m", **{**DEFAULTS, "ways": "relay"}, view=lambda: FLEET)
