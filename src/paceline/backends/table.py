@@ -24,7 +24,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, WeightsFormat, yarn_gain
+from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, RopeSpec, WeightsFormat, yarn_gain
 
 
 class Kernels(StrEnum):
@@ -92,6 +92,8 @@ def mlx_refuses(spec: ModelSpec) -> str | None:
     yarn = spec.rope.yarn
     if spec.rope.divisors or spec.rope.gain != (1.0 if yarn is None else yarn_gain(yarn.factor)) or (yarn is not None and not yarn.whole):
         return "rope with divisors or a gain of its own has no code"
+    if MLX_MODULES[spec.model_type] == "mixtral" and spec.rope != RopeSpec(spec.rope.theta):
+        return "mlx-lm's mixtral knows no rope scaling"
     return torch_refuses(spec)
 
 

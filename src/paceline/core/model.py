@@ -176,7 +176,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     """GELU, approximated by tanh."""
     CLAMPED = "clamped_silu"
-    """gpt-oss's: SiLU of 1.702 times the gate, which is 7 at most, times one more than the up products, which are held within 7 of zero."""
+    """gpt-oss's: the gate, 7 at most, times the sigmoid of 1.702 times it, times one more than the up products, which are held within 7 of zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,13 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     cores = usable_cores()
     if settings.threads is not None and settings.threads > MOST_THREADS_A_CORE * cores:
         raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
-    opened = open_model(settings.model).of_context(settings.context)
+    as_trained = open_model(settings.model)
+    opened = as_trained.of_context(settings.context)
+    if opened is not as_trained and (spread or any(settings.tensor_on)):
+        raise ConfigError(
+            f"--context {settings.context}: beyond {as_trained.spec.max_context} tokens {opened.name} has another rope, by which other machines can't compute yet",
+            "Serve it on one machine (`--ways alone`), or ask for less.",
+        )
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
     if spec.long is not None:
         notes.append(

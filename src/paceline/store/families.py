@@ -51,6 +51,9 @@ class Family:
     """Layers with a window have the same rope without its scaling."""
     ramp_between: bool = False
     """YaRN's ramp begins and ends between frequencies, where a GGUF file has no word for it."""
+    whole_gain: bool = False
+    """A GGUF file's factor of YaRN is all that sines and cosines are multiplied by, where others' is beside what YaRN gives: llama.cpp's converter
+    writes transformers' attention_factor there, and llama.cpp, which multiplies by both, is further from the model."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
     root_embedding: bool = False
@@ -108,12 +111,13 @@ FAMILIES: Final = (
            root_embedding=True, norms_less_one=True, defaults=_GEMMA3, local_theta=1e4),
     Family("olmo2", "olmo2", "OLMo 2", Norms.AFTER, qk_norm=True, qk_norm_whole=True, defaults={"rms_norm_eps": 1e-5}),
     Family("olmo3", "olmo2", "OLMo 3", Norms.AFTER, windows=Windows.PATTERN, qk_norm=True, qk_norm_whole=True, plain_windows=True,
-           defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}),
+           whole_gain=True, defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}),
     Family("phi3", "phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", fused=True, defaults={"rms_norm_eps": 1e-5}),
     Family("granite", "granite", "Granite 3, dense", permuted=True, scaled=True, example={"embedding_multiplier": 12.0}),
     Family("glm4", "glm4", "GLM-4-0414: 9B, 32B", Norms.AROUND, qkv_bias=True, neighbours=True, fused=True,
            defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}, tensors=_GLM4),
-    Family("smollm3", "smollm3", "SmolLM3", permuted=True, unturned_every=4, defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4}),
+    Family("smollm3", "smollm3", "SmolLM3", permuted=True, unturned_every=4,
+           defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     Family("seed_oss", "seed_oss", "Seed-OSS", qkv_bias=True, defaults={"attention_bias": True, "head_dim": 128}),
     Family("qwen3_vl_text", "qwen3vl", "Qwen3-VL, texts alone", windows=Windows.LATER, qk_norm=True),
     Family("gpt_oss", "gpt-oss", "gpt-oss: 20B, 120B", activation=Activation.CLAMPED, windows=Windows.PATTERN, qkv_bias=True, biases=True,

@@ -199,7 +199,8 @@ def _rope(
     if scaling == "none" and header.number(f"{arch}.rope.scale_linear"):
         scaling = "linear"
     original = header.integer(f"{arch}.rope.scaling.original_context_length") or context
-    gain = header.number(f"{arch}.rope.scaling.attn_factor") or 1.0
+    said = header.number(f"{arch}.rope.scaling.attn_factor")
+    gain = said or 1.0
     if _ROPE_FREQS in header.tensors and (_ROPE_SHORT in header.tensors or scaling == "yarn"):
         raise unsupported(header.path, f"rope factors ({_ROPE_FREQS}) beside rope scaling {scaling!r}")
     if _ROPE_SHORT in header.tensors:
@@ -215,7 +216,7 @@ def _rope(
                 theta,
                 dims=dims,
                 yarn=YarnSpec(factor, original, fast or 32.0, slow or 1.0, not family.ramp_between),
-                gain=gain * yarn_gain(factor),
+                gain=gain if said and family.whole_gain else gain * yarn_gain(factor),
             ),
             context,
             None,

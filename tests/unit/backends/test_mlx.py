@@ -109,6 +109,7 @@ def test_heads_turn_as_they_do_elsewhere_each_row_by_its_own_position(rope: Rope
         (replace(LLAMA, activation=Activation.GELU_TANH), "the activation gelu_tanh has no code"),
         (replace(LLAMA, rope=RopeSpec(1e4, divisors=(1.0,) * 16)), "rope with divisors"),
         (replace(LLAMA, rope=replace(YARN, gain=1.5)), "a gain of its own"),
+        (replace(LLAMA, model_type="mixtral"), "mlx-lm's mixtral knows no rope scaling"),
     ],
 )
 def test_what_mlx_does_not_run_is_refused_by_name(spec: ModelSpec, reason: str) -> None:

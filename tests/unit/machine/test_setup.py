@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels, fastest_on_processors
-from paceline.core.model import WeightsFormat
-from paceline.machine import devices
+from paceline.core.errors import ConfigError
+from paceline.core.ids import NodeId
+from paceline.core.model import LongContext, RopeSpec, WeightsFormat
+from paceline.machine import devices, setup
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
+from paceline.store.catalog import open_model
 
 PROCESSORS = fastest_on_processors()
 SMALL, LARGE = 200 << 20, 8 << 30
@@ -32,7 +37,22 @@ def test_the_gpu_is_used_where_what_it_is_to_hold_fits(
 ) -> None:
     monkeypatch.setattr(devices, "fastest_device", lambda: DeviceKind.CUDA)
     monkeypatch.setattr(devices, "free_device_bytes", lambda: gpu_bytes)
-    setup = set_up(NodeSettings(weights=weights), spread=spread)
-    assert setup.kernels is kernels
-    assert [note for note in setup.notes if note.startswith("the GPU")] == ([] if not said else [setup.notes[0]])
-    assert not said or setup.notes[0].startswith(said)
+    made = set_up(NodeSettings(weights=weights), spread=spread)
+    assert made.kernels is kernels
+    assert [note for note in made.notes if note.startswith("the GPU")] == ([] if not said else [made.notes[0]])
+    assert not said or made.notes[0].startswith(said)
+
+
+@pytest.mark.parametrize(("spread", "tensor_on"), [(True, ()), (False, (None, NodeId("other")))])
+def test_a_context_beyond_the_first_rope_is_one_machines(
+    monkeypatch: pytest.MonkeyPatch, tensor_on: tuple[NodeId | None, ...], *, spread: bool
+) -> None:
+    """Others open the model for themselves, by its first rope."""
+    model = open_model("smollm2-135m")
+    further = LongContext(2 * model.spec.max_context, RopeSpec(1e6))
+    monkeypatch.setattr(setup, "open_model", lambda _: replace(model, spec=replace(model.spec, long=further)))
+    settings = NodeSettings(context=further.tokens, tensor=(1.0, 1.0), tensor_on=tensor_on)
+    with pytest.raises(ConfigError, match="beyond 8192 tokens smollm2-135m has another rope"):
+        set_up(settings, spread=spread)
+    assert set_up(replace(settings, tensor_on=())).opened.spec.max_context == further.tokens
+    assert set_up(replace(settings, context=8192), spread=spread).opened.spec.long is further

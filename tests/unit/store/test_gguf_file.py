@@ -315,6 +315,16 @@ def test_yarn_is_read(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> 
     assert rope == RopeSpec(10000.0, yarn=YarnSpec(4.0, 32), gain=0.1 * math.log(4) + 1)
 
 
+def test_the_gain_in_a_file_of_olmo3_is_all_that_there_is(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("olmo2")
+    model.metadata |= {"attention.sliding_window": 48, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0}
+    model.metadata |= {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.2079}
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert spec.rope.gain == pytest.approx(1.2079)
+    del model.metadata["rope.scaling.attn_factor"]
+    assert open_gguf(model.write(tmp_path / "n.gguf"), digests).spec.rope.gain == 0.1 * math.log(8) + 1
+
+
 def test_long_rope_serves_the_context_that_its_first_divisors_are_for(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model("phi3")
     model.metadata |= {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25}

@@ -211,6 +211,10 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
     assert (spec.window, spec.max_context) == (expected, 8192)
 
 
+def test_smollm3_has_its_embedding_for_a_head_where_its_file_does_not_say(tmp_path: Path) -> None:
+    assert spec_from_config(JsonObject(tmp_path, config(model_type="smollm3", tie_word_embeddings=...))).tied_head
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -229,6 +233,12 @@ def test_windows_are_those_of_the_configuration(tmp_path: Path, changes: Any, ex
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}, ModelFileError, "2 layers and 3 no_rope_layers"),
         ({"model_type": "seed_oss", "attention_out_bias": True}, UnsupportedModel, "attention_out_bias"),
         ({"model_type": "mistral3", "text_config": {"rope_parameters": {"llama_4_scaling_beta": 0.1}}}, ModelFileError, "missing"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, UnsupportedModel, "'ministral3'"),
+        (
+            {"model_type": "qwen3_vl", "text_config": {}, "quantization_config": {"quant_method": "fp8"}},
+            UnsupportedModel,
+            "quantization_config",
+        ),
         ({"partial_rotary_factor": 1.5}, ModelFileError, "1.5"),
         ({"partial_rotary_factor": 0.45}, ModelFileError, "rope turns 7 of 16"),
         ({"model_type": "glm4", "rope_parameters": {"llama_4_scaling_beta": 0.1}}, UnsupportedModel, "llama_4"),
