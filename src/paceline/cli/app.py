@@ -385,7 +385,7 @@ def plan(
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of a typical prompt.")] = 512,
     answer_tokens: Annotated[int, typer.Option("--answer", min=1, help="Tokens of a typical answer.")] = 256,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Format in memory. Default: any that is offered.")] = "",
-    ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline: those allowed. Default: all.")] = "",
+    ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline, tensor: those allowed. Default: all.")] = "",
     pin: Pins = None,
     pin_draft: PinDraft = None,
     allow_unlike: AllowUnlike = None,

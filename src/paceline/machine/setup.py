@@ -237,6 +237,9 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
         notes.append(f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(free)} is free there")
         device = DeviceKind.CPU
+    if unasked and device is not DeviceKind.CPU and len(settings.tensor) > 1:
+        notes.append("the GPU is not used: tensor ranks run in compiled kernels")
+        device = DeviceKind.CPU
     if unasked and device is not DeviceKind.CPU and (reason := table.gpu_refuses(device, spec)) is not None:
         notes.append(f"the GPU is not used: {reason} there")
         device = DeviceKind.CPU

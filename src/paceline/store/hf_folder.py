@@ -123,7 +123,7 @@ def _spec(config: JsonObject) -> ModelSpec:
     if family in ENCODERS:
         raise encoder_alone(config.path)
     if family in _OF_TEXTS and (texts := config.child("text_config")) is not None:
-        if (inner := texts.text("model_type")) not in {None, _OF_TEXTS[family]}:
+        if (inner := texts.text("model_type") or _OF_TEXTS[family]) != _OF_TEXTS[family]:
             raise unsupported(config.path, f"its texts are of the family {inner!r}", like=inner)
         tied = {key: config.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in config.fields}
         family, config = _OF_TEXTS[family], JsonObject(config.path, tied | texts.fields)

@@ -56,3 +56,10 @@ def test_a_context_beyond_the_first_rope_is_one_machines(
         set_up(settings, spread=spread)
     assert set_up(replace(settings, tensor_on=())).opened.spec.max_context == further.tokens
     assert set_up(replace(settings, context=8192), spread=spread).opened.spec.long is further
+
+
+def test_ranks_of_a_machine_with_a_gpu_run_on_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "fastest_device", lambda: DeviceKind.CUDA)
+    monkeypatch.setattr(devices, "free_device_bytes", lambda: LARGE)
+    made = set_up(NodeSettings(tensor=(1.0, 1.0)))
+    assert (made.kernels, made.notes[0]) == (PROCESSORS, "the GPU is not used: tensor ranks run in compiled kernels")
