@@ -71,11 +71,11 @@ class PartBlocks(Protocol):
 
 def n_alike(held: PartBlocks, n_bytes: int, blocks: Sequence[BlockId]) -> int:
     """How many blocks, from the first on, hold what the first one holds; 0: all KV is void."""
-    first, other = memoryview(bytearray(n_bytes)), memoryview(bytearray(n_bytes))
+    first, other = bytearray(n_bytes), bytearray(n_bytes)
     try:
-        held.export_block(blocks[0], first)
+        held.export_block(blocks[0], memoryview(first))
         for place, block in enumerate(blocks):
-            held.export_block(block, other)
+            held.export_block(block, memoryview(other))
             if first != other:
                 return place
     except ExecutorLost:

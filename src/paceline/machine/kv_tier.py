@@ -251,7 +251,8 @@ class DiskTier:
                 was_read = True
             except ExecutorLost:
                 was_read = False
-            self._kept.append(block)
+            finally:
+                self._kept.append(block)
         self._wake()
         if was_read:
             self._folder.write(key, data)

@@ -13,6 +13,8 @@ from paceline.ways.kv.price import MARK_BYTES
 
 MOST_TOLD: Final = 64
 """Prefixes that are taken of one message."""
+MOST_SPANS: Final = 4096
+"""Of one message that is believed: more than any model has layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,10 @@ class ToldPrefixes:
 
 
 def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
-    """A message of a node. Spans that are no cut of a model, each behind the one before it, are as if it had told nothing."""
-    marks = frozenset(split_bytes(said.marks, MARK_BYTES)[:MOST_TOLD])
+    """A message of a node. Spans that are no cut of a model, each behind the one before it, or too many, are as if it had told nothing."""
+    marks = frozenset(split_bytes(said.marks[: MOST_TOLD * MARK_BYTES], MARK_BYTES))
+    if len(said.spans) > MOST_SPANS:
+        return ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(), prefills=False)
     spans = tuple(LayerSpan(NodeId(span.node_id), LayerRange(span.first_layer, span.stop_layer)) for span in said.spans)
     stops = [0, *(span.layers.stop for span in spans)]
     if any(span.layers.start != stop or span.layers.stop <= stop for span, stop in zip(spans, stops, strict=False)):

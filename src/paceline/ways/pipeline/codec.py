@@ -110,6 +110,8 @@ def _sense(asked: BlocksAsked) -> str:
         return "a move is named where nothing moves, or none where something does"
     if asked.use is BlocksUse.GIVE and asked.move is not None and not (asked.move.layers and asked.move.tensor_port and asked.move.ticket):
         return "it is not said what goes where"
+    if asked.use is BlocksUse.COMPARE and len(asked.blocks) != 2:
+        return "two blocks are compared"
     return ""
 
 

@@ -207,6 +207,8 @@ class TensorGroup:
                 self._runner.export_block(block, share_LHB.data.cast("B"), layers)
             else:
                 data = self._ranks.ask(rank, block_request(protocol.EXPORT, block, layers))
+                if len(data) != share_LHB.nbytes:
+                    raise ExecutorLost(f"rank {rank} of the tensor group gave {len(data)} bytes of a block, not {share_LHB.nbytes}", ())
                 share_LHB = np.frombuffer(data, np.uint8).reshape(share_LHB.shape)
             whole_LHB[:, heads] = share_LHB
         self._check_kv()

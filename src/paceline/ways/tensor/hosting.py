@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.backends import cpu, table
+from paceline.backends.cpu.padding import padded
 from paceline.backends.holding import working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind
@@ -27,6 +28,7 @@ from paceline.core.errors import (
     SourceLost,
     UserError,
     WeightsMismatch,
+    WrongBytes,
 )
 from paceline.core.ids import NodeId, Trust
 from paceline.core.manifest import ByteRuns, ModelManifest
@@ -250,14 +252,18 @@ class RankHost:
         if kernels.lowering is None or spec.moe is not None or spec.qk_norm_whole:
             raise ShardUnavailable("This machine has no kernels for a tensor rank of this model")
         cpu.prepare(kernels.lowering, self._home.kernels)
+        from paceline.ways.tensor.memory import group_bytes
+
         settings = NodeSettings(str(path), request.weights, device=kernels, threads=self._threads)
         sizes = GroupSizes(spec, shares, request.max_rows, request.max_blocks, request.logits_rows)
+        if request.max_blocks > request.n_blocks:
+            raise BadPipelineRequest(f"A tensor rank is asked for with {request.n_blocks} blocks, and tables of {request.max_blocks}")
         share, type_of = shares[request.rank], open_weights(path, DigestCache(self._home)).type_of
         heads, weights = shares_bytes(spec, weights_bytes(spec, request.weights, type_of, kernels), [share])
-        kv = request.n_blocks * BLOCK_TOKENS * replace(spec, n_kv_heads=heads).kv_bytes_per_token(spec.all_layers)
+        kv = request.n_blocks * BLOCK_TOKENS * replace(padded(spec), n_kv_heads=heads).kv_bytes_per_token(spec.all_layers)
         rows = working_bytes(kernels, share.of(spec), max_rows=request.max_rows, threads=self._threads, n_blocks=request.n_blocks)
         order = RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True, lent=lent)
-        return order, weights + kv + rows
+        return order, weights + kv + rows + group_bytes(sizes)
 
 
 class Lender:
@@ -270,6 +276,9 @@ class Lender:
     def __init__(self, client: WeightsClient, manifest: ModelManifest, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._digest, self._loop = client, manifest.digest, loop
         self._places = {file.name: place for place, file in enumerate(manifest.files)}
+        own = [place for place, file in enumerate(manifest.files) if file.in_digest]
+        self._only = own[0] if len(own) == 1 else None
+        """The place of a file whose name the digest does not cover: it may have another here."""
 
     def lend(self, name: str, offset: int, length: int, stride: int, count: int) -> bytes:
         """See `process.Lend`.
@@ -277,9 +286,9 @@ class Lender:
         Raises:
             SourceLost, WrongBytes: they can't be had.
         """
-        return asyncio.run_coroutine_threadsafe(
-            self._fetch(ByteRuns(self._places[name], offset, length, stride, count)), self._loop
-        ).result()
+        if (place := self._places.get(name, self._only)) is None:
+            raise WrongBytes(f"The machine that lends {self._digest[:12]} has no file {name} of it")
+        return asyncio.run_coroutine_threadsafe(self._fetch(ByteRuns(place, offset, length, stride, count)), self._loop).result()
 
     async def _fetch(self, runs: ByteRuns) -> bytes:
         for _ in range(BUSY_TIMES):

@@ -65,7 +65,7 @@ class GroupMemory:
 
     def __init__(self, fd: int, sizes: GroupSizes) -> None:
         self.sizes = sizes
-        self._map = mmap.mmap(fd, _total(sizes))
+        self._map = mmap.mmap(fd, group_bytes(sizes))
         whole = np.frombuffer(self._map, np.uint8)
         words, x, columns, tables, exchange = np.split(whole, np.cumsum(_parts(sizes))[:-1])
         self._words = words.view(np.int64)
@@ -197,7 +197,7 @@ def make_memory(sizes: GroupSizes) -> int:
     else:
         fd, path = tempfile.mkstemp("paceline-tensor")
         Path(path).unlink()
-    os.ftruncate(fd, _total(sizes))
+    os.ftruncate(fd, group_bytes(sizes))
     return fd
 
 
@@ -214,5 +214,6 @@ def _parts(sizes: GroupSizes) -> list[int]:
     return [-(-part // _PAGE) * _PAGE for part in parts]
 
 
-def _total(sizes: GroupSizes) -> int:
+def group_bytes(sizes: GroupSizes) -> int:
+    """What a group's memory takes, weights and KV apart."""
     return sum(_parts(sizes))

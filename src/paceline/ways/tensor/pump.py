@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -220,19 +221,30 @@ class GroupPump(Pump):
         self._woken.release()
 
     def ask(self, message: bytes, within_s: float) -> bytes:
-        """Have the rank give out or take in a block, between two batches; as `process.Rank` has it. Raises TimeoutError, too."""
+        """Have the rank give out or take in a block, between two commands; as `process.Rank` has it. A command takes as long as it takes.
+
+        Raises:
+            ExecutorLost: it is gone.
+            TimeoutError: it was handed on, and nothing came within so long.
+        """
         answer = Future[bytes]()
         self._asks.put((message, answer))
         self.wake()
         if self._closed:
             self._refuse_asks()
-        return answer.result(within_s)
+        until = None
+        while until is None or time.monotonic() < until:
+            with suppress(TimeoutError):
+                return answer.result(LOOKS_S)
+            if until is None and answer.running():
+                until = time.monotonic() + within_s
+        raise TimeoutError
 
     def _serve(self) -> None:
         memory, rank, seen = self.memory, self.rank, self.memory.done(self.rank)
         while not self._closed:
-            if not self._asks.empty():
-                self._hand_on(*self._asks.get())
+            if (asked := self._next_ask()) is not None:
+                self._hand_on(*asked)
             elif memory.number == seen and not await_word(memory.number_address, seen):
                 memory.say_sleeps(rank, True)
                 if memory.number == seen and self._asks.empty():
@@ -248,8 +260,15 @@ class GroupPump(Pump):
         self._refuse_asks()
 
     def _refuse_asks(self) -> None:
-        while not self._asks.empty():
-            self._asks.get()[1].set_exception(ExecutorLost(f"rank {self.rank} of the tensor group is gone", ()))
+        while (asked := self._next_ask()) is not None:
+            asked[1].set_exception(ExecutorLost(f"rank {self.rank} of the tensor group is gone", ()))
+
+    def _next_ask(self) -> tuple[bytes, Future[bytes]] | None:
+        """Two threads take them once the streams end."""
+        try:
+            return self._asks.get_nowait()
+        except queue.Empty:
+            return None
 
     def _follow(self) -> None:
         """One command."""
@@ -268,7 +287,10 @@ class GroupPump(Pump):
             self._send(GIVE_UP)
             while (message := self._receive()).header[:1] != DONE:
                 pass  # sums that were on their way
-            memory.say_arrived(self.rank, frames.read_number(message.header))
+            arrived = frames.read_number(message.header)
+            if arrived > exchange + sum(1 for _ in exchanges(command, layers)):
+                raise self._receiver.refuse(StreamCorrupt(f"Exchange {arrived} of a command that begins behind {exchange}")) from None
+            memory.say_arrived(self.rank, arrived)
 
     def _check(self) -> None:
         super()._check()
@@ -277,6 +299,7 @@ class GroupPump(Pump):
 
     def _hand_on(self, message: bytes, answer: Future[bytes]) -> None:
         head, data = message[:HEADER], message[HEADER:]
+        answer.set_running_or_notify_cancel()
         try:
             self._send(ASK + head, np.frombuffer(data, np.uint16))
             answer.set_result(self._take(BLOCK).array.tobytes())

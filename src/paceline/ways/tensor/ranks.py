@@ -226,6 +226,12 @@ class RankProcesses:
         """
         process.hear(wait_s)
         if process.is_ready and self._numerics_id and process.numerics_id not in {"", self._numerics_id}:
+            if self.lost is not None and self._away.pop(process.order.rank, None) is not None:  # its machine was changed meanwhile
+                logger.warning(
+                    "the tensor group: rank %d computes other bytes there; it runs on this machine from now on", process.order.rank
+                )
+                process.kill()
+                return False
             raise ConfigError(
                 f"Rank {process.order.rank} of the tensor group computes other bytes: {process.numerics_id}, and {self._numerics_id} here",
                 "Have machines share layers that run the same version of Paceline.",

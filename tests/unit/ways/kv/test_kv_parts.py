@@ -14,7 +14,7 @@ from paceline.fleet.machines import Links
 from paceline.machine.kv_spans import KvPart, PartsFetch
 from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.price import OPENING_S, parted_price
-from paceline.ways.kv.told import read_told
+from paceline.ways.kv.told import MOST_SPANS, read_told
 
 WHOLE = KvPart("d" * 64, "n", bytes(16), LayerRange(0, 30), 1_000)
 
@@ -51,7 +51,15 @@ def test_a_part_is_cut_where_the_spans_of_its_giver_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "spans", [((0, 20), (20, 10), (10, 30)), ((10, 20), (20, 30)), ((0, 10), (15, 30)), ((0, 20), (10, 30)), ((0, 0), (0, 30))]
+    "spans",
+    [
+        ((0, 20), (20, 10), (10, 30)),
+        ((10, 20), (20, 30)),
+        ((0, 10), (15, 30)),
+        ((0, 20), (10, 30)),
+        ((0, 0), (0, 30)),
+        tuple((n, n + 1) for n in range(MOST_SPANS + 1)),
+    ],
 )
 def test_spans_that_are_no_cut_of_a_model_are_as_nothing_told(spans: tuple[tuple[int, int], ...]) -> None:
     said = wire.WatchPrefixesResponse(version=7, block_tokens=16, layout=bytes(16), marks=bytes(16), prefills=True)

@@ -351,6 +351,14 @@ def test_why_a_rank_can_t_be_loaded_again_outlasts_who_heard_it(model: Path, mon
         assert len(started) == MOST_STARTS
 
 
+def test_a_block_of_another_size_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model, 1.0, 1.0) as built:
+        runner = group_of(built)
+        monkeypatch.setattr(runner._ranks, "ask", lambda *_: b"two")
+        with pytest.raises(ExecutorLost, match="gave 3 bytes of a block, not"):
+            runner.export_block(BlockId(0), memoryview(bytearray(runner.block_bytes)))
+
+
 def test_a_start_that_fails_counts_and_the_next_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[None]()
 

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +20,7 @@ import pytest
 from tests.fakes.fleets import TestFleet
 from tests.fakes.loops import on_a_loop
 from tests.unit.net.member.nodes import make_node, until_seen
-from tests.unit.ways.tensor.test_group import TINY, _await_state, _recall, alone, answers, engine, group_of, model
+from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _recall, alone, answers, engine, group_of, model
 
 from paceline.backends import cpu
 from paceline.core.errors import ConfigError
@@ -34,9 +36,11 @@ from paceline.store.catalog import Library, resolve
 from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.away import AwayRank
-from paceline.ways.tensor.codec import Stops
+from paceline.ways.tensor.codec import RankOpened, Stops
 from paceline.ways.tensor.hosted import HostedRank
 from paceline.ways.tensor.hosting import RankHost, RankPlace
+from paceline.ways.tensor.pump import GroupPump
+from paceline.ways.tensor.rank import EXPORT, block_request
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
@@ -135,6 +139,55 @@ def test_a_rank_of_a_node_that_lacks_the_model_is_lent_its_share_and_nothing_els
         assert answers(built, "lent") == alone
         assert rank_of(built).gone is None
         assert sum(lent) == hosted[0].process.progress[1] < model.stat().st_size * 0.35
+
+
+def test_heads_that_lie_under_another_name_do(model: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    """A file's digest does not cover its name."""
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(model.read_bytes())
+    for path in (model, renamed):
+        root = tmp_path / path.stem
+        root.mkdir()
+        with on_a_loop(partial(nodes, root, path, everywhere=False)) as made, group(path, made.places("b"), 3.0, 1.0) as built:
+            assert answers(built, path.stem) == alone
+
+
+def test_a_block_is_asked_for_behind_a_command_however_long_that_takes(
+    model: Path, alone: list[list[int]], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow, begun, go_on = GroupPump._follow, threading.Event(), threading.Event()
+
+    def held(self: GroupPump) -> None:
+        begun.set()
+        go_on.wait(BOUND_S)
+        follow(self)
+
+    with group(model, hosts.places("b"), 1.0, 1.0) as built, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(GroupPump, "_follow", held)
+        monkeypatch.setattr("paceline.ways.tensor.ranks.STALL_S", BOUND_S)
+        answer = pool.submit(answers, built, "slow")
+        assert begun.wait(BOUND_S)
+        pump = rank_of(built)._pump
+        assert pump is not None
+        asked = pool.submit(pump.ask, block_request(EXPORT, BlockId(0), group_of(built).layers), 1.0)
+        assert not futures.wait([asked], 1.5).done
+        go_on.set()
+        assert asked.result(BOUND_S)
+        assert answer.result(BOUND_S) == alone
+        assert group_of(built).losses == 0
+
+
+def test_a_rank_that_comes_back_with_other_bytes_runs_here(
+    model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine was brought up to date meanwhile."""
+    told = list[Notice]()
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        monkeypatch.setattr("paceline.ways.tensor.hosting.RankOpened", lambda port, ticket, _: RankOpened(port, ticket, "other"))
+        strike = partial(os.kill, hosted[0].process.pid, signal.SIGKILL)
+        assert answers(built, "updated", strike=strike, notices=told) == alone
+        assert told[-1].detail["route"] == "rank 1 on this machine"
+        assert group_of(built).lacks is None
 
 
 def test_kv_goes_out_and_in_over_the_streams(model: Path, hosts: Hosts) -> None:
