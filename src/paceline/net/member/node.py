@@ -21,7 +21,7 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.eligibility import Eligible, FleetView, TrustPolicy, U_co, Use
-from paceline.fleet.messages import Effect, Left, Restarted, Revoked
+from paceline.fleet.messages import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.presets import FleetSettings
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.discovery import AddressBook, Discovery
@@ -278,7 +278,7 @@ class FleetNode:
         match effect:
             case Restarted(card):
                 self.pool.drop(card.node_id)
-            case Left(node_id):  # of one whose card expired nothing was heard, and its calls may work: each has a bound, and keepalive
+            case Left(node_id) | Expired(node_id):
                 self.pool.drop(node_id)
             case Revoked(node_id, not_after):
                 self._guard.revoked(node_id, not_after)

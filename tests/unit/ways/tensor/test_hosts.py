@@ -27,7 +27,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
-from paceline.fleet.messages import Expired
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
@@ -247,17 +246,6 @@ def test_a_rank_away_that_is_lost_costs_no_answer(
         assert answers(built, "after") == alone
     for rank in hosted:
         _await_state(rank.process.pid, "ZX")
-
-
-def test_a_card_that_expires_ends_no_rank_whose_streams_work(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
-    with group(model, hosts.places("b"), 1.0, 1.0) as built:
-
-        def expire() -> None:
-            hosts.loop.call_soon_threadsafe(hosts.nodes[0].news, Expired(NodeId("b")))
-
-        assert answers(built, "expired", strike=expire) == alone
-        assert answers(built, "after") == alone
-        assert (rank_of(built).gone, group_of(built).losses) == (None, 0)
 
 
 def test_what_a_rank_takes_counts_where_it_runs(model: Path, hosts: Hosts) -> None:
