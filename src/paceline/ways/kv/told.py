@@ -33,10 +33,10 @@ class ToldPrefixes:
 def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
     """A message of a node. Spans that are no cut of a model, each behind the one before it, or too many, are as if it had told nothing."""
     marks = frozenset(split_bytes(said.marks[: MOST_TOLD * MARK_BYTES], MARK_BYTES))
-    if len(said.spans) > MOST_SPANS:
-        return ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(), prefills=False)
-    spans = tuple(LayerSpan(NodeId(span.node_id), LayerRange(span.first_layer, span.stop_layer)) for span in said.spans)
+    spans = tuple(LayerSpan(NodeId(span.node_id), LayerRange(span.first_layer, span.stop_layer)) for span in said.spans[: MOST_SPANS + 1])
     stops = [0, *(span.layers.stop for span in spans)]
-    if any(span.layers.start != stop or span.layers.stop <= stop for span, stop in zip(spans, stops, strict=False)):
+    if len(spans) > MOST_SPANS or any(
+        span.layers.start != stop or span.layers.stop <= stop for span, stop in zip(spans, stops, strict=False)
+    ):
         return ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(), prefills=False)
     return ToldPrefixes(said.version, said.block_tokens, said.layout, marks, said.prefills, spans)

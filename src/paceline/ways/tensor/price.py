@@ -232,13 +232,8 @@ class Shared(PricesWay):
         if request.pins and (not request.is_spread_by_pins or any(pin.layers is not None for pin in request.pins)):
             raise ImpossiblePin("Tensor ranks have a part of every layer, on two or three machines", "Pin those, without layers.")
         found: list[Choice] = []
-        for group in alike(
-            [
-                machine
-                for machine in machines
-                if (cut := machine.shape.divided) is not None and cut.ffn >= GROUP and machine.fetch_from is None
-            ]
-        ):
+        whole = [machine for machine in machines if machine.fetch_from is None]
+        for group in alike([machine for machine in whole if (cut := machine.shape.divided) is not None and cut.ffn >= GROUP]):
             able = stage_machines(group, request, fleet.barred)
             if max((machine.shape.max_context for machine in able), default=0) < request.prompt_tokens + request.answer_tokens:
                 continue

@@ -185,8 +185,8 @@ class RankProcesses:
         try:
             for i in gone:
                 lost = self._processes[i]
-                if not lost.is_ready and self._away.pop(lost.order.rank, None) is not None:
-                    logger.warning("the tensor group: rank %d %s; it runs on this machine from now on", lost.order.rank, lost.gone)
+                if not lost.is_ready:
+                    self._take_over(lost, lost.gone)
                 lost.close(0)
                 self._processes[i] = self._start(lost.order, SILENT_AGAIN_S)
             return all(self._is_ready(process, LOOK_S) for process in self._processes)
@@ -213,6 +213,13 @@ class RankProcesses:
             return away(order, patience_s)
         return RankProcess(order, self._memory, self._memory_fd, patience_s)
 
+    def _take_over(self, process: Rank, why: str | None) -> bool:
+        """Start it here from now on. Returns whether it ran on another machine."""
+        was_away = self._away.pop(process.order.rank, None) is not None
+        if was_away:
+            logger.warning("the tensor group: rank %d %s; it runs on this machine from now on", process.order.rank, why)
+        return was_away
+
     def _give_up_silent(self, process: Rank) -> None:
         """End one whose load says nothing any more."""
         if process.is_silent:
@@ -226,10 +233,7 @@ class RankProcesses:
         """
         process.hear(wait_s)
         if process.is_ready and self._numerics_id and process.numerics_id not in {"", self._numerics_id}:
-            if self.lost is not None and self._away.pop(process.order.rank, None) is not None:  # its machine was changed meanwhile
-                logger.warning(
-                    "the tensor group: rank %d computes other bytes there; it runs on this machine from now on", process.order.rank
-                )
+            if self.lost is not None and self._take_over(process, "computes other bytes there"):  # its machine was changed meanwhile
                 process.kill()
                 return False
             raise ConfigError(
