@@ -93,9 +93,11 @@ class Stage:
 
     async def use(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float, move: KvMove) -> int:
         """As `StagesKv` asks one of its route's."""
-        if self.is_lost:
+        asked = BlocksAsked(b"", use, tuple(keys), tuple(blocks), within_s, move)
+        done = 0 if self.is_lost else await self.kv.use(asked)
+        if self.is_lost:  # before it was asked, or meanwhile: its answer does not come
             raise FleetError("the session is over")
-        return await self.kv.use(BlocksAsked(b"", use, tuple(keys), tuple(blocks), within_s, move))
+        return done
 
     def lose(self) -> None:
         """Its machine is gone, or its session over: it touches no block any more."""
