@@ -23,7 +23,7 @@ from typing import Final
 from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.backends.options import DeviceKind
-from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.errors import ConfigError, UnsupportedModel, how_to_install
 from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, RopeSpec, WeightsFormat, yarn_gain
 
 
@@ -139,7 +139,7 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
     if asked is None and cpu.runs_here():
         raise UnsupportedModel(
             f"No compiled kernels run this model: {reason}",
-            "Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: pip install 'paceline[torch]'",
+            f"Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: {how_to_install('paceline[torch]')}",
         )
     if (missing := torch_refuses(spec)) is not None and asked is not None:
         raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
@@ -151,6 +151,6 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
     if find_spec("torch") is None:
         raise UnsupportedModel(
             f"This model needs torch here ({reason}), and torch is not installed",
-            "Install it with: pip install 'paceline[torch]'",
+            f"Install it with: {how_to_install('paceline[torch]')}",
         )
     return Kernels.TORCH

