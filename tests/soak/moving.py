@@ -1,7 +1,7 @@
 """A door and two machines that have the model, each in a network namespace of its own where there are such: one of the two is struck again and again.
 
 Struck is whatever a machine may suffer: its process is killed, or stopped for a while, its cable is pulled, or a person presses Ctrl-C. At most one is
-down at a time.
+down at a time. Clients ask while something happens, and rest between: what they ask when nothing can go wrong shows nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.error import HTTPError
 
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import BOUND_S, BRIEF, EMPTY, Machine, free_port, machines, token_in, until
 from tests.fleet.network import Network, network, why_not
-from tests.soak.soak import BEGINNINGS, LONGEST_S, MODEL, Tally, answer, metrics
+from tests.soak.soak import BEGINNINGS, LONGEST_S, Tally, answer, metrics
 
 from paceline.store.home import Home
 
-MODEL_OPTIONS = ("--threads", "1", "--context", "1024", "--kv-tokens", "8192", "--drain-s", "1", "--fleet-port", "0")
+MODEL_OPTIONS = ("--threads", "1", "--context", "1024", "--kv-tokens", "8192", "--drain-s", "0.1", "--fleet-port", "0")
 DOWN_S = (4.2, 4.8)
 """How long a machine is stopped, or cut off: until it was left."""
 MOST_BETWEEN = 60
 """Tokens between two faults, of all streams together, at most."""
+EACH = 2
+"""Answers for each client from one fault to the next: one that is struck, and one that is asked for while a machine is away."""
 AGAIN_S = 0.1
 """Until a client that was refused asks again."""
 CLONE_NEWNET = 0x40000000
@@ -90,8 +93,9 @@ class Places:
 class Trio:
     """The door, which has no model, and two machines that have. Clients find the door at one place, however often it is started anew."""
 
-    def __init__(self, door: Machine, runs: Sequence[Machine], net: Network | None, port: int) -> None:
+    def __init__(self, model: Path, door: Machine, runs: Sequence[Machine], net: Network | None, port: int) -> None:
         self.door, self.runs, self._net, self._port = door, tuple(runs), net, port
+        self._model = str(model)
         self.url = f"http://127.0.0.1:{port}"
         self.places = Places(net)
 
@@ -118,8 +122,11 @@ class Trio:
                 time.sleep(for_s)
                 self._net.sides = ()
         if not victim.is_up:
-            victim.up(*MODEL_OPTIONS)
+            self.start(victim)
         until(self.sees_all)
+
+    def start(self, machine: Machine) -> None:
+        machine.up("--model", self._model, *MODEL_OPTIONS)
 
     def restart_door(self, *options: str) -> None:
         """In order, as a person does; with other options from then on."""
@@ -152,6 +159,9 @@ class Clients:
         """The door itself is started anew: what it does not begin to answer, or ends as it stops, is asked again."""
         self._whole, self._right = whole, right
         self._stop = threading.Event()
+        self._due = threading.Condition()
+        self._due_answers = 0
+        """Of each client, since the start."""
         self._threads = [threading.Thread(target=self._ask, args=(random.Random(seed + place),)) for place in range(clients)]
 
     def __enter__(self) -> Self:
@@ -161,11 +171,14 @@ class Clients:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self._have_more(0)
         for thread in self._threads:
             thread.join(LONGEST_S)
         assert not any(thread.is_alive() for thread in self._threads), "an answer never ended"
 
     def wait_for_tokens(self, count: int) -> None:
+        """Have each client ask for a few answers more, until so many tokens have come."""
+        self._have_more(EACH)
         end, target = time.monotonic() + BOUND_S, self.seen.tokens + count
         while self.seen.tokens < target and not self.seen.wrong:
             assert time.monotonic() < end, "nothing streams any more"
@@ -173,15 +186,26 @@ class Clients:
 
     def wait_for_answers(self) -> None:
         """Until each client has had another one."""
+        self._have_more(1)
         end, before = time.monotonic() + LONGEST_S, Counter(self.seen.of_client)
         while any(self.seen.of_client[thread.ident or 0] == before[thread.ident or 0] for thread in self._threads):
             assert time.monotonic() < end, "a client is not answered any more"
             assert not self.seen.wrong, self.seen.wrong
             time.sleep(0.05)
 
+    def _have_more(self, answers: int) -> None:
+        with self._due:
+            self._due_answers += answers
+            self._due.notify_all()
+
     def _ask(self, rng: random.Random) -> None:
         self._whole.places.enter(self._whole.door.name)
-        while not self._stop.is_set() and not self.seen.wrong:
+        asked = 0
+        while True:
+            with self._due:
+                self._due.wait_for(lambda: self._stop.is_set() or asked < self._due_answers)
+            if self._stop.is_set() or self.seen.wrong:
+                return
             body, expected = rng.choice(self._right)
             self.seen.begins()
             try:
@@ -196,6 +220,7 @@ class Clients:
                     self._stop.wait(AGAIN_S)
                     continue
                 got = ("", f"{type(error).__name__}: {error}")
+            asked += 1
             with self.seen.lock:
                 self.seen.answers += 1
                 if got == expected:
@@ -223,7 +248,7 @@ def asked(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def trio(root: Path) -> Iterator[Trio]:
+def trio(root: Path, model: Path) -> Iterator[Trio]:
     """Three machines that run."""
     names = ("door", "b", "c")
     with ExitStack() as stack:
@@ -235,10 +260,10 @@ def trio(root: Path) -> Iterator[Trio]:
         door, *runs = made
         address = "127.0.0.1" if net is None else net.address("door")
         door.init("--join-port", str(free_port()), "--address", address)
-        whole = Trio(door, runs, net, free_port())
+        whole = Trio(model, door, runs, net, free_port())
         whole.start_door()
         for machine in runs:
             machine.run("join", token_in(door.run("token", "--address", address)), "--name", machine.name)
-            machine.up(*MODEL_OPTIONS)
+            whole.start(machine)
         until(whole.sees_all)
         yield whole

@@ -1,6 +1,6 @@
 """Machines behind a door are struck at random tokens under many streams: every answer is complete and as one machine gives it.
 
-`make soak` strikes 200 times; the ordinary run 20.
+`make soak` strikes 200 times; the ordinary run 8.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.fleet.machines import until
 from tests.soak.moving import DOWN_S, MOST_BETWEEN, Clients, Right, Trio, asked, trio
 from tests.soak.soak import answer
 
-FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", "20"))
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", "8"))
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 8
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.timeout(300 + 30 * FAULTS)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    with trio(tmp_path_factory.mktemp("moving")) as made:
+def whole(tmp_path_factory: pytest.TempPathFactory, shallow_gguf: Path) -> Iterator[Trio]:
+    with trio(tmp_path_factory.mktemp("moving"), shallow_gguf) as made:
         yield made
 
 
@@ -80,7 +81,7 @@ def test_every_node_restarts_and_only_answers_that_outlast_their_doors_drain_end
             clients.wait_for_tokens(MOST_BETWEEN)
             whole.strike("stop", machine, 0.0)
         clients.may_be_refused = True
-        for options in (("--drain-s", "1"), ()):  # the first stop drains for long, the second does not
+        for options in (("--drain-s", "0.1"), ()):  # the first stop drains for long, the second does not
             clients.wait_for_tokens(MOST_BETWEEN)
             whole.restart_door(*options)
             clients.wait_for_answers()
