@@ -37,6 +37,15 @@ def total_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return min([_physical(), *(group.limit for group in _groups(proc, cgroup))])
 
 
+def own_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """What a process has written to of memory that it shares with none; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = map(int, (proc / str(pid) / "statm").read_text().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
     """Refuse a KV pool that does not fit.
 

@@ -87,6 +87,11 @@ def mlx_refuses(spec: ModelSpec) -> str | None:
     """Why MLX can't run a model here; None where it can."""
     if find_spec("mlx") is None or find_spec("mlx_lm") is None:
         return "mlx and mlx-lm are not both installed"
+    return mlx_lacks(spec)
+
+
+def mlx_lacks(spec: ModelSpec) -> str | None:
+    """Why MLX can't run a model, wherever it is installed."""
     if spec.model_type not in MLX_MODULES:
         return f"of mlx-lm's families, {spec.model_type} was not brought here"
     yarn = spec.rope.yarn

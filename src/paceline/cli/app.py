@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from paceline import __version__
 from paceline.backends.memory import GIB
@@ -418,6 +419,10 @@ def launch(
     """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
     from paceline.cli.launch import run_launch
 
+    assert context.parent is not None
+    assert isinstance(context.parent.command, TyperGroup)
+    # What is wrong with them is said before other hosts are waited for.
+    context.parent.command.commands["up"].make_context("launch", [*context.args], context.parent)
     run_launch(context.args, hostfile)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from paceline.backends import cpu
 from paceline.backends.memory import human
-from paceline.backends.table import torch_refuses
+from paceline.backends.table import mlx_lacks, torch_refuses
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal, own_command, print_json, print_lines, table_of
 from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
@@ -153,23 +153,16 @@ def run_supported(*, as_json: bool) -> None:
     rows = list[dict[str, str]]()
     for family in FAMILIES:
         spec = spec_from_config(JsonObject(Path("config.json"), {"model_type": family.name, **_SIZES, **family.example}))
-        kernels, torch = cpu.refuses(spec), torch_refuses(spec)
-        rows.append(
-            {"family": family.name, "gguf": family.arch, "models": family.shown, "compiled": kernels or "yes", "torch": torch or "yes"}
-        )
+        runs = {"compiled": cpu.refuses(spec), "torch": torch_refuses(spec), "mlx": mlx_lacks(spec)}
+        named = {"family": family.name, "gguf": family.arch, "models": family.shown}
+        rows.append(named | {by: reason or "yes" for by, reason in runs.items()})
     if as_json:
         print_json(rows)
         return
-    table = table_of(
-        "family",
-        "GGUF",
-        "models",
-        "compiled kernels",
-        "torch, GPUs too",
-        left=("family", "GGUF", "models", "compiled kernels", "torch, GPUs too"),
-    )
-    for row in rows:
-        table.add_row(row["family"], row["gguf"], row["models"], *("yes" if row[by] == "yes" else "no" for by in ("compiled", "torch")))
+    columns = "family", "GGUF", "models", "compiled kernels", "torch, GPUs too", "MLX"
+    table = table_of(*columns, left=columns)
+    for family, gguf, models, *by in (row.values() for row in rows):
+        table.add_row(family, gguf, models, *("yes" if said == "yes" else "no" for said in by))
     Terminal().print(table)
 
 

@@ -131,8 +131,12 @@ class WeightsClient:
             finally:
                 call.cancel()
 
-    async def fetch_runs(self, digest: str, runs: ByteRuns) -> bytes:
-        """Bytes of a file that the node described. Nothing says whether they are right but that they come from it. Raises as `fetch` does."""
+    async def fetch_runs(self, digest: str, runs: ByteRuns, arrived: Callable[[int], object] = lambda _: None) -> bytes:
+        """Bytes of a file that the node described. Nothing says whether they are right but that they come from it. Raises as `fetch` does.
+
+        Args:
+            arrived: told how many more have come, whenever some have.
+        """
         asked, got = list(runs.pieces()), list[bytes]()
         with self._unless_closed():
             call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=digest, runs=RUNS.write_all(asked)))
@@ -144,6 +148,7 @@ class WeightsClient:
                 if (part.file, part.piece) != (each.file, place) or len(part.data) != each.nbytes:
                     raise WrongBytes(f"{self._who} sends other bytes than those asked for")
                 got.append(part.data)
+                arrived(len(part.data))
             await self._end(call)
         finally:
             call.cancel()

@@ -144,8 +144,8 @@ class FleetServing:
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
         self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.check_caller, hosting.threads, self._beside)
         if self.ranks is not None and self.shards is not None:
-            self.ranks.left_bytes = self.shards.left_bytes
-            self.shards.host.warm.beside = lambda: 0 if self.ranks is None else self.ranks.used_bytes
+            ranks, self.ranks.left_bytes = self.ranks, self.shards.left_bytes
+            self.shards.host.warm.beside = lambda: (ranks.used_bytes, ranks.coming_bytes)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.planning: dict[str, object] = {}

@@ -221,10 +221,19 @@ def test_what_runs_each_family_is_listed() -> None:
     rows = {row["family"]: row for row in json.loads(paceline("models", "--supported", "--json").stdout)}
     assert rows.keys() == BY_NAME.keys()
     assert all("yes" in {row["compiled"], row["torch"]} for row in rows.values())
-    assert rows["llama"]["compiled"] == rows["llama"]["torch"] == "yes"
+    assert rows["llama"]["compiled"] == rows["llama"]["torch"] == rows["llama"]["mlx"] == "yes"
+    assert "was not brought here" in rows["phi3"]["mlx"]
     assert "norms behind" in rows["gemma3_text"]["torch"]
     shown = paceline("models", "--supported", COLUMNS="200").stdout
+    assert "MLX" in shown.splitlines()[0]
     assert all(family.shown in shown for family in BY_NAME.values())
+
+
+def test_what_is_wrong_with_options_of_a_launch_is_said_of_it() -> None:
+    done = paceline("launch", "--bogus")
+    assert done.returncode == 2
+    assert "No such option: --bogus" in done.stderr
+    assert "paceline launch" in done.stderr.splitlines()[0]
 
 
 def test_pull_registers_a_file(tmp_path: Path, bundled_gguf: Path) -> None:

@@ -134,9 +134,12 @@ class AwayRank:
         Raises:
             FleetError: it makes no sense, or ends without a word.
         """
+        last = None
         async for message in call:
-            self._heard_s = time.monotonic()
-            match read_event(message):
+            event = read_event(message)
+            if event != last:  # a load that comes no further is none that lives
+                last, self._heard_s = event, time.monotonic()
+            match event:
                 case RankOpened() as opened if self._pump is None:
                     await self._connect(opened, addresses, expected)
                 case RankFault(why):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from paceline.backends.memory import own_bytes
 from paceline.core.errors import ConfigError, PacelineError, ShardUnavailable, StreamClosed, WeightsError
 from paceline.core.ids import NodeId
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
@@ -48,6 +49,11 @@ class HostedRank:
     def process(self) -> RankProcess:
         assert self._process is not None, "it was started"
         return self._process
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of memory, by its process so far; 0 where the system does not say."""
+        return 0 if self._process is None else own_bytes(self._process.pid)
 
     @property
     def gone(self) -> str | None:

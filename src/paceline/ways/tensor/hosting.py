@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.backends import cpu, table
 from paceline.backends.cpu.padding import padded
@@ -57,6 +59,9 @@ from paceline.store.home import Home
 from paceline.store.partial import HEADS, open_heads
 from paceline.ways.tensor.codec import RankEvent, RankFault, RankLoading, RankOpened, RankRequest, read_open, write_event
 from paceline.ways.tensor.rank import GroupSizes, RankOrder
+
+if TYPE_CHECKING:
+    from paceline.ways.tensor.hosted import HostedRank
 
 REPORT_S = 0.5
 """How often a load says how far it is."""
@@ -123,8 +128,8 @@ class RankHost:
         self._fleet, self._home, self._check, self._beside = fleet, home, check_caller, beside
         self._threads = threads or usable_cores()
         self._open = 0
-        self._held = list[int]()
-        """Bytes that each takes."""
+        self._held: list[tuple[HostedRank, int]] = []
+        """And the bytes that each needs."""
         self.left_bytes: Callable[[], int | None] = lambda: None
         """That one more may take; None: as much as is free."""
         self._ended = asyncio.Event()
@@ -132,8 +137,13 @@ class RankHost:
 
     @property
     def used_bytes(self) -> int:
-        """What all of them take, weights and KV."""
-        return sum(self._held)
+        """What all of them need, weights and KV."""
+        return sum(needed for _, needed in self._held)
+
+    @property
+    def coming_bytes(self) -> int:
+        """What the system still calls free of that: of ranks that load, and of KV that was never written to."""
+        return sum(max(0, needed - rank.taken_bytes) for rank, needed in self._held)
 
     async def stop(self) -> None:
         """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
@@ -187,15 +197,17 @@ class RankHost:
             raise ShardUnavailable(
                 f"A tensor rank of {request.model_id} needs {human(needed)}, and {human(max(0, left))} may be taken here"
             )
-        self._held.append(needed)
-        ends.callback(self._held.remove, needed)
         from paceline.ways.tensor.hosted import HostedRank
 
         rank = HostedRank(order, lender.lend if lender else None)
+        self._held.append((rank, needed))
+        ends.callback(self._held.remove, (rank, needed))
         ends.push_async_callback(in_thread, rank.close)
         await in_thread(partial(rank.start, LOAD_SILENT_S))
         while not await in_thread(partial(rank.is_loaded, REPORT_S)):
-            yield RankLoading(*rank.process.progress)
+            done, total = rank.process.progress
+            done += lender.arrived if lender else 0
+            yield RankLoading(done, max(done, total))
         expected = self._fleet.tensors.expect()
         ends.callback(expected.cancel)
         yield RankOpened(self._fleet.tensors.port, expected.ticket, rank.process.numerics_id)
@@ -275,28 +287,36 @@ class Lender:
 
     def __init__(self, client: WeightsClient, manifest: ModelManifest, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._digest, self._loop = client, manifest.digest, loop
+        self.arrived = 0
+        """Bytes, of those that were asked for last."""
         self._places = {file.name: place for place, file in enumerate(manifest.files)}
         own = [place for place, file in enumerate(manifest.files) if file.in_digest]
         self._only = own[0] if len(own) == 1 else None
         """The place of a file whose name the digest does not cover: it may have another here."""
 
-    def lend(self, name: str, offset: int, length: int, stride: int, count: int) -> bytes:
+    def lend(self, name: str, offset: int, length: int, stride: int, count: int) -> Future[bytes]:
         """See `process.Lend`.
 
         Raises:
-            SourceLost, WrongBytes: they can't be had.
+            WrongBytes: there is no such file.
         """
         if (place := self._places.get(name, self._only)) is None:
             raise WrongBytes(f"The machine that lends {self._digest[:12]} has no file {name} of it")
-        return asyncio.run_coroutine_threadsafe(self._fetch(ByteRuns(place, offset, length, stride, count)), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._fetch(ByteRuns(place, offset, length, stride, count)), self._loop)
 
     async def _fetch(self, runs: ByteRuns) -> bytes:
-        for _ in range(BUSY_TIMES):
+        for turn in range(BUSY_TIMES + 1):
+            self.arrived = 0
             try:
-                return await self._client.fetch_runs(self._digest, runs)
+                return await self._client.fetch_runs(self._digest, runs, self._count)
             except SourceLost:  # it may give weights to as many others as it will
+                if turn == BUSY_TIMES:
+                    raise
                 await asyncio.sleep(BUSY_S)
-        return await self._client.fetch_runs(self._digest, runs)
+        raise AssertionError
+
+    def _count(self, more: int) -> None:
+        self.arrived += more
 
 
 def _unseen(done: int, total: int) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,8 +20,8 @@ from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.rank import RankOrder
 
-Lend = Callable[[str, int, int, int, int], bytes]
-"""Bytes of a file of the model, by its name, as `core.manifest.ByteRuns` has them."""
+Lend = Callable[[str, int, int, int, int], Future[bytes]]
+"""Bytes of a file of the model, by its name, as `core.manifest.ByteRuns` has them, once they are there. Cancelled where nothing waits for them any more."""
 
 
 class Rank(Protocol):
@@ -94,6 +95,8 @@ class RankProcess:
 
     def __init__(self, order: RankOrder, memory: GroupMemory, memory_fd: int, patience_s: float, lend: Lend | None = None) -> None:
         self.order, self.is_ready, self._lend = order, False, lend
+        self._lent: Future[bytes] | None = None
+        """What it waits for."""
         self.progress = 0, 0
         """Bytes loaded, of bytes to load."""
         self._heard_s, self._patience_s = time.monotonic(), patience_s
@@ -133,11 +136,18 @@ class RankProcess:
 
     def hear(self, wait_s: float) -> None:
         with suppress(EOFError, OSError):  # it is gone, which who asks sees
-            while not self.is_ready and self.connection.poll(wait_s):
+            while not self.is_ready:
+                if self._lent is not None:
+                    if not wait([self._lent], wait_s).done:
+                        return
+                    self._lent, lent = None, self._lent
+                    self.send(lent.result())
+                if not self.connection.poll(wait_s):
+                    return
                 message = self.connection.recv_bytes()
                 self._heard_s = time.monotonic()
                 if message[:1] == protocol.LEND and self._lend is not None:
-                    self.send(self._lend(*json.loads(message[1:])))
+                    self._lent = self._lend(*json.loads(message[1:]))
                     continue
                 if message[:1] == protocol.FAILED:
                     why, hint = json.loads(message[1:])
@@ -163,6 +173,8 @@ class RankProcess:
                 raise ExecutorLost(f"rank {self.order.rank} of the tensor group is gone", ()) from error
 
     def kill(self) -> None:
+        if self._lent is not None:
+            self._lent.cancel()
         self.popen.kill()
         self.popen.wait()
 

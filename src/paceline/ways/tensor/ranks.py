@@ -149,7 +149,7 @@ class RankProcesses:
     @property
     def lacks(self) -> str | None:
         """Why they could not run now; None where all are loaded."""
-        whole = all(process.is_ready and process.gone is None for process in self._processes)
+        whole = self.are_done and all(process.is_ready and process.gone is None for process in self._processes)
         return None if whole else self.lost
 
     def make_whole(self) -> bool:

@@ -266,6 +266,19 @@ def test_a_rank_that_is_lost_while_idle_is_loaded_again_and_health_says_so_meanw
         assert group_of(built).processes[1:] == (*started,)
 
 
+def test_a_group_that_waits_for_a_rank_to_end_a_batch_is_not_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes all live, and are loaded."""
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        with monkeypatch.context() as patient:
+            patient.setattr("paceline.ways.tensor.ranks.STALL_S", BOUND_S)
+            os.kill(group.processes[1], signal.SIGSTOP)
+            group._memory.give_head(np.zeros((1, TINY.hidden), np.uint16), group._runner.exchange_number)
+            group._ranks._lose("a batch that was given up did not end")
+            assert group.lacks == "a batch that was given up did not end"
+        _until(lambda: group.lacks is None)
+
+
 def test_the_first_wakes_of_a_rank_that_sleeps_are_lost(model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks by itself, before it is taken for one that computes nothing."""
     monkeypatch.setattr("paceline.ways.tensor.ranks.STALL_S", BOUND_S)

@@ -20,7 +20,7 @@ import pytest
 from tests.fakes.fleets import TestFleet
 from tests.fakes.loops import on_a_loop
 from tests.unit.net.member.nodes import make_node, until_seen
-from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _recall, alone, answers, engine, group_of, model
+from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _recall, _until, alone, answers, engine, group_of, model
 
 from paceline.backends import cpu
 from paceline.core.errors import ConfigError
@@ -31,11 +31,12 @@ from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
 from paceline.net.member.node import FleetNode
+from paceline.net.weights_client import WeightsClient
 from paceline.store.catalog import Library, resolve
 from paceline.store.home import Home
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.away import AwayRank
-from paceline.ways.tensor.codec import RankOpened, Stops
+from paceline.ways.tensor.codec import RankLoading, RankOpened, Stops, read_event
 from paceline.ways.tensor.hosted import HostedRank
 from paceline.ways.tensor.hosting import RankHost, RankPlace
 from paceline.ways.tensor.pump import GroupPump
@@ -96,8 +97,8 @@ def hosts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hos
 
 
 @contextmanager
-def group(model: Path, places: Mapping[int, RankPlace], *speeds: float) -> Iterator[BuiltEngine]:
-    settings = NodeSettings(str(model), context=1024, kv_tokens=4096, threads=1, draft="off", tensor=speeds)
+def group(model: Path, places: Mapping[int, RankPlace], *speeds: float, kv_tokens: int = 4096) -> Iterator[BuiltEngine]:
+    settings = NodeSettings(str(model), context=1024, kv_tokens=kv_tokens, threads=1, draft="off", tensor=speeds)
     built = build_engine(settings, spread=partial(load_group, places=places))
     try:
         yield built
@@ -261,6 +262,61 @@ def test_what_a_rank_takes_counts_where_it_runs(model: Path, hosts: Hosts) -> No
             assert 0 < host.used_bytes < even
     finally:
         host.left_bytes = lambda: None
+
+
+def test_memory_that_a_rank_is_to_take_is_nobody_else_s(model: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its KV nothing is written to yet, and while it loads, of nothing: the system calls both free, and another rank's host would."""
+    host, seen, start = hosts.ranks[0], list[int](), HostedRank.start
+
+    def noted(self: HostedRank, patience_s: float) -> None:
+        seen.append(host.coming_bytes)
+        start(self, patience_s)
+
+    monkeypatch.setattr(HostedRank, "start", noted)
+    with group(model, hosts.places("b"), 1.0, 1.0, kv_tokens=1 << 20):
+        needed = host.used_bytes
+        assert seen == [needed]
+        assert 0 < host.coming_bytes < needed
+
+
+def test_a_rank_whose_weights_come_slowly_says_how_far_they_are_and_ends_with_its_caller(
+    model: Path, tmp_path: Path, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, told, cancelled, made_here = threading.Event(), list[RankLoading](), threading.Event(), list[AwayRank]()
+    start = AwayRank._run
+
+    def run(self: AwayRank) -> Any:
+        made_here.append(self)
+        return start(self)
+
+    async def slow(self: WeightsClient, digest: str, runs: ByteRuns, arrived: Callable[[int], object]) -> bytes:
+        arrived(1000)
+        held.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    def read(message: Any) -> Any:
+        event = read_event(message)
+        if isinstance(event, RankLoading) and held.is_set():
+            told.append(event)
+        return event
+
+    monkeypatch.setattr(AwayRank, "_run", run)
+    monkeypatch.setattr(WeightsClient, "fetch_runs", slow)
+    monkeypatch.setattr("paceline.ways.tensor.away.read_event", read)
+    with on_a_loop(partial(nodes, tmp_path, model, everywhere=False)) as made, ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(lambda: group(model, made.places("b"), 3.0, 1.0).__enter__())
+        futures.wait([pool.submit(_until, lambda: len(told) > 1)])
+        made_here[0].kill()  # as who hangs up does
+        assert told[-1].bytes_done == 1000
+        with pytest.raises(ConfigError, match="was lost while it loaded"):
+            loading.result(BOUND_S)
+        assert cancelled.wait(BOUND_S)
+        _until(lambda: made.ranks[0].used_bytes == 0)
+        _await_state(hosted[0].process.pid, "ZX")
 
 
 def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone: list[list[int]], hosts: Hosts) -> None:

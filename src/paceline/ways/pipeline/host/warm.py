@@ -15,7 +15,7 @@ from typing import Final
 
 from paceline.backends.holding import kv_group, part_bytes, working_bytes
 from paceline.backends.memory import human
-from paceline.backends.options import LoadOptions
+from paceline.backends.options import DeviceKind, LoadOptions
 from paceline.backends.table import Kernels
 from paceline.core.background import TaskSet, came_within, end_tasks
 from paceline.core.clock import Clock
@@ -86,8 +86,8 @@ class WarmShards:
         self._leaving = TaskSet()
         """Loads that were given up, and evictions, whose memory is not free yet."""
         self._failed: Final = FailedLoads(clock)
-        self.beside: Callable[[], int] = lambda: 0
-        """Bytes of what else is run here for other members, of the same bound."""
+        self.beside: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Bytes of what else processors here run for other members, of the same bound; and those of them that the system still calls free."""
         self._closed = False
 
     @property
@@ -100,9 +100,10 @@ class WarmShards:
 
     def left_bytes(self, device: LocalDevice) -> int:
         """What further shards may take of a device's memory."""
-        free = device.free_bytes()
+        beside, coming = self.beside()
+        free = device.free_bytes() - (coming if device.kernels.device is DeviceKind.CPU else 0)
         bound = self._limits.memory_bytes
-        most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes - self.beside()
+        most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes - beside
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
     async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, ShardClaim]:

@@ -34,6 +34,7 @@ from tests.unit.ways.pipeline.host.hosts import (
 from paceline.backends.holding import kv_group
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
 from paceline.core.errors import (
     BadPipelineRequest,
     NodeUnreachable,
@@ -47,6 +48,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, ActivationDtype, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
+from paceline.machine.devices import LocalDevice
 from paceline.store.home import Home
 from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.route import NextStage, StageRequest
@@ -54,7 +56,7 @@ from paceline.ways.pipeline.host import loading
 from paceline.ways.pipeline.host.loading import RETRY_S, kernels_for
 from paceline.ways.pipeline.host.serving import ShardOffers
 from paceline.ways.pipeline.host.session import HostLimits
-from paceline.ways.pipeline.host.warm import block_bytes, fixed_bytes
+from paceline.ways.pipeline.host.warm import SHARDS_FREE_SHARE, block_bytes, fixed_bytes
 
 
 def threads() -> int:
@@ -162,6 +164,16 @@ async def test_layers_are_not_loaded_into_memory_whose_lack_would_unload_them() 
             with pytest.raises(ShardUnavailable, match="may be taken here"):
                 await user.open(a)
         assert a.warm.left_bytes(a.devices[0]) == 1 << 12
+
+
+@in_loop
+async def test_memory_that_was_promised_to_others_is_not_free() -> None:
+    net, free = Net(), 1 << 30
+    processors = LocalDevice(Kernels.AVX2, tuple(WeightsFormat), lambda: "", lambda: free, lambda: free, lambda: 1e10)
+    for limits, left in ((HostLimits(), int((free - 500) * SHARDS_FREE_SHARE)), (HostLimits(memory_bytes=free), free - 700)):
+        async with hosting(net, "a", devices=(processors, some_device(lambda: free)), limits=limits) as a:
+            a.warm.beside = lambda: (700, 500)
+            assert a.warm.left_bytes(processors) == left
 
 
 @in_loop
