@@ -53,7 +53,7 @@ def saboteurs(
         alone: called with the first, before there are others.
     """
     with machines(root, Home.from_environment().kernels, *speeds) as plain:
-        made = [Saboteur(one.name, one.home, running=one.running) for one in plain]
+        made = [Saboteur(one.name, one.home, warm=one.warm, running=one.running) for one in plain]
         first, *others = made
         first.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         first.up(*SMALL)

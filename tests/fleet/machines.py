@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fleet.warm import Forked, Warm
 
 from paceline.core.ids import NodeId
 from paceline.core.ports import find_port
@@ -48,6 +49,8 @@ class Machine:
     """Put before every command: `ip netns exec ...`."""
     options: tuple[str, ...] = LOOPBACK
     """Of `paceline up`."""
+    warm: Warm | None = None
+    """Forks its nodes."""
     running: list[Up] = field(default_factory=list)
 
     @property
@@ -111,14 +114,13 @@ class Up:
     """A `paceline up` that runs."""
 
     def __init__(self, machine: Machine, arguments: tuple[str, ...]) -> None:
-        self.process = subprocess.Popen(
-            machine.command(*arguments),
-            env=machine.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command, env = machine.command(*arguments), machine.environment
+        self.process: subprocess.Popen[str] | Forked
+        if machine.warm is not None and command[0] == sys.executable:
+            self.process = machine.warm.start(command, env)
+        else:
+            nothing, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+            self.process = subprocess.Popen(command, env=env, stdin=nothing, stdout=pipe, stderr=out, text=True)
         self.url = ""
         self.address = ""
         self.said: list[str] = []
@@ -172,8 +174,11 @@ class Up:
 
 @contextmanager
 def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterator[list[Machine]]:
-    """Homes for machines; whatever still runs in the end is killed."""
+    """Homes for machines, whose nodes are forked where that can be; whatever still runs in the end is killed."""
     made: list[Machine] = []
+    warm = Warm()
+    if sys.platform == "linux":
+        settings = {"warm": warm, **settings}
     for name in names:
         home = root / name
         (home / "cache").mkdir(parents=True)
@@ -185,6 +190,7 @@ def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterato
         for machine in made:
             for up in machine.running:
                 up.kill()
+        warm.close()
 
 
 def free_port() -> int:

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tests.fakes.shallow_model import MODEL, write_shallow
 from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, token_in, until
 from tests.fleet.test_forwarding import ASK as PLAIN
 from tests.fleet.test_forwarding import client_of, metric
 
-from paceline.store.catalog import BUNDLED, open_model
 from paceline.store.home import Home
 
-SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1", "--drain-s", "1")
-MODEL = "thinker"
-"""The bundled model, whose template can begin an answer's reasoning."""
+SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1", "--drain-s", "0.1")
+THINKER = "thinker"
+"""The whole bundled model, whose template can begin an answer's reasoning: of what the first layers say nothing has a form."""
+ALL_LAYERS = 30
 THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
+TOKENS = 400
+"""So many last until a machine is struck."""
 ASK: dict[str, Any] = {**PLAIN, "model": MODEL}
-LONG: dict[str, Any] = {**ASK, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {**ASK, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
 
 
 class Trio:
     """`door` has no model; the others have."""
 
-    def __init__(self, model: Path, door: Machine, *runs: Machine) -> None:
-        self.model, self.door, self.runs = model, door, runs
+    def __init__(self, door: Machine, *runs: Machine) -> None:
+        self.door, self.runs = door, runs
+        self.model = Path()
 
     @property
     def client(self) -> openai.OpenAI:
@@ -48,12 +50,16 @@ class Trio:
         until(is_alone)
         return found[0]
 
-    def heal(self) -> None:
-        """Have both run, and the door see them."""
+    def heal(self, model: Path) -> None:
+        """Have both run this model, and the door see them."""
         for machine in self.runs:
+            if machine.is_up and model != self.model:
+                machine.node.kill()
             if not machine.is_up:
-                machine.up("--model", str(self.model), *SMALL)
+                machine.up("--model", str(model), *SMALL)
+        self.model = model
         until(lambda: all(self.offers(machine) for machine in self.runs))
+        until(lambda: [each.id for each in self.client.models.list()] == [model.stem])
 
     def offers(self, machine: Machine) -> bool:
         """Whether the door sees what runs there now."""
@@ -63,22 +69,28 @@ class Trio:
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    root = tmp_path_factory.mktemp("trio")
-    opened, model = open_model(BUNDLED), root / f"{MODEL}.gguf"
-    changed = [str(opened.path), str(model), "--chat-template", f"{opened.tokenizer.chat_template}{THINKS}"]
-    subprocess.run([sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *changed], check=True, capture_output=True)
-    with machines(root, Home.from_environment().kernels, "door", "b", "c") as (door, b, c):
+    with machines(tmp_path_factory.mktemp("trio"), Home.from_environment().kernels, "door", "b", "c") as (door, b, c):
         door.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         door.up(*EMPTY)
         for machine in (b, c):
             machine.run("join", token_in(door.run("token", "--address", "127.0.0.1")), "--name", machine.name)
-        yield Trio(model, door, b, c)
+        yield Trio(door, b, c)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shallow(tmp_path_factory.mktemp("model"), ALL_LAYERS, THINKER, THINKS)
 
 
 @pytest.fixture
-def trio(joined: Trio) -> Trio:
-    joined.heal()
-    until(lambda: [model.id for model in joined.client.models.list()] == [MODEL])
+def thinkers(joined: Trio, thinker: Path) -> Trio:
+    joined.heal(thinker)
+    return joined
+
+
+@pytest.fixture
+def trio(joined: Trio, shallow_gguf: Path) -> Trio:
+    joined.heal(shallow_gguf)
     return joined
 
 
@@ -94,20 +106,6 @@ def collect(stream: openai.Stream[Any], at: dict[int, Any]) -> tuple[list[str], 
             at.pop(number)()
     assert not at, "the answer ended before its time"
     return texts, ends, logprobs
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 2}, {"temperature": 0.8, "seed": 3, "n": 2}],
-    ids=["greedy", "drawn", "two"],
-)
-def test_a_machine_killed_in_mid_answer_costs_no_byte(trio: Trio, extra: dict[str, Any]) -> None:
-    asked = {**LONG, **extra, "stream": True}
-    whole = collect(trio.client.chat.completions.create(**asked), {})
-    moved = metric(trio.door, "paceline_fleet_retried_total")
-    assert collect(trio.client.chat.completions.create(**asked), {25: lambda: trio.serving().node.kill()}) == whole
-    assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
-    assert all(metric(machine, "paceline_kv_blocks_used") == 0 for machine in trio.runs if machine.is_up)
 
 
 STEPS: dict[str, Any] = {
@@ -143,14 +141,22 @@ def thinking_chat(kind: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "in_mid"), [("content", "content"), ("arguments", "reasoning_content")])
-def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(trio: Trio, kind: str, in_mid: str) -> None:
-    asked: dict[str, Any] = {**ASK, "messages": thinking_chat(kind), "seed": 11, "max_tokens": 400, "stream": True, **FORMED[kind]}
+def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(thinkers: Trio, kind: str, in_mid: str) -> None:
+    asked: dict[str, Any] = {
+        **ASK,
+        "model": THINKER,
+        "messages": thinking_chat(kind),
+        "seed": 11,
+        "max_tokens": 400,
+        "stream": True,
+        **FORMED[kind],
+    }
     asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
     parts: list[dict[str, str]] = []
-    moved = metric(trio.door, "paceline_fleet_retried_total")
+    moved = metric(thinkers.door, "paceline_fleet_retried_total")
     for kills in (False, True):
         seen = {"reasoning_content": "", "content": "", "name": "", "arguments": "", "ends": ""}
-        for chunk in trio.client.chat.completions.create(**asked):
+        for chunk in thinkers.client.chat.completions.create(**asked):
             for choice in chunk.choices:
                 assert not seen["ends"], "something followed the end"
                 said = choice.delta.to_dict()
@@ -161,14 +167,28 @@ def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(trio: Trio,
                 seen["ends"] += choice.finish_reason or ""
             if kills and seen[in_mid].count(" ") > 3:
                 kills = False  # noqa: PLW2901  (once)
-                trio.serving().node.kill()
+                thinkers.serving().node.kill()
         parts.append(seen)
-    assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
+    assert metric(thinkers.door, "paceline_fleet_retried_total") == moved + 1
     assert parts[1] == parts[0]
     assert parts[0]["reasoning_content"].endswith(".")
     assert (parts[0]["name"], parts[0]["ends"]) == (("", "stop") if kind == "content" else ("reply", "tool_calls"))
     assert len(json.loads(parts[0][kind])["steps"]) == 9
     assert not parts[0]["arguments" if kind == "content" else "content"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 2}, {"temperature": 0.8, "seed": 3, "n": 2}],
+    ids=["greedy", "drawn", "two"],
+)
+def test_a_machine_killed_in_mid_answer_costs_no_byte(trio: Trio, extra: dict[str, Any]) -> None:
+    asked = {**LONG, **extra, "stream": True}
+    whole = collect(trio.client.chat.completions.create(**asked), {})
+    moved = metric(trio.door, "paceline_fleet_retried_total")
+    assert collect(trio.client.chat.completions.create(**asked), {25: lambda: trio.serving().node.kill()}) == whole
+    assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
+    assert all(metric(machine, "paceline_kv_blocks_used") == 0 for machine in trio.runs if machine.is_up)
 
 
 def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
@@ -199,7 +219,7 @@ def test_equal_machines_share_what_is_under_way(trio: Trio) -> None:
 
 
 def test_an_orderly_stop_in_mid_answer_costs_no_byte(trio: Trio) -> None:
-    asked = {**LONG, "stream": True, "max_tokens": 1500}
+    asked = {**LONG, "stream": True, "max_tokens": 800}
     whole = collect(trio.client.chat.completions.create(**asked), {})
     stopped: list[Machine] = []
 
@@ -223,7 +243,7 @@ def test_what_is_drawn_without_a_seed_goes_on_as_it_began_and_counts_once(trio: 
         reasons |= {choice.finish_reason for choice in chunk.choices if choice.finish_reason}
         usage = chunk.usage or usage
     assert usage is not None
-    assert usage.completion_tokens == 160
+    assert usage.completion_tokens == TOKENS
     assert reasons == {"length"}
 
 

@@ -203,7 +203,7 @@ class Clients:
         asked = 0
         while True:
             with self._due:
-                self._due.wait_for(lambda: self._stop.is_set() or asked < self._due_answers)
+                self._due.wait_for(lambda asked=asked: self._stop.is_set() or asked < self._due_answers)
             if self._stop.is_set() or self.seen.wrong:
                 return
             body, expected = rng.choice(self._right)
