@@ -432,6 +432,7 @@ def kv_examples() -> Iterator[Example]:
     ):
         yield plain("rich", message)
         yield plain("minimal", type(message)())
+    yield plain("ended", kv_pb2.PrefillResponse(epoch=7, n_blocks=2, status=5))
     offer = kv_pb2.NixlOffer(version="1.5.1", door="0123456789abcdef" * 2)
     for asked in (kv_pb2.FetchBlocksRequest(nixl=offer), kv_pb2.PrefillRequest(request_id="r", epoch=7, nixl=offer)):
         yield plain("nixl", asked)

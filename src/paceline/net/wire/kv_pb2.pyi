@@ -317,21 +317,25 @@ class PrefillResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     N_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     n_blocks: _builtins.int
     """Blocks sent so far."""
     completion: _builtins.str
     """In the last message, once all were sent: "<request_id>:<tp_size>"."""
+    status: _builtins.int
+    """In the last message, where not all were sent: the status that the call ends with. A call whose caller writes at that moment may end with one of its own."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         n_blocks: _builtins.int = ...,
         completion: _builtins.str = ...,
+        status: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "epoch", b"epoch", "n_blocks", b"n_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "epoch", b"epoch", "n_blocks", b"n_blocks", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

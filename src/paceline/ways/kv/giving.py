@@ -199,6 +199,7 @@ class KvServicer(KvServiceServicer):
             code = grpc.StatusCode.DEADLINE_EXCEEDED if lease.ended is LeaseEnd.EXPIRED else grpc.StatusCode.ABORTED
             if lease.is_routed and lease.ended in (LeaseEnd.UNMATCHED, LeaseEnd.NOT_COMPUTED):
                 code = grpc.StatusCode.NOT_FOUND  # the router's request did not come, or ended: no fault of this node
+            await context.write(wire.PrefillResponse(epoch=first.epoch, n_blocks=0 if work is None else work.sent, status=code.value[0]))
             await context.abort(code, f"the prompt is not computed to its end: {lease.ended}")
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ WRONG_REST_S: Final = 600.0
 TP_SIZE: Final = 1
 """Ranks among which this node's layers are shared."""
 
+_STATUSES: Final = {status.value[0]: status for status in grpc.StatusCode}
 Call = grpc.aio.StreamStreamCall[wire.PrefillRequest, wire.PrefillResponse]
 
 
@@ -173,6 +174,8 @@ class Push:
                 if said.epoch != self._epoch:
                     continue
                 self._began = True
+                if said.status:
+                    return self._end_of(_STATUSES.get(said.status, grpc.StatusCode.UNKNOWN))
                 if said.completion:
                     if said.completion != f"{self._push.request_id}:{TP_SIZE}" or said.n_blocks != len(self._fetch.keys):
                         raise StreamCorrupt(f"{self._fetch.peer.node_id} says that it sent {said.completion!r}, {said.n_blocks} blocks")

@@ -21,7 +21,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationChunk, GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.machine.settings import PrefillRole
-from paceline.ways.kv import legs, prefilling, routed
+from paceline.ways.kv import legs, prefilling, pushing, routed
 from paceline.ways.kv.fetching import KvPeer, PeerFetch, PromptPush
 from paceline.ways.kv.price import KvPrice
 
@@ -191,6 +191,16 @@ async def test_a_prompt_that_never_comes_is_computed_here(tmp_path: Path, monkey
         other = PROMPT[::-1]
         _, answer = await asyncio.gather(run(p, "p1", PREFILL, other), run(d, "d2", decode(p), other))
         assert outcome(answer) == ("whole", WHOLE)
+
+
+@in_loop
+async def test_how_a_prompt_ended_is_heard_where_its_lease_is_kept_at_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call that ends while something is sent on it, the caller hears that this failed, and no more."""
+    monkeypatch.setattr(legs, "MATCH_S", 0.05)
+    monkeypatch.setattr(pushing, "HEARTBEAT_S", 0.0)
+    async with sharers(tmp_path, sharer("p", speed=ALIKE), sharer("d", speed=ALIKE)) as (p, d):
+        ends = [outcome(await run(d, f"d{turn}", decode(p), [turn + 1, *PROMPT])) for turn in range(20)]
+        assert ends == [("unmatched", 0)] * 20
 
 
 @in_loop
