@@ -41,16 +41,17 @@ def turn(options: argparse.Namespace, engine: tuple[str, ...]) -> dict[str, floa
     return {"prefill 512": report["prefill_per_s"], **decoded}
 
 
-def exchanges(rounds: int, *, realtime: bool) -> int:
-    """One exchange of 576 values between two warm ranks."""
+def exchanges(rounds: int, rows: int, *, realtime: bool) -> int:
+    """One exchange of 576 values, or of as many for each of several rows, between two warm ranks."""
     cpu.prepare(cpu.lowerings_here()[0], Home.from_environment().kernels)
-    from tensor_exchange import measure
+    import tensor_exchange
 
+    tensor_exchange.rows = rows
     found = defaultdict[str, list[Any]](list)
     for _ in range(rounds):
         for over in EXCHANGES:
-            found[over].append(measure(over, 20, realtime=realtime))
-    print(f"one exchange of 576 values, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+            found[over].append(tensor_exchange.measure(over, 20 if rows == 1 else 2, realtime=realtime))
+    print(f"one exchange of {rows} x 576 values, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
     for over, (asked, reach) in EXCHANGES.items():
         p50, p95 = (median(getattr(each, part) for each in found[over]) for part in ("p50", "p95"))
         print(f"{over}: p50 / p95 {p50:.1f} / {p95:.1f} us (asked {asked}, reach {reach})")
@@ -63,10 +64,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--exchange", action="store_true", help="one exchange alone, over shared memory and over mutual TLS")
+    parser.add_argument("--rows", type=int, default=1, help="with --exchange: of a batch, 576 values each")
     parser.add_argument("--realtime", action="store_true", help="with --exchange: before all else that the machine does")
     options = parser.parse_args()
     if options.exchange:
-        return exchanges(options.rounds, realtime=options.realtime)
+        return exchanges(options.rounds, options.rows, realtime=options.realtime)
     found = defaultdict[tuple[str, str], list[float]](list)
     for _ in range(options.rounds):
         for name, engine in ENGINES.items():

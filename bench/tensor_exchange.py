@@ -30,7 +30,7 @@ from paceline.backends.cpu.step import meet
 from paceline.backends.cpu.team import await_word
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.local import row_plan
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
@@ -43,6 +43,8 @@ from paceline.ways.tensor.pump import GroupPump, RankPump
 from paceline.ways.tensor.rank import GroupSizes
 
 VALUES: Final = 576
+rows = 1
+"""Of a batch: set before anything is measured."""
 LAYERS: Final = 100
 """Of a command, with two exchanges each."""
 WARM: Final = 5
@@ -94,7 +96,7 @@ class _Looping:
         self._sizes[[places.RANK, places.RANKS]] = rank, 2
         self._buffers[places.ARRIVED] = exchange.arrived
         self._batch, self._now = np.zeros(places.N_BATCH, np.int64), np.zeros(2, np.int64)
-        self._planes = [exchange.sums_of(each, half)[0, 0] for half in (False, True) for each in (rank, 1 - rank)]
+        self._planes = [exchange.sums_of(each, half)[0].reshape(-1) for half in (False, True) for each in (rank, 1 - rank)]
 
     @property
     def number(self) -> int:
@@ -122,10 +124,14 @@ class _Order:
     rank = 1
 
 
+def _blocks() -> int:
+    return -(-rows // BLOCK_TOKENS)
+
+
 def _sizes() -> GroupSizes:
     """Two even ranks, each of which leaves one partial sum."""
     spec = replace(TINY, hidden=VALUES, n_layers=LAYERS, n_kv_heads=2)
-    return GroupSizes(spec, deal(spec, (1.0, 1.0)), 1, 1, 1)
+    return GroupSizes(spec, deal(spec, (1.0, 1.0)), rows, _blocks(), 1)
 
 
 def _never(_node: NodeId, _issued_at: int) -> bool:
@@ -161,12 +167,12 @@ def _leads(core: int, realtime: bool, commands: int, own: Identity, other: Ident
     _begin(core, realtime)
     memory_fd = make_memory(sizes := _sizes())
     memory, took = GroupMemory(memory_fd, sizes), list[npt.NDArray[np.int64]]()
-    looping, plan, layers = _Looping(memory, 0), row_plan([1], [0], [0], np.zeros((1, 1), np.int32)), LayerRange(0, LAYERS)
+    looping, plan, layers = _Looping(memory, 0), row_plan([rows], [0], [0], np.zeros((1, _blocks()), np.int32)), LayerRange(0, LAYERS)
     with _streams(own, other, pipe) as (sender, receiver):
         pump = GroupPump(memory, 1, sender, receiver, lambda _: None)
         pump.start()
         for _ in range(WARM + commands):
-            memory.give_layers(np.zeros((1, VALUES), np.uint16), plan, layers, looping.number)
+            memory.give_layers(np.zeros((rows, VALUES), np.uint16), plan, layers, looping.number)
             if memory.sleeps(1):
                 pump.wake()
             took.append(looping.run(2 * LAYERS))

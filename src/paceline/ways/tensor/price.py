@@ -6,8 +6,7 @@ the speeds are those of decoding, of prompts or of the whole request, whichever 
 Symbols as in `fleet.choices`; besides a, f, v: a rank's parts of attention, feed-forward and head; c: the part of a layer's weights that is attention's;
 w, k: what a layer's weights and one row's KV take; R, B: a link's round trip, without what the call that measured it takes, and bytes a second.
 
-    half       R / 2 + EXCHANGE_S + bytes / B; bytes: 4 x hidden x rows for each partial sum. Where those of a rank are more than both may send at once
-               (TOGETHER_BYTES), they cross one after the other, R / 2 later. Three ranks meet at the first: two ways instead of one
+    half       R / 2 + EXCHANGE_S + bytes / B; bytes: 4 x hidden x rows for each partial sum. Three ranks meet at the first: two ways instead of one
     layer      max(a (c w + k)) + max(f (1 - c) w) + 2 half: ranks wait for one another at the end of each
     token      N layer + max(v edge) + the command's way, the head's, and that of its outputs: 3/2 R + 4 x vocab / B
     ttft       the same for each chunk of a prompt
@@ -38,8 +37,6 @@ EXCHANGE_S = 1e-4
 """What both ends of an exchange take beside its way. Assumed: no quiet machine has measured it yet (bench/tensor_net.py does)."""
 CALL_S = 5e-4
 """Of a link's round trip, what the RPC takes that measured it. Below what cards say of loopback, 0.84 ms on a busy machine: a way is rather called slow."""
-TOGETHER_BYTES = 48 << 10
-"""As `pump` has it, which can't be imported here: it imports kernels."""
 CHUNK = 512
 """Prompt rows of a step: the engine's default."""
 SUM_BYTES, LOGIT_BYTES, ROW_BYTES = 4, 4, 2
@@ -127,12 +124,8 @@ class _Group:
     def exchange(self, parts: Sequence[_Part], half: int, rows: float) -> Seconds:
         """At the end of attention (0) or of the feed-forward (1)."""
         sizes = [part.sums[half] * rows * self.machines[0].shape.hidden * SUM_BYTES for part in parts]
-        is_together = max(sizes) <= TOGETHER_BYTES
-        crossing = [
-            (max if is_together else sum)((sum(sizes) - own, own)) / link.bytes_per_s
-            for own, link in zip(sizes[1:], self.links, strict=True)
-        ]
-        return Seconds(EXCHANGE_S, self.hop_s * (1 if is_together else 2), max(crossing))
+        crossing = [max(sum(sizes) - own, own) / link.bytes_per_s for own, link in zip(sizes[1:], self.links, strict=True)]
+        return Seconds(EXCHANGE_S, self.hop_s, max(crossing))
 
     def step(
         self, parts: Sequence[_Part], rows: float, layer_s: Sequence[float], kv_s: Sequence[float], edge_s: Sequence[float]

@@ -1,8 +1,9 @@
 """Two threads, one on each side of a pair of tensor streams, that have a rank on another machine meet its group: what each leaves in its own memory, they
 carry to the other's.
 
-At each exchange a side sends what its ranks left and takes what the other's did. Up to `TOGETHER_BYTES` both send first, as the system has room for it
-on its way; beyond, the group does, so that never both wait for the other to read. A group of several machines meets at the first: it passes on what it got.
+At each exchange a side sends what its ranks left and takes what the other's did. Up to `AT_ONCE_BYTES` the system has room for it on its way; what is more
+is sent by a thread beside, so that neither side waits for the other to read, and both ways of a link are full. A group of several machines meets at the
+first: it passes on what it got.
 No other barrier is needed: a plane is written again two exchanges later at the earliest, when its bytes have long been sent.
 """
 
@@ -13,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Final
 
@@ -33,7 +34,7 @@ from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import HEADER, LOOKS_S
 
-TOGETHER_BYTES: Final = 48 << 10
+AT_ONCE_BYTES: Final = 48 << 10
 LOOK_S: Final = 0.004
 """How long a side looks at its stream before it sleeps. Raising it: halves of a layer that take longer are met sooner, and more of a core is taken."""
 SENT_S: Final = 10.0
@@ -53,7 +54,7 @@ class Pump(ABC):
     Args:
         memory: this side's.
         rank: the one that is on another machine than the first.
-        sends_first: where both could not at once: the group.
+        leads: it is the group's side.
         on_end: told once, in the pump's thread, why it ended.
     """
 
@@ -64,11 +65,12 @@ class Pump(ABC):
         sender: TensorSender,
         receiver: TensorReceiver,
         *,
-        sends_first: bool,
+        leads: bool,
         on_end: Callable[[str], object],
     ) -> None:
         self.memory, self.rank, self._sender, self._receiver = memory, rank, sender, receiver
-        self._sends_first, self._on_end = sends_first, on_end
+        self._leads, self._on_end = leads, on_end
+        self._beside = ThreadPoolExecutor(1, f"paceline-rank-{rank}-sends")
         sizes = memory.sizes
         self._exchange_at = Exchange(sizes.spec, sizes.shares, rank, memory.exchange, sizes.max_rows)
         self._others = [other for other in range(1, len(sizes.shares)) if other != rank]
@@ -103,6 +105,7 @@ class Pump(ABC):
             self._closed = True
             self._sender.close()
             self._receiver.close()
+            self._beside.shutdown()
             self._on_end(why)
 
     def _send(self, header: bytes, array: Array = NOTHING) -> None:
@@ -126,7 +129,7 @@ class Pump(ABC):
         message = self._receive()
         if message.header[:1] == letter:
             return message
-        if message.header[:1] == GIVE_UP and not self._sends_first:
+        if message.header[:1] == GIVE_UP and not self._leads:
             raise _CalledOff
         raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where {letter!r} was to come"))
 
@@ -175,12 +178,20 @@ class Pump(ABC):
         """The first rank's sums and those of the one away cross: `first` is this side's."""
         self._prepare_sums(number, half, rows, first)
         self._await(first, number)
-        sends = self._sends_first or max(self._views(half, rows, rank).nbytes for rank in (first, second)) <= TOGETHER_BYTES
-        if sends:
+        if self._views(half, rows, first).nbytes <= AT_ONCE_BYTES:
             self._give_sums(number, half, rows, first)
-        self._take_sums(number, half, rows, second)
-        if not sends:
-            self._give_sums(number, half, rows, first)
+            self._take_sums(number, half, rows, second)
+            return
+        self._views(half, rows, second)  # both threads read what is known of them
+        sent = self._beside.submit(self._give_sums, number, half, rows, first)
+        try:
+            self._take_sums(number, half, rows, second)
+        except TensorStreamError:
+            self._sender.close()  # nobody reads any more
+            raise
+        finally:
+            wait([sent])
+        sent.result()
 
     def _await(self, rank: int, number: int) -> None:
         """Wait for a rank of this side to leave its sums. Raises _CalledOff."""
@@ -213,7 +224,7 @@ class GroupPump(Pump):
     def __init__(
         self, memory: GroupMemory, rank: int, sender: TensorSender, receiver: TensorReceiver, on_end: Callable[[str], object]
     ) -> None:
-        super().__init__(memory, rank, sender, receiver, sends_first=True, on_end=on_end)
+        super().__init__(memory, rank, sender, receiver, leads=True, on_end=on_end)
         self._woken = threading.Semaphore(0)
         self._asks: queue.SimpleQueue[tuple[bytes, Future[bytes]]] = queue.SimpleQueue()
 
@@ -326,7 +337,7 @@ class RankPump(Pump):
         receiver: TensorReceiver,
         on_end: Callable[[str], object],
     ) -> None:
-        super().__init__(memory, process.order.rank, sender, receiver, sends_first=False, on_end=on_end)
+        super().__init__(memory, process.order.rank, sender, receiver, leads=False, on_end=on_end)
         self._process, self._layers, self._n_blocks = process, layers, n_blocks
 
     def _serve(self) -> None:
