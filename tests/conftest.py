@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.fakes.api_clients import OPEN_CLIENTS
-from tests.fakes.shallow_model import write_shallow
+from tests.fakes.shallow_model import shallow_model
 
 from paceline.backends import kernel_cache
 from paceline.store.home import Home
@@ -86,9 +86,9 @@ def bundled_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def shallow_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow_gguf(paceline_home: Path) -> Path:
     """A file of the bundled model's first layers."""
-    return write_shallow(tmp_path_factory.mktemp("shallow"))
+    return shallow_model()
 
 
 @pytest.fixture

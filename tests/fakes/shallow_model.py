@@ -6,14 +6,22 @@ For tests in which machines fail, and not numbers.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from pathlib import Path
 
 from paceline.store.catalog import BUNDLED, open_model
 from paceline.store.gguf_header import read_header
+from paceline.store.home import Home
 
 MODEL = "shallow"
 LAYERS = 3
 _ALIGNMENT = 32
+
+
+@cache
+def shallow_model() -> Path:
+    """Its file, in the home that all tests share."""
+    return write_shallow(Home.from_environment().root)
 
 
 def write_shallow(folder: Path, layers: int = LAYERS, name: str = MODEL, template_end: str = "") -> Path:

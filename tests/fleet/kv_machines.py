@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.fleet.machines import Machine, free_port, machines, token_in
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, token_in
 from tests.fleet.test_kv_moves import SMALL, counted
 
 from paceline.store.home import Home
@@ -55,6 +55,7 @@ def saboteurs(
     with machines(root, Home.from_environment().kernels, *speeds) as plain:
         made = [Saboteur(one.name, one.home, warm=one.warm, running=one.running) for one in plain]
         first, *others = made
+        have_shallow(*made)
         first.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         first.up(*SMALL)
         alone(first)

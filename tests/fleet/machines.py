@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.shallow_model import MODEL as SHALLOW
+from tests.fakes.shallow_model import shallow_model
 from tests.fleet.warm import Forked, Warm
 
 from paceline.core.ids import NodeId
@@ -26,6 +28,7 @@ from paceline.core.ports import find_port
 from paceline.fleet.card import NodeCard
 from paceline.net.member.state import Sight, look
 from paceline.net.trust.folder import FleetFolder
+from paceline.store.catalog import MANIFEST
 from paceline.store.home import Home
 
 BOUND_S = 150.0
@@ -62,17 +65,19 @@ class Machine:
 
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run a command to its end; what it printed."""
-        done = subprocess.run(
-            self.command(*arguments),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=BOUND_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        process = self.start(*arguments)
+        assert process.stdout is not None
+        with process.stdout:
+            said = process.stdout.read()
+        assert process.wait(BOUND_S) == code, said
+        return said
+
+    def start(self, *arguments: str) -> subprocess.Popen[str] | Forked:
+        command, env = self.command(*arguments), self.environment
+        if self.warm is not None and command[0] == sys.executable:
+            return self.warm.start(command, env)
+        nothing, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(command, env=env, stdin=nothing, stdout=pipe, stderr=out, text=True)
 
     def init(self, *arguments: str) -> str:
         """Start a fleet; its token."""
@@ -114,13 +119,7 @@ class Up:
     """A `paceline up` that runs."""
 
     def __init__(self, machine: Machine, arguments: tuple[str, ...]) -> None:
-        command, env = machine.command(*arguments), machine.environment
-        self.process: subprocess.Popen[str] | Forked
-        if machine.warm is not None and command[0] == sys.executable:
-            self.process = machine.warm.start(command, env)
-        else:
-            nothing, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-            self.process = subprocess.Popen(command, env=env, stdin=nothing, stdout=pipe, stderr=out, text=True)
+        self.process = machine.start(*arguments)
         self.url = ""
         self.address = ""
         self.said: list[str] = []
@@ -191,6 +190,14 @@ def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterato
             for up in machine.running:
                 up.kill()
         warm.close()
+
+
+def have_shallow(*those: Machine) -> None:
+    """Have machines know the bundled model's first layers by name."""
+    for machine in those:
+        folder = Home(machine.home).models / SHALLOW
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text(json.dumps({"path": str(shallow_model())}))
 
 
 def free_port() -> int:

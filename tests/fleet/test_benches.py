@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_each_row_is_split_into_computing_and_waiting() -> None:
-    small = ("--prompt", "16", "--answer", "8", "--streams", "1,3", "--rounds", "1", "--threads", "1")
+def test_each_row_is_split_into_computing_and_waiting(shallow_gguf: Path) -> None:
+    small = ("--model", str(shallow_gguf), "--prompt", "16", "--answer", "8", "--streams", "1,3", "--rounds", "1", "--threads", "1")
     report = report_of(bench("pipeline", "--local-nodes", "2", *small, "--json"))
     assert [row["streams"] for row in report["rows"]] == [1, 3]
     for row in report["rows"]:
@@ -45,8 +46,8 @@ def test_each_row_is_split_into_computing_and_waiting() -> None:
         assert 0 < split["transfer_ms"] < split["away_ms"]
 
 
-def test_a_killed_machine_costs_time_and_no_bytes() -> None:
-    small = ("--prompt", "24", "--answer", "24", "--streams", "1,4", "--at", "8", "--threads", "1")
+def test_a_killed_machine_costs_time_and_no_bytes(shallow_gguf: Path) -> None:
+    small = ("--model", str(shallow_gguf), "--prompt", "24", "--answer", "24", "--streams", "1,4", "--at", "8", "--threads", "1")
     done = bench("fault", "--kill", "stage:1", *small, "--json")
     rows = report_of(done)["rows"]
     assert [row["streams"] for row in rows] == [1, 4]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import BOUND_S, until
 
 from paceline.bench.fault import answer, requests
@@ -24,19 +25,21 @@ from paceline.core.errors import PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Pin
 from paceline.machine.config_file import PipelineSettings
-from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
+from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor import search
 from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes.build import PipelineOrder
 
+OWN = 1
+"""Layer, of three."""
 PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyPatch, *, allowed: bool) -> None:
-    fleet, clock = LocalFleet(2, 1), SystemClock()
+def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyPatch, shallow_gguf: Path, *, allowed: bool) -> None:
+    fleet, clock = LocalFleet(2, 1, shallow_gguf), SystemClock()
     monkeypatch.setenv("PACELINE_HOME", str(fleet.homes["local-1"]))
     monkeypatch.setattr(build, "PipelineLimits", partial(PipelineLimits, alone_s=0.0))
     monkeypatch.setattr(search, "LOOK_AGAIN_S", 0.5)
@@ -47,10 +50,10 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
         pipelines = PipelineSettings(enabled=True, search_seconds=6)
         if allowed:
             pipelines = PipelineSettings(enabled=True, fallback_to_local=True, search_seconds=1)
-        order = PipelineOrder(pipelines, (Pin(NodeId("local-1")), Pin(NodeId("local-2"))), 12)
-        built = node.build(NodeSettings(DEFAULT_MODEL, context=512, kv_tokens=4096, threads=1), order)
+        order = PipelineOrder(pipelines, (Pin(NodeId("local-1")), Pin(NodeId("local-2"))), OWN)
+        built = node.build(NodeSettings(str(shallow_gguf), context=512, kv_tokens=4096, threads=1), order)
         try:
-            asked = requests(PROMPTS, 24)
+            asked = requests(PROMPTS, 48)
             right = answer(built.engine, asked, clock).tokens
             if not allowed:
                 with pytest.raises(PacelineError):
@@ -59,7 +62,7 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
             seen = answer(built.engine, asked, clock, 8, lambda: fleet.kill("local-2"))
             assert seen.replayed
             assert seen.tokens == right
-            assert [(stage.node_id, stage.layers.start) for stage in built.executor.stages] == [("local-1", 12)]
+            assert [(stage.node_id, stage.layers.start) for stage in built.executor.stages] == [("local-1", OWN)]
             fleet.start("local-2")
             until(lambda: answer(built.engine, asked, clock).tokens == right and built.executor.stages[0].node_id == "local-2")
             built.engine.check_invariants()
@@ -71,13 +74,27 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
         fleet.close()
 
 
-def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) -> None:
+def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path, shallow_gguf: Path) -> None:
     home = Home.from_environment().root
     for shared in ("models", "cache"):
         (home / shared).mkdir(parents=True, exist_ok=True)
         (tmp_path / shared).symlink_to(home / shared, target_is_directory=True)
     (tmp_path / "config.toml").write_text("[pipeline]\nfallback_to_local = true\nfallback_to_local_after_failures = 1\n")
-    command = [sys.executable, "-m", "paceline", "up", "--local-nodes", "2", "--port", "0", "--own-layers", "12", "--tied"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "up",
+        "--model",
+        str(shallow_gguf),
+        "--local-nodes",
+        "2",
+        "--port",
+        "0",
+        "--own-layers",
+        str(OWN),
+        "--tied",
+    ]
     process = subprocess.Popen(
         [*command, "--context", "512", "--kv-tokens", "4096", "--threads", "1"],
         env={**os.environ, "PACELINE_HOME": str(tmp_path)},
@@ -91,7 +108,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
         url = next((found[1] for line in process.stdout if (found := re.search(r"Ready at (http://\S+)/v1", line))), None)
         assert url is not None
         with httpx.Client(base_url=url, timeout=120) as http:
-            body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+            body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
             right = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
             text, told = "", list[str]()
             body |= {"stream": True, "stream_options": {"include_events": True}}
@@ -106,7 +123,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) ->
             assert text == right
             assert told == ["shard_status", "local_fallback"]
             page = http.get("/metrics").text.splitlines()
-            short = {"model": DEFAULT_MODEL, "prompt": "Once", "max_tokens": 2}
+            short = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
             refused = http.post("/v1/completions", json=short | {"ways": ["pipeline"]})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ways")
             assert "is served alone now" in refused.json()["error"]["message"]

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fleet.machines import Machine, free_port, machines, until
-from tests.fleet.test_forwarding import MODEL, client_of, metric
+from tests.fakes.shallow_model import MODEL
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, until
+from tests.fleet.test_forwarding import client_of, metric
 from tests.fleet.test_pipeline import SMALL, found_fleet
 
 from paceline.store.home import Home
 
 PROMPT = "A list of rivers: " + "the Rhine, the Rhone, the Oder, " * 24
-ASK: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+ASK: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 1, "seed": 5, "max_tokens": 24}
 DISK = ("--kv-disk", "200MB")
 
 
 @dataclass(slots=True)
 class Spread:
-    """An orchestrator with ten layers, and two hosts."""
+    """An orchestrator with a layer, and two hosts."""
 
     alone: str
     o: Machine
@@ -35,8 +36,10 @@ class Spread:
         with ThreadPoolExecutor() as together:
             for started in [together.submit(self.start_host, place) for place in range(len(self.hosts))]:
                 started.result()
-        pins = ("--pin", "o:0-9", "--pin", "g:10-19", "--pin", "h:20-29")
-        self.o.up("--pipeline", *pins, "--draft", "off", "--fleet-port", "0", "--peer", f"127.0.0.1:{self.port}", *DISK, *SMALL)
+        pins = ("--pin", "o:0-0", "--pin", "g:1-1", "--pin", "h:2-2")
+        self.o.up(
+            "--model", MODEL, "--pipeline", *pins, "--draft", "off", "--fleet-port", "0", "--peer", f"127.0.0.1:{self.port}", *DISK, *SMALL
+        )
 
     def start_host(self, place: int) -> None:
         peer = ("--fleet-port", str(self.port)) if place == 0 else ("--fleet-port", "0", "--peer", f"127.0.0.1:{self.port}")
@@ -70,8 +73,9 @@ def prompts_on_disk(machine: Machine, what: str) -> float:
 def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
     with machines(tmp_path_factory.mktemp("kv"), Home.from_environment().kernels, "alone", "o", "g", "h") as (alone, o, *hosts):
         found_fleet(o, *hosts)
+        have_shallow(alone, o)
         (o.home / "config.toml").write_text("[pipeline]\nkeep_spares = false\nsearch_seconds = 150\n")
-        alone.up("--fleet-port", "0", *SMALL)
+        alone.up("--model", MODEL, "--fleet-port", "0", *SMALL)
         told = client_of(alone).completions.create(**ASK).choices[0].text
         alone.node.kill()
         yield Spread(told, o, hosts)

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import APIError
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.kv_machines import Saboteur, prefilled, pushed, saboteurs
 from tests.fleet.machines import BOUND_S, until
-from tests.fleet.test_forwarding import MODEL, metric
+from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_moves import SMALL, ask, counted
 
 from paceline.ways.kv.lease import LeaseEnd

@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.kv_machines import Saboteur, pushed, saboteurs
 from tests.fleet.machines import BOUND_S, until
-from tests.fleet.test_forwarding import MODEL, metric
+from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_faults import STORY
 from tests.fleet.test_kv_moves import SMALL, ask, counted
 

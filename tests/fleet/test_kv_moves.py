@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.fleet.machines import Machine, free_port, machines, token_in, until
-from tests.fleet.test_forwarding import MODEL, client_of, metric
+from tests.fakes.shallow_model import MODEL
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, token_in, until
+from tests.fleet.test_forwarding import client_of, metric
 
 from paceline.store.home import Home
 
@@ -22,6 +23,7 @@ FETCHED = 'paceline_kv_peer_blocks_total{what="fetched"}'
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
     with machines(tmp_path_factory.mktemp("kv"), Home.from_environment().kernels, "a", "b") as (a, b):
+        have_shallow(a, b)
         a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         for machine in (a, b):
             machine.home.mkdir(exist_ok=True)

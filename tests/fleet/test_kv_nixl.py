@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.fleet.machines import Machine, free_port, machines, token_in, until
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, token_in, until
 from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted, told
 
@@ -26,6 +26,7 @@ LEAST_PUSHED = 'paceline_kv_push_least_tokens{node="p"}'
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
     """One that is quick with prompts, and one that is slow."""
     with machines(tmp_path_factory.mktemp("nixl"), Home.from_environment().kernels, "p", "d") as (p, d):
+        have_shallow(p, d)
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         p.up(*SMALL)
         p.node.stop()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from openai import APIError
-from tests.fleet.machines import Machine, free_port, machines, token_in, until
-from tests.fleet.test_forwarding import MODEL, metric
+from tests.fakes.shallow_model import MODEL
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, token_in, until
+from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted
 
 from paceline.store.home import Home
@@ -24,6 +25,7 @@ PREFILLED = 'paceline_kv_prefills_total{outcome="%s"}'
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
     with machines(tmp_path_factory.mktemp("push"), Home.from_environment().kernels, "p", "d") as (p, d):
+        have_shallow(p, d)
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         for machine in (p, d):
             machine.home.mkdir(exist_ok=True)

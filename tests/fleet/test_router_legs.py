@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.fleet.machines import BOUND_S, Machine, free_port, machines, meet, token_in, until
-from tests.fleet.test_forwarding import MODEL, metric
+from tests.fakes.shallow_model import MODEL
+from tests.fleet.machines import BOUND_S, Machine, free_port, have_shallow, machines, meet, token_in, until
+from tests.fleet.test_forwarding import metric
 from tests.fleet.test_kv_moves import SMALL, STORY, counted
 
 from paceline.store.home import Home
@@ -78,6 +79,7 @@ def at_rest(*nodes: Machine) -> None:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     with machines(tmp_path_factory.mktemp("router"), Home.from_environment().kernels, "p", "d") as (p, d):
+        have_shallow(p, d)
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         p.up(*SMALL)
         p.node.stop()

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.kv_machines import Saboteur, saboteurs
 from tests.fleet.machines import BOUND_S, until
 from tests.fleet.test_kv_moves import SMALL
-from tests.soak.soak import LONGEST_S, MODEL, answer
+from tests.soak.soak import LONGEST_S, answer
 
 from paceline.store.home import Home
 
