@@ -76,7 +76,7 @@ RANKED ?= 100
 
 soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...), have 500 conversations on machines that share KV and are killed (CONVERSATIONS=...), ask tensor ranks 200 times (RANKED=...): no byte differs, nothing leaks
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
-	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) PACELINE_SOAK_RANKED=$(RANKED) $(BIN)/python -m pytest -s tests/soak
+	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_LAYERS=30 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) PACELINE_SOAK_RANKED=$(RANKED) $(BIN)/python -m pytest -s tests/soak
 
 neon: install-dev  ## The compiled kernels for 64-bit ARM under qemu: the same bytes as on x86 (half an hour; takes Debian's qemu-user-static and debootstrap)
 	$(BIN)/python tools/arm64.py

@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.fleet.machines import Machine, free_port, machines, until
-from tests.fleet.test_forwarding import MODEL, client_of
+from tests.fakes.shallow_model import MODEL
+from tests.fleet.machines import Machine, free_port, have_shallow, machines, until
+from tests.fleet.test_forwarding import client_of
 from tests.fleet.test_pipeline import SMALL, found_fleet
 
 from paceline.store.home import Home
 
 ASKS: tuple[dict[str, Any], ...] = (
-    {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 256},
+    {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 256},
     {"model": MODEL, "prompt": "A list of the longest rivers:", "temperature": 1, "seed": 7, "max_tokens": 256},
 )
 
@@ -29,6 +30,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Mach
     with machines(root, Home.from_environment().kernels, "alone", "o", "p", "g", "h") as made, ThreadPoolExecutor() as together:
         alone, o, p, g, h = made
         found_fleet(o, p, g, h)
+        have_shallow(alone, o, p)
         for one in (o, p):
             (one.home / "config.toml").write_text("[pipeline]\nkeep_spares = false\n")
         reference = together.submit(answers_of, alone)
@@ -38,7 +40,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Mach
         ]
         for started in hosts:
             started.result()
-        spread = ("--draft", "off", "--throughput", "--fleet-port", "0", *peer, *SMALL)
+        spread = ("--model", MODEL, "--draft", "off", "--throughput", "--fleet-port", "0", *peer, *SMALL)
         orchestrators = [together.submit(one.up, *spread, *(f"--pin={name}" for name in (one.name, "g", "h"))) for one in (o, p)]
         for started in orchestrators:
             started.result()
@@ -46,7 +48,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Mach
 
 
 def answers_of(machine: Machine) -> list[str]:
-    machine.up("--fleet-port", "0", *SMALL)
+    machine.up("--model", MODEL, "--fleet-port", "0", *SMALL)
     texts = ["".join(pieces(machine, ask)) for ask in ASKS]
     machine.node.stop()
     return texts

@@ -18,11 +18,11 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import Machine, until
 
 from paceline.bench.fleet import LocalFleet
 
-MODEL = "smollm2-135m"
 BEGINNINGS = (
     "The machines in the cellar",
     "A list of rivers, from the shortest to the longest:",

@@ -1,6 +1,6 @@
 """Machines of a pipeline die at random tokens under many streams: every answer is complete and as one machine gives it, and nothing leaks.
 
-`make soak` kills 200 times, and for five minutes at a pace; the ordinary run 10 times, and for some seconds.
+`make soak` kills 200 times, and for five minutes at a pace, of the whole bundled model; the ordinary run 8 times, and for some seconds.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.shallow_model import write_shallow
 from tests.fleet.machines import Machine, until, until_nothing
 from tests.fleet.open_files import open_files, unexplained
 from tests.soak.soak import Soak, answer, asked, settle
 
 from paceline.bench.fleet import LocalFleet
 
-KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "10"))
+KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "8"))
 MINUTES = int(os.environ.get("PACELINE_SOAK_MINUTES", "0"))
 PACE_S = 5.0
-SHORT_S = 15
+SHORT_S = 10
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 8
 ENOUGH_TO_SEE = 50
 """Kills from which on memory says something."""
 MOST_GROWTH = 1.05
+FIFTH = int(os.environ.get("PACELINE_SOAK_LAYERS", "5")) // 5
+"""Of the model's layers: all of it, or its first ones."""
 SMALL = ("--threads", "1", "--context", "512", "--kv-tokens", "6144")
 
 pytestmark = pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)
@@ -35,21 +38,25 @@ pytestmark = pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)
 Right = list[tuple[dict[str, Any], tuple[str, str]]]
 
 
-@pytest.fixture
-def right(tmp_path: Path) -> Right:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shallow(tmp_path_factory.mktemp("model"), 5 * FIFTH)
+
+
+@pytest.fixture(scope="module")
+def right(model: Path) -> Right:
     """Requests, and what one machine answers."""
-    alone = Machine("alone", tmp_path, options=())
-    alone.home = Path(os.environ["PACELINE_HOME"])
-    alone.up(*SMALL)
+    alone = Machine("alone", Path(os.environ["PACELINE_HOME"]), options=())
+    alone.up("--model", str(model), *SMALL)
     try:
         return [(body, answer(alone.node.url, body)) for body in asked(SEED, 16)]
     finally:
         alone.node.kill()
 
 
-@pytest.fixture
-def fleet() -> Iterator[LocalFleet]:
-    made = LocalFleet(4, 1)
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[LocalFleet]:
+    made = LocalFleet(4, 1, model)
     try:
         yield made
     finally:
@@ -57,11 +64,11 @@ def fleet() -> Iterator[LocalFleet]:
 
 
 @pytest.fixture
-def orchestrator(fleet: LocalFleet, request: pytest.FixtureRequest) -> Iterator[Machine]:
+def orchestrator(fleet: LocalFleet, model: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
     options = ("--fleet-host", fleet.host, "--fleet-port", str(fleet.port), "--no-mdns")
     made = Machine(fleet.names[0], fleet.homes[fleet.names[0]], preset=fleet.preset, options=options)
     try:
-        made.up(*SMALL, "--pipeline", "--own-layers", "6", "--throughput", *getattr(request, "param", ()))
+        made.up("--model", str(model), *SMALL, "--pipeline", "--own-layers", str(FIFTH), "--throughput", *getattr(request, "param", ()))
         yield made
     finally:
         for up in made.running:
@@ -97,7 +104,7 @@ def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, o
 
 @pytest.mark.parametrize(
     "orchestrator",
-    [("--pin", "local-1:0-5", "--pin", "local-2:6-17", "--pin", "local-3:18-29")],
+    [("--pin", f"local-1:0-{FIFTH - 1}", "--pin", f"local-2:{FIFTH}-{3 * FIFTH - 1}", "--pin", f"local-3:{3 * FIFTH}-{5 * FIFTH - 1}")],
     indirect=True,
     ids=["two stages and a spare"],
 )
