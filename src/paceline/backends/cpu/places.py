@@ -6,9 +6,10 @@ Shapes: T rows, D hidden, HQ query heads, HK key/value heads, HD head dimension,
 from __future__ import annotations
 
 # Places in `sizes` (int64): what never changes. Of what `*_INPUTS` inputs of a shared sum are held, a rank's own begin at `*_FROM`.
+# GROUPS: of the team's threads (`sync`).
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
  HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, OUT_INPUTS, OUT_FROM, DOWN_INPUTS, DOWN_FROM, LOGITS_STRIDE, RANK, RANKS, ROTARY, ACTIVATION, RESIDUAL_SCALE, LOGITS_SCALE,
- WHOLE_NORM, EXPERTS, TOP_K, EXPERT_WIDTH, NORMED_SHARES, N_SIZES) = range(34)  # fmt: skip
+ WHOLE_NORM, EXPERTS, TOP_K, EXPERT_WIDTH, NORMED_SHARES, GROUPS, N_SIZES) = range(35)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor. COS and SIN are a layer's tables of
 # rotary embedding, WINDOW how many keys a row sees; the norms behind attention and feed-forward are `*_OUT_NORM`; SINKS has a record of attention a head.

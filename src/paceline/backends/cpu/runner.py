@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import places
+from paceline.backends.cpu import numa, places
 from paceline.backends.cpu.exchange import Exchange, padded
 from paceline.backends.cpu.experts import N_COUNT, N_PART
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
@@ -82,16 +82,17 @@ class CpuRunner:
         self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
         self._routed = np.zeros(1, np.int64)
-        self._sizes = self._lay_out_sizes(spec, threads)
+        nodes = numa.nodes()
+        self._sizes = self._lay_out_sizes(spec, threads, numa.groups_of(threads, len(nodes)))
         self._batch = np.zeros(places.N_BATCH, np.int64)
         self._places = _describe_weights(model)
         if model.embedding_form is not None:
             reader(model.embedding_form)  # now, beside the other kernels, and not in the first request
         self._arrays, self._buffers, control = self._allocate(spec, threads)
-        self._team = Team(threads, control, (self._sizes, self._places, self._buffers, self._batch))
+        self._team = Team(threads, control, (self._sizes, self._places, self._buffers, self._batch), nodes)
         self._closed = False
 
-    def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
+    def _lay_out_sizes(self, spec: ModelSpec, threads: int, groups: int) -> npt.NDArray[np.int64]:
         sizes = np.zeros(places.N_SIZES, np.int64)
         block = 4 * BLOCK * spec.head_dim
         kv_blocks = -(-self.n_blocks // NEIGHBOURS) * NEIGHBOURS
@@ -121,6 +122,7 @@ class CpuRunner:
             (places.RANK, 0 if self._exchange is None else self._exchange.rank),
             (places.RANKS, 1 if self._exchange is None else len(self._exchange.shares)),
             (places.TEAM, threads),
+            (places.GROUPS, groups),
             (places.BLOCK_STRIDE, block),
             (places.HEAD_STRIDE, NEIGHBOURS * block),
             (places.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
@@ -160,7 +162,7 @@ class CpuRunner:
         for slot, layer in enumerate(range(self.layers.start, self.layers.stop)):
             for place, table in zip((places.COS, places.SIN), ropes[spec.rope_of(layer)], strict=True):
                 self._places[slot, place, places.AT] = table.ctypes.data
-        control = aligned(8 * control_words(threads)).view(np.int64)
+        control = aligned(8 * control_words(threads, int(self._sizes[places.GROUPS]))).view(np.int64)
         unfinished = aligned(8 * split * spec.n_heads)
         layer_bytes = int(self._sizes[places.LAYER_STRIDE])
         kv = aligned(len(self._model.layers) * layer_bytes)

@@ -66,6 +66,7 @@ from paceline.backends.cpu.places import (
     FINAL_NORM,
     FIRST_LAYER,
     GATE,
+    GROUPS,
     HEAD,
     HEAD_DIM,
     HEAD_ROWS,
@@ -423,29 +424,26 @@ def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
 
 @njit(nogil=True)
 def take_part(rank, sizes, weights, buffers, batch):
-    """Claim and do tasks of the phase posted last until none is left. Returns its word as last seen."""
-    control = buffers[CONTROL]
+    """Claim and do tasks of the phase posted last until none is left. Returns the word of the thread's group as last seen."""
+    control, groups = buffers[CONTROL], sizes[GROUPS]
+    own = rank * groups // sizes[TEAM]
     while True:
-        word = sync.load_acquire(control + 8 * sync.PHASE)
-        task, count = sync.task_of(word)
-        if task >= count:
+        task, word = sync.claim(control, own, groups)
+        if task < 0:
             return word
-        word = sync.fetch_add(control + 8 * sync.PHASE, 1)
-        task, count = sync.task_of(word)
-        if task < count:
-            if batch[WATCH] and sync.load_acquire(batch[WATCH]):  # given up
-                sync.finish(control)
-                continue
-            kind, layer = sync.kind_and_layer(word)
-            if kind <= LAST_BY_ROWS:
-                _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)
-            elif kind >= ROUTE:
-                _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch)
-            elif kind == ATTEND:
-                _do_heads(rank, layer, task, sizes, weights, buffers, batch)
-            else:
-                _do_products(rank, kind, layer, task, sizes, weights, buffers, batch)
-            sync.finish(control)
+        if batch[WATCH] and sync.load_acquire(batch[WATCH]):  # given up
+            sync.finish(control, own)
+            continue
+        kind, layer = sync.kind_and_layer(word)
+        if kind <= LAST_BY_ROWS:
+            _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)
+        elif kind >= ROUTE:
+            _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch)
+        elif kind == ATTEND:
+            _do_heads(rank, layer, task, sizes, weights, buffers, batch)
+        else:
+            _do_products(rank, kind, layer, task, sizes, weights, buffers, batch)
+        sync.finish(control, own)
 
 
 @njit(nogil=True)

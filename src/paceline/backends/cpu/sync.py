@@ -3,6 +3,9 @@
 A phase is one 64-bit word: what to do, how many tasks, the next one to claim. Claiming adds one to the word, so a thread that comes
 late or sleeps through phases needs no barrier: it reads the word and takes part in what runs now. Only the conductor waits, and
 only for tasks, never for threads: on a busy machine the others may not be scheduled at all. Who computes a task never changes its bytes.
+
+Each group of some threads has a word of its own for its share of the tasks, and a count of those its threads finished: so tasks of many threads meet on
+no common cache line. A thread whose group has no more claims what other groups have left.
 """
 
 from __future__ import annotations
@@ -16,11 +19,17 @@ from numba.extending import intrinsic
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.simd import I32, I64, Emit, Value
 
-PHASE, DONE, WORD = 0, 8, 8
-"""Places in the control array (int64), a cache line apart: the word, and the tasks finished so far (only grows)."""
+WORD = 8
+"""Words of a cache line."""
+STOP, GROUPS_AT = 0, WORD
+"""Places in the control array (int64): the flag that asks all to stop; then two lines a group, its word and the tasks its threads finished so far (only grows);
+then each thread's parked flag, a line apart."""
+
+THREADS_A_GROUP = 8
+"""At most. Raising it: more threads contend for a line. Lowering it: the conductor posts and reads more of them, and more is claimed from other groups."""
 
 TASK_BITS, LAYER_BITS, KIND_BITS = 20, 12, 8
-"""From the low end of the word: next task, number of tasks, layer, kind. A finished phase has next >= number, a posted one next = 0."""
+"""From the low end of the word: next task, number of tasks, layer, kind. A finished phase has next >= its group's share, a posted one next = 0."""
 
 SPINS_BEFORE_YIELD = 4000
 
@@ -62,10 +71,42 @@ def pause(_):
 
 
 @njit(nogil=True)
-def post(control, kind, layer, count):
+def phase_of(control, group):
+    """Address of a group's word."""
+    return control + 8 * (GROUPS_AT + 2 * WORD * group)
+
+
+@njit(nogil=True)
+def share_of(count, group, groups):
+    """Which of so many tasks are a group's: the first one, and behind the last one. Fewer than there are groups go to the first groups."""
+    return (count * group + groups - 1) // groups, (count * (group + 1) + groups - 1) // groups
+
+
+@njit(nogil=True)
+def post(control, kind, layer, count, groups):
     """Start a phase; the one before must be finished."""
     word = ((kind << LAYER_BITS | layer) << TASK_BITS | count) << TASK_BITS
-    store_release(control + 8 * PHASE, word)
+    for group in range(groups):
+        store_release(phase_of(control, group), word)
+
+
+@njit(nogil=True)
+def claim(control, own, groups):
+    """Claim a task, of a thread's own group if there is one. Returns (task, its phase's word), or (-1, the own group's word as last seen)."""
+    seen = load_acquire(phase_of(control, own))
+    for turn in range(groups):
+        group = (own + turn) % groups
+        at = phase_of(control, group)
+        word = load_acquire(at) if turn else seen
+        task, count = task_of(word)
+        first, stop = share_of(count, group, groups)
+        if first + task < stop:
+            word = fetch_add(at, 1)
+            task, count = task_of(word)
+            first, stop = share_of(count, group, groups)
+            if first + task < stop:
+                return first + task, word
+    return -1, seen
 
 
 @njit(nogil=True)
@@ -82,16 +123,21 @@ def kind_and_layer(word):
 
 
 @njit(nogil=True)
-def finish(control):
-    """Say that a claimed task is done."""
-    fetch_add(control + 8 * DONE, 1)
+def finish(control, own):
+    """Say that a claimed task is done, by a thread of a group."""
+    fetch_add(phase_of(control, own) + 8 * WORD, 1)
 
 
 @njit(nogil=True)
-def wait_for(control, done):
+def wait_for(control, done, groups):
     """Spin until `done` tasks were finished in all."""
     spins = 0
-    while load_acquire(control + 8 * DONE) < done:
+    while True:
+        finished = 0
+        for group in range(groups):
+            finished += load_acquire(phase_of(control, group) + 8 * WORD)
+        if finished >= done:
+            return
         spins += 1
         if spins > SPINS_BEFORE_YIELD:
             give_way()

@@ -11,39 +11,40 @@ One way into compiled code, with one call of the kernels in it, so that they are
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from paceline.backends.cpu import sync
+from paceline.backends.cpu import numa, sync
 from paceline.backends.cpu.phases import HEADS, LAYERS, is_shared, phase, prepare_batch
-from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, RANKS, WATCH
+from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, GROUPS, RANKS, TEAM, WATCH
 from paceline.backends.cpu.step import meet, take_part
-from paceline.backends.cpu.sync import WORD
+from paceline.backends.cpu.sync import GROUPS_AT, STOP, WORD
 from paceline.backends.kernel_cache import in_use
 
 _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000
 _WORD_SPINS = 200
 _WORD_YIELDS = 4_000
-STOP, PARKED = 16, 24
-"""Places in the control array: the flag that asks all to stop; then each rank's parked flag, a cache line apart."""
 
 
 @njit(nogil=True)
-def _await_phase(rank, seen, control):
-    """Wait until the phase's word is another than `seen`. False where none came for a while, or the team stops."""
+def _await_phase(rank, seen, control, sizes):
+    """Wait until the word of the thread's group is another than `seen`. False where none came for a while, or the team stops."""
+    groups = sizes[GROUPS]
+    word = sync.phase_of(control, rank * groups // sizes[TEAM])
     for waited in range(_WATCH_SPINS + _WATCH_YIELDS):
         if sync.load_acquire(control + 8 * STOP):
             return False
-        if sync.load_acquire(control + 8 * sync.PHASE) != seen:
+        if sync.load_acquire(word) != seen:
             return True
         if waited < _WATCH_SPINS:
             sync.pause()
         else:
             sync.give_way()
-    sync.store_release(control + 8 * (PARKED + sync.WORD * rank), 1)
+    sync.store_release(sync.phase_of(control, groups) + 8 * WORD * rank, 1)
     return False
 
 
@@ -67,13 +68,13 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
             position += 1
             if sizes[RANKS] > 1 and is_shared(kind):
                 batch[EXCHANGE] += 1
-            sync.post(control, kind, layer, count)
-        elif not _await_phase(rank, seen, control):
+            sync.post(control, kind, layer, count, sizes[GROUPS])
+        elif not _await_phase(rank, seen, control, sizes):
             return done
         seen = take_part(rank, sizes, weights, buffers, batch)
         if rank == 0:
             done += count
-            sync.wait_for(control, done)
+            sync.wait_for(control, done, sizes[GROUPS])
             if sizes[RANKS] > 1 and is_shared(kind) and not meet(sizes, buffers, batch):
                 return done
 
@@ -102,9 +103,9 @@ Arguments = tuple[Words, Words, Words, Words]
 """(sizes, weights, buffers, batch) as `step` names their places."""
 
 
-def control_words(size: int) -> int:
-    """Length of the control array for `size` threads."""
-    return PARKED + WORD * size
+def control_words(size: int, groups: int) -> int:
+    """Length of the control array for `size` threads in so many groups."""
+    return GROUPS_AT + 2 * WORD * groups + WORD * size
 
 
 class Team:
@@ -112,12 +113,16 @@ class Team:
 
     Args:
         size: threads, the caller included.
-        control: int64 array of `control_words(size)`, zeroed, which `arguments` hold the address of.
+        control: int64 array of `control_words(size, groups)`, zeroed, which `arguments` hold the address of.
         arguments: what the kernels see.
+        nodes: that threads are bound to, but for the caller, which has other work too.
     """
 
-    def __init__(self, size: int, control: Words, arguments: Arguments) -> None:
+    def __init__(self, size: int, control: Words, arguments: Arguments, nodes: Sequence[frozenset[int]] = ()) -> None:
         self._control, self._arguments = control, arguments
+        self._parked = control[-WORD * size :: WORD]
+        """Each rank's flag."""
+        self._nodes = nodes[:size]
         self._done = 0
         self._wake = [threading.Semaphore(0) for _ in range(size)]
         self._threads = [
@@ -145,11 +150,13 @@ class Team:
 
     def _rouse(self) -> None:
         for rank in range(1, len(self._wake)):
-            if self._control[PARKED + WORD * rank]:
-                self._control[PARKED + WORD * rank] = 0
+            if self._parked[rank]:
+                self._parked[rank] = 0
                 self._wake[rank].release()
 
     def _serve(self, rank: int) -> None:
+        if self._nodes:
+            numa.bind(self._nodes[numa.node_of(rank, len(self._wake), len(self._nodes))])
         while not self._control[STOP]:
             enter(rank, LAYERS, 0, *self._arguments)
             self._wake[rank].acquire()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import places
+from paceline.backends.cpu import numa, places
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.cpu.shares import Share, covered, whole
@@ -102,6 +104,8 @@ class _Slab:
     """Row of the records at which the part begins."""
     records: npt.NDArray[np.uint8]
     """Of the whole part, or of several that lie one behind the other."""
+    node: int
+    """Of memory, whose threads will read it."""
 
     def read(self, source: WeightSource) -> StoredTensor:
         first, inputs = self.part.outputs.start, self.part.inputs
@@ -127,16 +131,34 @@ def _pack(source: WeightSource, slab: _Slab) -> int:
     return tensor.rows_NB.nbytes if isinstance(tensor, BlockTensor) else tensor.data.nbytes
 
 
-def _pack_all(source: WeightSource, todo: Sequence[_Slab], threads: int, progress: Callable[[int], None]) -> None:
-    """Pack all slabs on so many threads, telling the bytes of each in the calling thread."""
+def _pack_all(
+    source: WeightSource, todo: Sequence[_Slab], threads: int, nodes: Sequence[frozenset[int]], progress: Callable[[int], None]
+) -> None:
+    """Pack all slabs on so many threads, each by one of the node that will read it, telling the bytes of each in the calling thread."""
     if threads == 1:
         for slab in todo:
             progress(_pack(source, slab))
         return
-    with ThreadPoolExecutor(threads, "pack") as pool:
-        # What is left is cancelled where one fails, or `progress` gives up.
-        for n_bytes in pool.map(partial(_pack, source), todo):
+    with ExitStack() as pools:
+        packed = list[Iterable[int]]()
+        for number in range(max(1, len(nodes))):
+            binding = (numa.bind, (nodes[number],)) if nodes else (None, ())
+            pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", *binding)
+            # What is left is cancelled where one fails, or `progress` gives up.
+            pools.callback(pool.shutdown, cancel_futures=True)
+            packed.append(pool.map(partial(_pack, source), [slab for slab in todo if slab.node == number]))
+        for n_bytes in chain(*packed):
             progress(n_bytes)
+
+
+def _among(rows: Sequence[Mapping[int, list[str]]], outputs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Of each matrix: where its outputs begin among those of its product, and how many these are. Queries, keys and values are one product."""
+    among = {name: (0, n) for name, n in outputs.items()}
+    for row in rows:
+        names = [row[place][0] for place in (places.Q, places.K, places.V) if place in row]
+        sizes = [outputs[name] for name in names]
+        among |= {name: (first, sum(sizes)) for name, first in zip(names, accumulate(sizes, initial=0), strict=False)}
+    return among
 
 
 def pack_model(
@@ -193,14 +215,17 @@ def pack_model(
     }
     arena = _Arena(sum(size + CACHE_LINE for size in size_by_name.values()))
     records = {name: arena.take(size) for name, size in size_by_name.items()}
+    nodes, among = numa.nodes()[:threads], _among(rows, {name: n for name, (n, _) in shape_by_name.items()})
     todo = list[_Slab]()
     for names in stacks:
         first = 0
         for name in names:
-            form = form_by_name[name]
-            todo += [_Slab(name, part_by_name[name], slab, form, first, records[names[0]]) for slab in slabs(shape_by_name[name])]
+            form, (before, outputs) = form_by_name[name], among[name]
+            for slab in slabs(shape_by_name[name]):
+                node = numa.node_of(before + slab.start, outputs, len(nodes))
+                todo.append(_Slab(name, part_by_name[name], slab, form, first, records[names[0]], node))
             first += shape_by_name[name][0]
-    _pack_all(source, todo, threads, tell)
+    _pack_all(source, todo, threads, nodes, tell)
     addresses = np.zeros((len(rows), places.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
     kept: list[npt.NDArray[np.float32]] = []
