@@ -142,8 +142,7 @@ def _pack_all(
     with ExitStack() as pools:
         packed = list[Iterable[int]]()
         for number in range(max(1, len(nodes))):
-            binding = (numa.bind, (nodes[number],)) if nodes else (None, ())
-            pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", *binding)
+            pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", partial(numa.bind, nodes[number]) if nodes else None)
             # What is left is cancelled where one fails, or `progress` gives up.
             pools.callback(pool.shutdown, cancel_futures=True)
             packed.append(pool.map(partial(_pack, source), [slab for slab in todo if slab.node == number]))
