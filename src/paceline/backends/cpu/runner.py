@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import numa, places
+from paceline.backends.cpu import places, sync
 from paceline.backends.cpu.exchange import Exchange, padded
 from paceline.backends.cpu.experts import N_COUNT, N_PART
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
@@ -82,8 +82,8 @@ class CpuRunner:
         self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
         self._routed = np.zeros(1, np.int64)
-        nodes = numa.nodes()
-        self._sizes = self._lay_out_sizes(spec, threads, numa.groups_of(threads, len(nodes)))
+        nodes = sync.nodes()
+        self._sizes = self._lay_out_sizes(spec, threads, sync.groups_of(threads, len(nodes)))
         self._batch = np.zeros(places.N_BATCH, np.int64)
         self._places = _describe_weights(model)
         if model.embedding_form is not None:

@@ -6,11 +6,17 @@ only for tasks, never for threads: on a busy machine the others may not be sched
 
 Each group of some threads has a word of its own for its share of the tasks, and a count of those its threads finished: so tasks of many threads meet on
 no common cache line. A thread whose group has no more claims what other groups have left.
+
+Where memory has nodes (NUMA) a page lies at the node of the thread that first writes to it, and that node's threads read it faster than others: so groups are of one
+node each, threads are bound to it, and pack the weights of the outputs that their groups claim first. KV and activations lie wherever they come to lie: at decode
+they are little beside weights.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from numba import njit
 from numba.core import types
@@ -153,3 +159,39 @@ def load_int32(_, address):
         return e.b.sext(e.load(I32, args[0], align=4), I64)
 
     return lowered(body, types.int64, types.int64)
+
+
+def nodes(system: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
+    """The processors of each node that this process may run on; empty where the system tells of less than two nodes."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = os.sched_getaffinity(0)
+    try:
+        lists = [(path / "cpulist").read_text() for path in sorted(system.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))]
+    except OSError:
+        return []
+    found = [frozenset(allowed & _processors(text)) for text in lists]
+    found = [node for node in found if node]
+    return found if len(found) > 1 else []
+
+
+def _processors(text: str) -> set[int]:
+    """Of a list such as 0-3,8."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return {processor for ends in ranges for processor in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
+def groups_of(threads: int, n_nodes: int) -> int:
+    """Groups of a team: as many at each node, of eight threads at most."""
+    n_nodes = min(max(1, n_nodes), threads)
+    return n_nodes * -(-threads // (n_nodes * THREADS_A_GROUP))
+
+
+def node_of(part: int, parts: int, n_nodes: int) -> int:
+    """The node of a thread among a team's, or of an output among a product's."""
+    return part * n_nodes // parts
+
+
+def bind(node: frozenset[int]) -> None:
+    """Have this thread run on a node's processors alone. Threads that it starts do too."""
+    os.sched_setaffinity(0, node)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from paceline.backends.cpu import numa, sync
+from paceline.backends.cpu import sync
 from paceline.backends.cpu.phases import HEADS, LAYERS, is_shared, phase, prepare_batch
 from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, GROUPS, RANKS, TEAM, WATCH
 from paceline.backends.cpu.step import meet, take_part
@@ -156,7 +156,7 @@ class Team:
 
     def _serve(self, rank: int) -> None:
         if self._nodes:
-            numa.bind(self._nodes[numa.node_of(rank, len(self._wake), len(self._nodes))])
+            sync.bind(self._nodes[sync.node_of(rank, len(self._wake), len(self._nodes))])
         while not self._control[STOP]:
             enter(rank, LAYERS, 0, *self._arguments)
             self._wake[rank].acquire()

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import numa, places
+from paceline.backends.cpu import places, sync
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.cpu.shares import Share, covered, whole
@@ -142,7 +142,7 @@ def _pack_all(
     with ExitStack() as pools:
         packed = list[Iterable[int]]()
         for number in range(max(1, len(nodes))):
-            pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", partial(numa.bind, nodes[number]) if nodes else None)
+            pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", partial(sync.bind, nodes[number]) if nodes else None)
             # What is left is cancelled where one fails, or `progress` gives up.
             pools.callback(pool.shutdown, cancel_futures=True)
             packed.append(pool.map(partial(_pack, source), [slab for slab in todo if slab.node == number]))
@@ -214,14 +214,14 @@ def pack_model(
     }
     arena = _Arena(sum(size + CACHE_LINE for size in size_by_name.values()))
     records = {name: arena.take(size) for name, size in size_by_name.items()}
-    nodes, among = numa.nodes()[:threads], _among(rows, {name: n for name, (n, _) in shape_by_name.items()})
+    nodes, among = sync.nodes()[:threads], _among(rows, {name: n for name, (n, _) in shape_by_name.items()})
     todo = list[_Slab]()
     for names in stacks:
         first = 0
         for name in names:
             form, (before, outputs) = form_by_name[name], among[name]
             for slab in slabs(shape_by_name[name]):
-                node = numa.node_of(before + slab.start, outputs, len(nodes))
+                node = sync.node_of(before + slab.start, outputs, len(nodes))
                 todo.append(_Slab(name, part_by_name[name], slab, form, first, records[names[0]], node))
             first += shape_by_name[name][0]
     _pack_all(source, todo, threads, nodes, tell)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.backends import cpu
-from paceline.backends.cpu import numa, sync
+from paceline.backends.cpu import sync
 from paceline.backends.cpu.forms import Form
-from paceline.backends.cpu.numa import groups_of, node_of
+from paceline.backends.cpu.sync import groups_of, node_of
 from paceline.backends.numerics import SeededWeights
 from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
 from paceline.store.home import Home
@@ -89,10 +89,10 @@ def test_a_machines_nodes_are_those_this_process_may_run_on(tmp_path: Path) -> N
     for number, text in enumerate([f"{allowed[0]}", f"{allowed[-1]},4000-4095", "5000", ""]):
         (tmp_path / f"node{number}").mkdir()
         (tmp_path / f"node{number}/cpulist").write_text(f"{text}\n")
-    assert numa.nodes(tmp_path) == [{allowed[0]}, {allowed[-1]}]
+    assert sync.nodes(tmp_path) == [{allowed[0]}, {allowed[-1]}]
     (tmp_path / "node1/cpulist").write_text("4000\n")
-    assert numa.nodes(tmp_path) == []
-    assert numa.nodes(tmp_path / "none") == []
+    assert sync.nodes(tmp_path) == []
+    assert sync.nodes(tmp_path / "none") == []
     assert [node_of(rank, 5, 2) for rank in range(5)] == [0, 0, 0, 1, 1]
 
 
@@ -103,10 +103,10 @@ def test_many_threads_at_two_nodes_give_the_bytes_of_one(monkeypatch: pytest.Mon
     alone = case.runner(threads=1)
     allowed = os.sched_getaffinity(0)
     nodes = [frozenset({min(allowed)}), frozenset({max(allowed)})]
-    monkeypatch.setattr(numa, "nodes", lambda: nodes)
+    monkeypatch.setattr(sync, "nodes", lambda: nodes)
     packed = Counter[frozenset[int]]()
-    bind = numa.bind
-    monkeypatch.setattr(numa, "bind", lambda node: (packed.update([node]), bind(node)))
+    bind = sync.bind
+    monkeypatch.setattr(sync, "bind", lambda node: (packed.update([node]), bind(node)))
     many = case.runner(threads=19)
     try:
         team = {thread.name: os.sched_getaffinity(thread.native_id or 0) for thread in threading.enumerate()}
@@ -129,7 +129,7 @@ def test_weights_are_packed_by_the_node_that_reads_them(monkeypatch: pytest.Monk
 
     spec = replace(SPEC, hidden=4096, n_heads=64, n_kv_heads=32, head_dim=32, ffn=4096, n_layers=1)
     taken = list[tuple[str, int, int]]()
-    monkeypatch.setattr(numa, "nodes", lambda: [frozenset({0}), frozenset({1})])
+    monkeypatch.setattr(sync, "nodes", lambda: [frozenset({0}), frozenset({1})])
     monkeypatch.setattr(
         weights, "_pack_all", lambda source, todo, *_: taken.extend((slab.name, slab.rows.start, slab.node) for slab in todo)
     )
