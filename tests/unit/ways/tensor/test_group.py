@@ -104,6 +104,7 @@ def group_of(built: BuiltEngine) -> TensorGroup:
 def test_ranks_answer_as_one_process(model: Path, alone: list[list[int]], speeds: tuple[float, ...]) -> None:
     with engine(model, *speeds) as built:
         assert answers(built, "ranks") == alone
+        built.engine.check_invariants()  # no block of what has ended is held
 
 
 def test_kv_goes_out_and_in_as_one_process_has_it(model: Path) -> None:

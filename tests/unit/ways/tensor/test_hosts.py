@@ -249,6 +249,19 @@ def test_a_rank_away_that_is_lost_costs_no_answer(
         _await_state(rank.process.pid, "ZX")
 
 
+def test_sums_that_a_thread_beside_sends_cross_and_end_with_their_stream(
+    model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.ways.tensor.pump.AT_ONCE_BYTES", -1)
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        assert answers(built, "beside") == alone
+        assert answers(built, "cut off", strike=partial(end_stream, built)) == alone
+        assert group_of(built).losses == 1
+    for rank in hosted:
+        _await_state(rank.process.pid, "ZX")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline-rank-1-sends")]
+
+
 def test_what_a_rank_takes_counts_where_it_runs(model: Path, hosts: Hosts) -> None:
     host = hosts.ranks[0]
     host.left_bytes = lambda: 1 << 20
