@@ -27,6 +27,7 @@ LINUX_ALONE = {"net/nixl.py"}
 """Loaded where NIXL is installed, which has wheels for Linux."""
 PLACES = ("/proc", "/sys", "/dev/", "/run", "/etc/")
 READ_WHERE_THERE = {
+    "backends/cpu/sync.py": "memory of one node",
     "backends/memory.py": "available_bytes asks sysconf on macOS; control groups that are not shown bound nothing",
     "cli/doctor.py": "no card is called wireless",
     "cli/service.py": "launchd writes elsewhere",

@@ -194,4 +194,5 @@ def node_of(part: int, parts: int, n_nodes: int) -> int:
 
 def bind(node: frozenset[int]) -> None:
     """Have this thread run on a node's processors alone. Threads that it starts do too."""
-    os.sched_setaffinity(0, node)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, node)

@@ -84,6 +84,7 @@ def test_a_task_alone_is_of_the_conductors_group() -> None:
     assert sync.share_of(1, 0, 8) == (0, 1)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="macOS binds no threads")
 def test_a_machines_nodes_are_those_this_process_may_run_on(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for number, text in enumerate([f"{allowed[0]}", f"{allowed[-1]},4000-4095", "5000", ""]):
@@ -96,6 +97,7 @@ def test_a_machines_nodes_are_those_this_process_may_run_on(tmp_path: Path) -> N
     assert [node_of(rank, 5, 2) for rank in range(5)] == [0, 0, 0, 1, 1]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="macOS binds no threads")
 def test_many_threads_at_two_nodes_give_the_bytes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     case = RunnerCase(
         "int4", lambda *args: cpu.load(args[0], replace(args[1], kernel_cache=Home.from_environment().kernels)), SPEC, WeightsFormat.INT4
