@@ -21,9 +21,10 @@ from typing import Any
 
 import openai
 import pytest
+from tests.fakes.shallow_model import MODEL, write_shallow
 from tests.fleet.machines import Machine, free_port, machines, until, until_nothing
 from tests.fleet.open_files import open_files, unexplained
-from tests.fleet.test_forwarding import MODEL, client_of, metric
+from tests.fleet.test_forwarding import client_of, metric
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
@@ -35,6 +36,7 @@ from paceline.store.home import Home
 from paceline.ways.pipeline.executor.events import LOADING_S
 
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
+LAYERS, OWN = 5, 2
 SEARCH_S = 10
 """Also on a busy machine more than a node that is known takes for its first word."""
 ASLEEP_S = 3.2
@@ -50,22 +52,24 @@ THINGS: dict[str, Any] = {
     "maxItems": 8,
     "items": {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "state": {"enum": ["brand new", "very old"]}},
+        "properties": {"name": {"type": "string", "maxLength": 6}, "state": {"enum": ["brand new", "very old"]}},
         "required": ["name", "state"],
         "additionalProperties": False,
     },
 }
+SALE = {"type": "object", "properties": {"things": THINGS}, "required": ["things"], "additionalProperties": False}
 FORMS: tuple[dict[str, Any], ...] = (
     {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {"name": "things", "schema": THINGS}}}, "temperature": 1},
-    {"extra_body": {"regex": "([a-z]{1,9} = [0-9]{1,9};\n){12}", "draft": "off"}},
-    {"extra_body": {"grammar": 'start: line{9}\nline: "The number is " /[0-9]{1,9}/ ".\\n"'}, "temperature": 0.8},
+    {"extra_body": {"regex": "([a-z]{1,9} = [0-9]{1,9};\n){30}", "draft": "off"}},
+    {"extra_body": {"grammar": 'start: line{30}\nline: "The number is " /[0-9]{1,9}/ ".\\n"'}, "temperature": 0.8},
     {
-        "tools": [{"type": "function", "function": {"name": "sell", "parameters": {"type": "object", "properties": {"things": THINGS}}}}],
+        "tools": [{"type": "function", "function": {"name": "sell", "parameters": SALE}}],
         "tool_choice": "required",
+        "max_tokens": 150,
     },
 )
 """What requests add, the last one a chat."""
-ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
+ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 150}
 
 
 @dataclass(slots=True)
@@ -143,6 +147,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root, port = tmp_path_factory.mktemp("pipeline"), free_port()
+    model = str(write_shallow(root, LAYERS))
     peer = f"127.0.0.1:{port}"
     with machines(root, Home.from_environment().kernels, "alone", "o", "h", "bad", "good") as made, ThreadPoolExecutor() as together:
         alone, o, h, bad, good = made
@@ -153,18 +158,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         twins = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
         with twins:
             try:
-                reference = together.submit(answer_of, alone)
+                reference = together.submit(answer_of, alone, model)
                 fleet = Fleet(o, h, twins, peer, "", [])
                 fleet.start_h()
-                o.up("--pipeline", "--own-layers", "12", "--fleet-port", str(port), *SMALL)
+                o.up("--model", model, "--pipeline", "--own-layers", str(OWN), "--fleet-port", str(port), *SMALL)
                 fleet.alone, fleet.alone_formed = reference.result()
                 yield fleet
             finally:
                 twins.kill()
 
 
-def answer_of(machine: Machine) -> tuple[str, list[str]]:
-    machine.up("--fleet-port", "0", *SMALL)
+def answer_of(machine: Machine, model: str) -> tuple[str, list[str]]:
+    machine.up("--model", model, "--fleet-port", "0", *SMALL)
     text = client_of(machine).completions.create(**ASK).choices[0].text
     formed = ["".join(formed_pieces(machine, form)) for form in FORMS]
     machine.node.stop()
@@ -173,7 +178,7 @@ def answer_of(machine: Machine) -> tuple[str, list[str]]:
 
 def formed_pieces(machine: Machine, form: dict[str, Any]) -> Iterator[str]:
     """Pieces of an answer of one of `FORMS`: all that its client gets."""
-    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "seed": 5, "max_tokens": 160, "stream": True, **form}
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "seed": 5, "max_tokens": 360, "stream": True, **form}
     if "tools" in form:
         for chunk in client_of(machine).chat.completions.create(messages=[{"role": "user", "content": "Sell all things."}], **asked):
             for called in chunk.choices[0].delta.tool_calls or ():
@@ -219,7 +224,7 @@ def test_answers_of_a_form_go_on_over_what_replaces_a_killed_stage(fleet: Fleet)
     fleet.tell("start good")
     fleet.sees("h", "good")
     answers = [formed_pieces(fleet.o, form) for form in FORMS]
-    texts = ["".join(next(pieces) for _ in range(5)) for pieces in answers]
+    texts = ["".join(next(pieces) for _ in range(2)) for pieces in answers]
     assert metric(fleet.o, "paceline_requests_running") >= 2
     fleet.h.node.kill()
     assert [text + "".join(pieces) for text, pieces in zip(texts, answers, strict=True)] == fleet.alone_formed
@@ -326,6 +331,6 @@ def test_wrong_numbers_are_found_by_a_spot_check(fleet: Fleet) -> None:
         return metric(fleet.o, "paceline_shard_corruption_detected_total") > corrupt
 
     until(found)
-    until(lambda: fleet.said("bad computes other bytes for layers 12 to 29 than good"))
+    until(lambda: fleet.said(f"bad computes other bytes for layers {OWN} to {LAYERS - 1} than good"))
     assert fleet.ask() == fleet.alone
     assert fleet.route == {"good"}
