@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from tests.fakes.shallow_model import MODEL as SHALLOW
 from tests.fakes.shallow_model import shallow_model
+from tests.fleet.network import INSIDE
 from tests.fleet.warm import Forked, Warm
 
 from paceline.core.ids import NodeId
@@ -33,6 +34,7 @@ from paceline.store.home import Home
 
 BOUND_S = 150.0
 """Longest wait for anything a test waits for; reached only when it fails."""
+MOST_BETWEEN_LOOKS_S = 0.3
 BRIEF = "desk,ttl_s=4,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
 """A preset whose cards expire while a machine that is struck is away."""
 QUICK = "desk,ttl_s=12,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=4"
@@ -74,7 +76,7 @@ class Machine:
 
     def start(self, *arguments: str) -> subprocess.Popen[str] | Forked:
         command, env = self.command(*arguments), self.environment
-        if self.warm is not None and command[0] == sys.executable:
+        if self.warm is not None and command[0] in {sys.executable, INSIDE[0]}:
             return self.warm.start(command, env)
         nothing, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(command, env=env, stdin=nothing, stdout=pipe, stderr=out, text=True)
@@ -222,11 +224,12 @@ def meet(*met: Machine) -> None:
 
 
 def until(condition: Callable[[], bool], *, every_s: float = 0.05) -> None:
-    """Wait for something that other processes bring about."""
+    """Wait for something that other processes bring about. What takes long is looked at more seldom: looking is work, for a node too."""
     end = time.monotonic() + BOUND_S
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(every_s)
+        every_s = min(1.1 * every_s, MOST_BETWEEN_LOOKS_S)
 
 
 def until_nothing(rest: Callable[[], list[str]]) -> None:

@@ -7,6 +7,7 @@ never, as a test has set. It needs no queueing discipline of the kernel's (`tc n
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import fcntl
 import os
 import random
@@ -21,7 +22,10 @@ from pathlib import Path
 
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
+CLONE_NEWNET = 0x40000000
 SUBNET = "10.99.0"
+INSIDE = ("ip", "netns", "exec")
+"""Before a namespace's name and a command."""
 
 
 def why_not() -> str:
@@ -69,7 +73,7 @@ class Network:
 
     def inside(self, name: str) -> tuple[str, ...]:
         """What to put before a command, to run it there."""
-        return ("ip", "netns", "exec", self.namespace(name))
+        return (*INSIDE, self.namespace(name))
 
     def open(self) -> None:
         for name in self._names:
@@ -147,6 +151,14 @@ def network(*names: str) -> Iterator[Network]:
         yield made
     finally:
         made.close()
+
+
+def enter(namespace: str) -> None:
+    """Have this thread, and what it starts, be there for good."""
+    with Path(f"/run/netns/{namespace}").open() as space:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(space.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ip(*arguments: str) -> None:

@@ -96,7 +96,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root, kernels = tmp_path_factory.mktemp("namespaces"), Home.from_environment().kernels
-    with network(*NAMES, "watcher") as net, machines(root, kernels, *NAMES, preset=PRESET) as made:
+    with network(*NAMES, "watcher") as net, machines(root, kernels, *NAMES, preset=PRESET, warm=None) as made:
         nodes = {machine.name: machine for machine in made}
         for name, machine in nodes.items():
             machine.prefix = net.inside(name)
@@ -104,6 +104,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         first, *others = made
         token = first.init("--uses", "16", "--address", net.address("n1"))
         first.up()
+        # Each a Python of its own, as on machines: a command that is forked asks before the first one's join port is open.
         with ThreadPoolExecutor(len(others)) as together:
             list(together.map(lambda machine: machine.run("join", token, "--name", machine.name), others))
             # It was told of nobody, and nobody of it: what brings it to the others is mDNS.

@@ -24,6 +24,8 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, Any
 
+from tests.fleet.network import INSIDE, enter
+
 PARTS = (
     *(
         "paceline.cli.up",
@@ -61,11 +63,13 @@ class Warm:
         """Run a command of this Python's.
 
         Args:
-            command: begins with the executable.
+            command: begins with the executable, or with what puts it into a network namespace.
         """
+        namespace = command[len(INSIDE)] if tuple(command[: len(INSIDE)]) == INSIDE else ""
+        command = command[len(INSIDE) + 1 :] if namespace else command
         read, write = os.pipe()
         try:
-            pid = self._ask({"run": command[1:], "environment": dict(environment)}, write)
+            pid = self._ask({"run": command[1:], "namespace": namespace, "environment": dict(environment)}, write)
         finally:
             os.close(write)
         return Forked(self, pid, os.fdopen(read, encoding="utf-8"))
@@ -146,6 +150,8 @@ def serve(asking: socket.socket) -> list[str]:
             os.close(handed[0])
             os.environ.clear()
             os.environ.update(request["environment"])
+            if request["namespace"]:
+                enter(request["namespace"])
             return request["run"]
 
 

@@ -6,7 +6,6 @@ down at a time. Clients ask while something happens, and rest between: what they
 
 from __future__ import annotations
 
-import ctypes
 import random
 import signal
 import threading
@@ -22,7 +21,7 @@ from urllib.error import HTTPError
 
 from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import BOUND_S, BRIEF, EMPTY, Machine, free_port, machines, token_in, until
-from tests.fleet.network import Network, network, why_not
+from tests.fleet.network import Network, enter, network, why_not
 from tests.soak.soak import BEGINNINGS, LONGEST_S, Tally, answer, metrics
 
 from paceline.store.home import Home
@@ -36,7 +35,6 @@ EACH = 2
 """Answers for each client from one fault to the next: one that is struck, and one that is asked for while a machine is away."""
 AGAIN_S = 0.1
 """Until a client that was refused asks again."""
-CLONE_NEWNET = 0x40000000
 
 Right = Sequence[tuple[dict[str, Any], tuple[str, str]]]
 Value = TypeVar("Value")
@@ -79,10 +77,7 @@ class Places:
     def enter(self, name: str) -> None:
         """Have this thread be where a machine is, for good."""
         if self._net is not None:
-            with Path(f"/run/netns/{self._net.namespace(name)}").open() as space:
-                libc = ctypes.CDLL(None, use_errno=True)
-                if libc.setns(space.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
+            enter(self._net.namespace(name))
 
     def at(self, name: str, work: Callable[[], Value]) -> Value:
         """Do something there."""
