@@ -441,6 +441,10 @@ def kv_examples() -> Iterator[Example]:
     yield plain("part", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), first_layer=10, stop_layer=20))
     yield plain("in turns", kv_pb2.FetchBlocksResponse(n_blocks=2, from_node_id="g", in_turns=True))
     yield plain("routed", kv_pb2.PrefillRequest(request_id="r", remote_engine_id="p", remote_request_id="s", remote_tp_size=1))
+    yield plain("pushed in parts", kv_pb2.WatchPrefixesResponse(version=7, spans=[span], prefills_in_parts=True, prompts_per_s=400.0))
+    yield plain("of a prompt", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), prefill=bytes(32)))
+    yield plain("in parts", kv_pb2.PrefillRequest(request_id="r", epoch=7, ticket=bytes(32), in_parts=True))
+    yield plain("has all", kv_pb2.PrefillRequest(request_id="r", epoch=7, has_all=True))
 
 
 def tensor_examples() -> Iterator[Example]:

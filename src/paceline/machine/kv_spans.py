@@ -59,7 +59,7 @@ class KvMove:
     """That are to be given."""
     tensor_port: int = 0
     ticket: bytes = b""
-    """Of the stream that they are given through."""
+    """Of the stream that they are given through; to fetch: of the prompt that is being computed there, empty: blocks are there."""
 
 
 class PartBlocks(Protocol):

@@ -32,7 +32,7 @@ from paceline.fleet.choices import Standing, is_same
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import ALONE, Choice, Plan
 from paceline.machine.host import EngineHost
-from paceline.machine.settings import NodeSettings
+from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.node.build import BuiltNode, build_node
 from paceline.node.planning import SPREAD, Constraints, Idle, plan_here, plan_once_shown
 from paceline.node.serving import FleetServing
@@ -268,7 +268,7 @@ async def _build_spread(
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             bounded = replace(settings, bound=whole.models.bound)
             built = await asyncio.to_thread(build, bounded, order, access, ends, loop, clock)
-            return _hosted(built, whole.pipelines, drafts, clock, end)
+            return _hosted(built, whole.pipelines, drafts, clock, end, settings.role)
         except BaseException:
             end()
             raise
@@ -420,7 +420,9 @@ def _brief(choice: Choice) -> str:
     return f"{headline(choice)}: {figures(choice)}"
 
 
-def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, clock: Clock, on_end: Callable[[], None]) -> BuiltNode:
+def _hosted(
+    built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, clock: Clock, on_end: Callable[[], None], role: PrefillRole
+) -> BuiltNode:
     """Behind a host with the engine in a thread of its own. `on_end` is called once the pipeline has ended."""
     executor = built.executor
     meter.open[executor.pipeline_id, built.model.name] = lambda: 0 if executor.is_alone else len(executor.stages)
@@ -447,6 +449,7 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
     built.loans.wake = host.wake
     peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:
+        peers.role = role
         peers.prompts_per_s = lambda: host.stats().prefill_per_s or built.prompts_per_s
     return BuiltNode(
         *(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, peers),

@@ -237,8 +237,7 @@ class FleetServing:
     def _attach(self, node: BuiltNode) -> None:
         self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, self.models.stats)
         if node.peer_kv is not None:
-            computes = partial(node.host.generate, node.model.name) if node.peer_kv.spread is None else None
-            self.kv.attach(node.peer_kv, computes)
+            self.kv.attach(node.peer_kv, partial(node.host.generate, node.model.name))
 
     def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
         return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)

@@ -68,6 +68,9 @@ def explained(request: PlanRequest, view: View | None = None, sharers: Collectio
         able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
         at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
         lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
+    elif made.chosen.way is Way.PIPELINE:
+        at = made.chosen.stages[0].node_id
+        lines.append(f"prompts: whether others compute them is in the log of {at}: that depends on all of its machines' links")
     if len(cards) == 1:
         lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
     return Explained(made, tuple(lines))

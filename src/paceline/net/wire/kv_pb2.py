@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14paceline/v1/kv.proto\x12\x0bpaceline.v1\";\n\x14WatchPrefixesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x02 \x01(\t\"\x93\x01\n\x15WatchPrefixesResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\r\n\x05marks\x18\x04 \x01(\x0c\x12\x10\n\x08prefills\x18\x05 \x01(\x08\x12\"\n\x05spans\x18\x06 \x03(\x0b\x32\x13.paceline.v1.KvSpan\"B\n\x06KvSpan\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"*\n\tNixlOffer\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x64oor\x18\x02 \x01(\t\"\xd9\x01\n\x12\x46\x65tchBlocksRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x13\n\x0btensor_port\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12)\n\x04nixl\x18\x07 \x01(\x0b\x32\x16.paceline.v1.NixlOfferH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nstop_layer\x18\t \x01(\rB\x07\n\x05_nixl\"O\n\x13\x46\x65tchBlocksResponse\x12\x10\n\x08n_blocks\x18\x01 \x01(\r\x12\x14\n\x0c\x66rom_node_id\x18\x02 \x01(\t\x12\x10\n\x08in_turns\x18\x03 \x01(\x08\"\xd3\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\x12\x12\n\nprompt_ids\x18\x06 \x03(\r\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x13\n\x0btensor_port\x18\t \x01(\r\x12\x0e\n\x06ticket\x18\n \x01(\x0c\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12)\n\x04nixl\x18\x0c \x01(\x0b\x32\x16.paceline.v1.NixlOfferH\x00\x88\x01\x01\x12\x18\n\x10remote_engine_id\x18\r \x01(\t\x12\x19\n\x11remote_request_id\x18\x0e \x01(\t\x12\x16\n\x0eremote_tp_size\x18\x0f \x01(\rB\x07\n\x05_nixl\"V\n\x0fPrefillResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08n_blocks\x18\x02 \x01(\r\x12\x12\n\ncompletion\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\r2\x81\x02\n\tKvService\x12X\n\rWatchPrefixes\x12!.paceline.v1.WatchPrefixesRequest\x1a\".paceline.v1.WatchPrefixesResponse0\x01\x12P\n\x0b\x46\x65tchBlocks\x12\x1f.paceline.v1.FetchBlocksRequest\x1a .paceline.v1.FetchBlocksResponse\x12H\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14paceline/v1/kv.proto\x12\x0bpaceline.v1\";\n\x14WatchPrefixesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x02 \x01(\t\"\xc5\x01\n\x15WatchPrefixesResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\r\n\x05marks\x18\x04 \x01(\x0c\x12\x10\n\x08prefills\x18\x05 \x01(\x08\x12\"\n\x05spans\x18\x06 \x03(\x0b\x32\x13.paceline.v1.KvSpan\x12\x19\n\x11prefills_in_parts\x18\x07 \x01(\x08\x12\x15\n\rprompts_per_s\x18\x08 \x01(\x01\"B\n\x06KvSpan\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"*\n\tNixlOffer\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x64oor\x18\x02 \x01(\t\"\xea\x01\n\x12\x46\x65tchBlocksRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x13\n\x0btensor_port\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12)\n\x04nixl\x18\x07 \x01(\x0b\x32\x16.paceline.v1.NixlOfferH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_layer\x18\x08 \x01(\r\x12\x12\n\nstop_layer\x18\t \x01(\r\x12\x0f\n\x07prefill\x18\n \x01(\x0c\x42\x07\n\x05_nixl\"O\n\x13\x46\x65tchBlocksResponse\x12\x10\n\x08n_blocks\x18\x01 \x01(\r\x12\x14\n\x0c\x66rom_node_id\x18\x02 \x01(\t\x12\x10\n\x08in_turns\x18\x03 \x01(\x08\"\xf6\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\x12\x12\n\nprompt_ids\x18\x06 \x03(\r\x12\x0c\n\x04keys\x18\x07 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\x12\x13\n\x0btensor_port\x18\t \x01(\r\x12\x0e\n\x06ticket\x18\n \x01(\x0c\x12\x10\n\x08lease_ms\x18\x0b \x01(\r\x12)\n\x04nixl\x18\x0c \x01(\x0b\x32\x16.paceline.v1.NixlOfferH\x00\x88\x01\x01\x12\x18\n\x10remote_engine_id\x18\r \x01(\t\x12\x19\n\x11remote_request_id\x18\x0e \x01(\t\x12\x16\n\x0eremote_tp_size\x18\x0f \x01(\r\x12\x10\n\x08in_parts\x18\x10 \x01(\x08\x12\x0f\n\x07has_all\x18\x11 \x01(\x08\x42\x07\n\x05_nixl\"V\n\x0fPrefillResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08n_blocks\x18\x02 \x01(\r\x12\x12\n\ncompletion\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\r2\x81\x02\n\tKvService\x12X\n\rWatchPrefixes\x12!.paceline.v1.WatchPrefixesRequest\x1a\".paceline.v1.WatchPrefixesResponse0\x01\x12P\n\x0b\x46\x65tchBlocks\x12\x1f.paceline.v1.FetchBlocksRequest\x1a .paceline.v1.FetchBlocksResponse\x12H\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHPREFIXESREQUEST']._serialized_start=37
   _globals['_WATCHPREFIXESREQUEST']._serialized_end=96
   _globals['_WATCHPREFIXESRESPONSE']._serialized_start=99
-  _globals['_WATCHPREFIXESRESPONSE']._serialized_end=246
-  _globals['_KVSPAN']._serialized_start=248
-  _globals['_KVSPAN']._serialized_end=314
-  _globals['_NIXLOFFER']._serialized_start=316
-  _globals['_NIXLOFFER']._serialized_end=358
-  _globals['_FETCHBLOCKSREQUEST']._serialized_start=361
-  _globals['_FETCHBLOCKSREQUEST']._serialized_end=578
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=580
-  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=659
-  _globals['_PREFILLREQUEST']._serialized_start=662
-  _globals['_PREFILLREQUEST']._serialized_end=1001
-  _globals['_PREFILLRESPONSE']._serialized_start=1003
-  _globals['_PREFILLRESPONSE']._serialized_end=1089
-  _globals['_KVSERVICE']._serialized_start=1092
-  _globals['_KVSERVICE']._serialized_end=1349
+  _globals['_WATCHPREFIXESRESPONSE']._serialized_end=296
+  _globals['_KVSPAN']._serialized_start=298
+  _globals['_KVSPAN']._serialized_end=364
+  _globals['_NIXLOFFER']._serialized_start=366
+  _globals['_NIXLOFFER']._serialized_end=408
+  _globals['_FETCHBLOCKSREQUEST']._serialized_start=411
+  _globals['_FETCHBLOCKSREQUEST']._serialized_end=645
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_start=647
+  _globals['_FETCHBLOCKSRESPONSE']._serialized_end=726
+  _globals['_PREFILLREQUEST']._serialized_start=729
+  _globals['_PREFILLREQUEST']._serialized_end=1103
+  _globals['_PREFILLRESPONSE']._serialized_start=1105
+  _globals['_PREFILLRESPONSE']._serialized_end=1191
+  _globals['_KVSERVICE']._serialized_start=1194
+  _globals['_KVSERVICE']._serialized_end=1451
 # @@protoc_insertion_point(module_scope)

@@ -62,6 +62,8 @@ class WatchPrefixesResponse(_message.Message):
     MARKS_FIELD_NUMBER: _builtins.int
     PREFILLS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    PREFILLS_IN_PARTS_FIELD_NUMBER: _builtins.int
+    PROMPTS_PER_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rises with each message of one start of the callee."""
     block_tokens: _builtins.int
@@ -71,7 +73,11 @@ class WatchPrefixesResponse(_message.Message):
     marks: _builtins.bytes
     """The first 8 bytes of keys, of at most 64 blocks: too few to ask for what one does not know."""
     prefills: _builtins.bool
-    """The callee computes prompts for others, too: see Prefill."""
+    """The callee computes prompts for others, too, and sends their blocks: see Prefill."""
+    prefills_in_parts: _builtins.bool
+    """The callee computes prompts for others whose blocks are then fetched, in parts."""
+    prompts_per_s: _builtins.float
+    """Tokens of prompts that the callee's layers compute a second, where they lie on several machines: cards tell of single ones. 0: not known."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvSpan]:
         """Where the callee's layers lie, in their order. None: all of them with the callee."""
@@ -85,10 +91,12 @@ class WatchPrefixesResponse(_message.Message):
         marks: _builtins.bytes = ...,
         prefills: _builtins.bool = ...,
         spans: _abc.Iterable[Global___KvSpan] | None = ...,
+        prefills_in_parts: _builtins.bool = ...,
+        prompts_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "prefills", b"prefills", "spans", b"spans", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "layout", b"layout", "marks", b"marks", "prefills", b"prefills", "prefills_in_parts", b"prefills_in_parts", "prompts_per_s", b"prompts_per_s", "spans", b"spans", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,6 +167,7 @@ class FetchBlocksRequest(_message.Message):
     NIXL_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     STOP_LAYER_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     numerics_id: _builtins.str
     layout: _builtins.bytes
@@ -171,6 +180,8 @@ class FetchBlocksRequest(_message.Message):
     first_layer: _builtins.int
     """The layers that are wanted of each block, [first_layer, stop_layer), all in one of the callee's spans. Both 0: all."""
     stop_layer: _builtins.int
+    prefill: _builtins.bytes
+    """The ticket of a call of Prefill in parts: what it computes is waited for, for some seconds. Empty, or of a call that is over: what is there counts."""
     @_builtins.property
     def nixl(self) -> Global___NixlOffer:
         """Not there: blocks come over the tensor stream alone."""
@@ -187,10 +198,11 @@ class FetchBlocksRequest(_message.Message):
         nixl: Global___NixlOffer | None = ...,
         first_layer: _builtins.int = ...,
         stop_layer: _builtins.int = ...,
+        prefill: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "first_layer", b"first_layer", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "stop_layer", b"stop_layer", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "first_layer", b"first_layer", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "prefill", b"prefill", "stop_layer", b"stop_layer", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
     _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015
@@ -206,7 +218,7 @@ class FetchBlocksResponse(_message.Message):
     FROM_NODE_ID_FIELD_NUMBER: _builtins.int
     IN_TURNS_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
-    """The first so many of those asked for are here. More may come, or fewer. 0: nothing comes."""
+    """The first so many of those asked for are here. More may come, or fewer. 0: nothing comes; or not yet, where it is in turns."""
     from_node_id: _builtins.str
     """Who sends them. Empty: the callee."""
     in_turns: _builtins.bool
@@ -247,6 +259,8 @@ class PrefillRequest(_message.Message):
     REMOTE_ENGINE_ID_FIELD_NUMBER: _builtins.int
     REMOTE_REQUEST_ID_FIELD_NUMBER: _builtins.int
     REMOTE_TP_SIZE_FIELD_NUMBER: _builtins.int
+    IN_PARTS_FIELD_NUMBER: _builtins.int
+    HAS_ALL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's own. The callee's completion names it."""
     epoch: _builtins.int
@@ -271,6 +285,10 @@ class PrefillRequest(_message.Message):
     """The callee's id of that request, if the caller was told. Else it is request_id, or differs from it in the 8 hex digits at the end."""
     remote_tp_size: _builtins.int
     """Ranks among which the callee's layers are shared, as the caller was told: 1."""
+    in_parts: _builtins.bool
+    """No stream is opened: the blocks are fetched, each part by who is to hold it, with the ticket of this call. There is no tensor_port then."""
+    has_all: _builtins.bool
+    """In parts, in the last message: all blocks are with the caller."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All tokens of whole blocks, from the first on."""
@@ -297,10 +315,12 @@ class PrefillRequest(_message.Message):
         remote_engine_id: _builtins.str = ...,
         remote_request_id: _builtins.str = ...,
         remote_tp_size: _builtins.int = ...,
+        in_parts: _builtins.bool = ...,
+        has_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "epoch", b"epoch", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "nixl", b"nixl", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "remote_engine_id", b"remote_engine_id", "remote_request_id", b"remote_request_id", "remote_tp_size", b"remote_tp_size", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "epoch", b"epoch", "has_all", b"has_all", "in_parts", b"in_parts", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "nixl", b"nixl", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "remote_engine_id", b"remote_engine_id", "remote_request_id", b"remote_request_id", "remote_tp_size", b"remote_tp_size", "request_id", b"request_id", "tensor_port", b"tensor_port", "ticket", b"ticket", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
     _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015
@@ -322,7 +342,7 @@ class PrefillResponse(_message.Message):
     n_blocks: _builtins.int
     """Blocks sent so far."""
     completion: _builtins.str
-    """In the last message, once all were sent: "<request_id>:<tp_size>"."""
+    """In the last message, once all were sent; in parts, in each since all can be fetched: "<request_id>:<tp_size>"."""
     status: _builtins.int
     """In the last message, where not all were sent: the status that the call ends with. A call whose caller writes at that moment may end with one of its own."""
     def __init__(

@@ -511,6 +511,7 @@ class KvMove(_message.Message):
     stop_layer: _builtins.int
     tensor_port: _builtins.int
     ticket: _builtins.bytes
+    """fetch, from version 3 of `kv_moves` on: of a prompt that is still being computed, as FetchBlocksRequest has it."""
     @_builtins.property
     def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """fetch: the layers at which the spans of that node end."""

@@ -23,10 +23,11 @@ from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
 from paceline.engine.kv_source import GivenBlocks, KvFetch
-from paceline.machine.kv_spans import KvPart
+from paceline.machine.kv_spans import KvPart, PartsFetch
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.net.tensor.listener import ExpectedStream
+from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.patience import Patience
 from paceline.ways.kv.price import KvPrice, PrefillPrice
 from paceline.ways.kv.staged import SEND_S, BlockSender, NixlOffered, StagedReceiver
@@ -74,6 +75,8 @@ class PromptPush:
     """A router has it computed, by a request of its own."""
     ended: Callable[[str, int], object] = lambda *_: None
     """Told how it ended, and how many blocks came."""
+    ticket: bytes = b""
+    """By which its parts are asked for, where several machines hold layers; empty: it comes through a stream of its own."""
 
 
 class PeerFetch:
@@ -87,6 +90,7 @@ class PeerFetch:
         patience: how long it is waited for.
         push: what the peer is to compute; None: it has the blocks.
         now: the clock that patience goes by.
+        prefill: ticket of the prompt that they are of, where it is still being computed.
     """
 
     def __init__(
@@ -101,8 +105,9 @@ class PeerFetch:
         patience: Patience,
         push: PromptPush | None = None,
         now: Callable[[], float] = time.perf_counter,
+        prefill: bytes = b"",
     ) -> None:
-        self.peer, self.part, self.keys, self.expected, self.push = peer, part, keys, expected, push
+        self.peer, self.part, self.keys, self.expected, self.push, self.prefill = peer, part, keys, expected, push, prefill
         self.given = None
         self.hang_up: Callable[[], object] = lambda: None
         """Called once it is over, in any thread; must not wait."""
@@ -110,7 +115,7 @@ class PeerFetch:
         self._blocks, self._write, self._wake = blocks, write, wake
         self._lock = threading.Lock()
         self.filled = 0
-        self.is_over = self.is_late = False
+        self.is_over = self.is_late = self.is_wrong = False
 
     def look(self) -> float:
         """End it if its peer is not to be waited for any more. Any thread. Returns for how long it is, if no block comes."""
@@ -169,6 +174,121 @@ class JoinedFetch:
     def cancel(self) -> None:
         self._disk.cancel()
         self._peer.cancel()
+
+
+class StagesTurns:
+    """Implements `engine.kv_source.KvFetch`: stages fetch what is computed elsewhere in turns, of as many blocks as come together: what they do can't be
+    ended in the middle of one. Begun by `PushedParts`.
+
+    Args:
+        ask: has them fetch so many blocks, from a place on, within so many seconds.
+        most_s: of one turn.
+    """
+
+    given = None
+
+    def __init__(
+        self,
+        ask: Callable[[int, int, float], KvFetch],
+        n_blocks: int,
+        at_once: int,
+        patience: Patience,
+        most_s: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._ask, self._n_blocks, self._at_once = ask, n_blocks, at_once
+        self._patience, self._most_s, self._now = patience, most_s, now
+        self._turn: KvFetch | None = None
+        self._asked = self.filled = 0
+        self.is_begun = self.is_late = self._is_cancelled = self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        self._is_over = self._is_over or self._go_on()
+        return self._is_over
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def _go_on(self) -> bool:
+        """Take what came, and begin the next turn. Returns whether there is none."""
+        while self._turn is None or self._turn.is_over:
+            if self._turn is not None:
+                came, self._turn = self._turn.filled, None
+                self.filled += came
+                for _ in range(came):
+                    self._patience.came(self._now())
+                if came < self._asked:
+                    self.is_late = self._now() >= self._patience.until
+                    return True
+            if self._is_cancelled or self.filled == self._n_blocks:
+                return True
+            if not self.is_begun:
+                return False
+            left_s = self._patience.until - self._now()
+            if left_s <= 0:
+                self.is_late = True
+                return True
+            self._asked = min(self._at_once, self._n_blocks - self.filled)
+            self._turn = self._ask(self.filled, self._asked, min(left_s, self._most_s))
+        return False
+
+
+class PushedParts(PartsFetch):
+    """Implements `engine.kv_source.KvFetch`: blocks of a prompt that a peer computes, of a model whose layers lie on several machines, here or there. Each
+    part is fetched by who is to hold it, once the peer has taken the registration.
+
+    Args:
+        own: parts of layers that are here.
+        stages: of those that are not; None: all are here.
+        wake: as of `PeerFetch`.
+    """
+
+    def __init__(
+        self,
+        peer: KvPeer,
+        keys: Sequence[bytes],
+        push: PromptPush,
+        own: Sequence[PeerFetch],
+        stages: StagesTurns | None,
+        given: GivenBlocks,
+        wake: Callable[[], None],
+    ) -> None:
+        super().__init__([*own, *(() if stages is None else (stages,))], given)
+        self.peer, self.keys, self.push, self.own, self._stages, self._wake = peer, keys, push, own, stages, wake
+        self.hang_up: Callable[[], object] = lambda: None
+        """Called once it is over, or to be; in any thread, more than once; must not wait."""
+        self.is_left = False
+        """It was not wanted any more before its parts were over."""
+
+    @property
+    def is_over(self) -> bool:
+        over = super().is_over
+        if over:
+            self.hang_up()
+        return over
+
+    @property
+    def is_late(self) -> bool:
+        return any(fetch.is_late for fetch in self.own) or (self._stages is not None and self._stages.is_late)
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(fetch.is_wrong for fetch in self.own)
+
+    def begin(self, begin: Callable[[PeerFetch], None]) -> None:
+        """The peer has taken the registration."""
+        for fetch in self.own:
+            begin(fetch)
+        if self._stages is not None:
+            self._stages.is_begun = True
+            self._wake()
+
+    def cancel(self) -> None:
+        self.is_left = True
+        super().cancel()
+        self.hang_up()
+        self._wake()
 
 
 class ChainedFetch:
@@ -328,3 +448,20 @@ class Receiving:
         self._expected.cancel()
         if self._receiver is not None:
             self._receiver.close()
+
+
+def fetch_request(fetch: PeerFetch, port: int, receiving: Receiving) -> wire.FetchBlocksRequest:
+    """Asks for those of a fetch's blocks that lack."""
+    part, offered = fetch.part, receiving.offered
+    return wire.FetchBlocksRequest(
+        digest=part.digest,
+        numerics_id=part.numerics_id,
+        layout=part.layout,
+        first_layer=part.layers.start,
+        stop_layer=part.layers.stop,
+        keys=b"".join(fetch.keys[fetch.filled :]),
+        tensor_port=port,
+        ticket=receiving.ticket,
+        nixl=None if offered is None else offered.message,
+        prefill=fetch.prefill,
+    )

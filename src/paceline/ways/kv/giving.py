@@ -32,7 +32,7 @@ from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServicer_to_server
 from paceline.ways.kv.fetching import KEY_BYTES, MOST_KEYS, send_block
 from paceline.ways.kv.lease import MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
-from paceline.ways.kv.prefilling import Prefilling, read_registration
+from paceline.ways.kv.prefilling import Prefilling, PrefillingInParts, read_registration
 from paceline.ways.kv.price import MARK_BYTES
 from paceline.ways.kv.routed import KvLegs, RoutedPrefilling
 from paceline.ways.kv.source import PeerKv
@@ -90,6 +90,8 @@ class KvServicer(KvServiceServicer):
         self._threads = ThreadPoolExecutor(MOST_GIVEN, "paceline-kv-give")
         self._watches, self._served = Counter[str](), Counter[str]()
         self._senders: set[BlockSender] = set()
+        self._in_parts: dict[bytes, PrefillingInParts] = {}
+        """By their tickets."""
         self._leases, self._pushers = KvLeases(), ThreadPoolExecutor(MOST_LEASES + MOST_ROUTED, "paceline-kv-push")
 
     @property
@@ -109,7 +111,13 @@ class KvServicer(KvServiceServicer):
                 prefixes, shares = kv.loans.prefixes, kv.shares
                 marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks if shares)
                 said = wire.WatchPrefixesResponse(
-                    version=prefixes.version, block_tokens=kv.block_tokens, layout=kv.layout, marks=marks, prefills=kv.prefills
+                    version=prefixes.version,
+                    block_tokens=kv.block_tokens,
+                    layout=kv.layout,
+                    marks=marks,
+                    prefills=kv.prefills and kv.spread is None,
+                    prefills_in_parts=kv.prefills and shares,
+                    prompts_per_s=0.0 if kv.spread is None else kv.prompts_per_s(),
                 )
                 for span in kv.spans(self._legs.node_id):
                     said.spans.add(first_layer=span.layers.start, stop_layer=span.layers.stop, node_id=span.node_id)
@@ -140,7 +148,14 @@ class KvServicer(KvServiceServicer):
         self._served[caller.node_id] += 1
         loan: KvLoan | None = None
         try:
-            loan = await _lent(kv, keys[: kv.window])
+            computing = self._in_parts.get(request.prefill)
+            if computing is None or computing.kv is not kv:
+                loan = await _lent(kv, keys[: kv.window])
+            else:
+                loan = await computing.lend(keys[: kv.window])
+            if loan is None:
+                self._served[caller.node_id] -= 1
+                return wire.FetchBlocksResponse(in_turns=True)
             n_blocks = next((place for place, key in enumerate(keys[: kv.window]) if not kv.has(loan, key)), min(len(keys), kv.window))
             if n_blocks and holder.node_id != own:
                 assert kv.spread is not None, "others hold layers"
@@ -152,13 +167,14 @@ class KvServicer(KvServiceServicer):
                 sending.add_done_callback(lambda done: self._sent(caller, done))
                 return wire.FetchBlocksResponse(n_blocks=n_blocks, from_node_id=holder.node_id, in_turns=True)
             if n_blocks:
+                keys = keys if computing is None else keys[:n_blocks]
                 part = replace(kv.whole, layers=layers)
                 opened = self._owner.dial(caller, request.tensor_port, request.ticket, offer_of(request), part.block_bytes)
                 work = partial(self._send, kv, part, keys, loan, opened)
                 sending = asyncio.get_running_loop().run_in_executor(self._threads, work)
                 loan = None
                 sending.add_done_callback(lambda done: self._sent(caller, done))
-                return wire.FetchBlocksResponse(n_blocks=n_blocks)
+                return wire.FetchBlocksResponse(n_blocks=n_blocks, in_turns=computing is not None)
         except BaseException as error:
             self._served[caller.node_id] -= 1
             if isinstance(error, FleetError):
@@ -184,11 +200,17 @@ class KvServicer(KvServiceServicer):
             work: Prefilling | None = None
             try:
                 opened = self._owner.dial(caller, said.port, said.ticket, offer_of(first), kv.block_bytes)
-                routed = self._legs.of(kv) if said.is_routed else None
-                work = Prefilling(kv, said, lease, opened) if routed is None else RoutedPrefilling(kv, said, lease, opened, routed)
+                if said.in_parts:
+                    work = self._in_parts[said.ticket] = PrefillingInParts(kv, said, lease, opened)
+                elif said.is_routed:
+                    work = RoutedPrefilling(kv, said, lease, opened, self._legs.of(kv))
+                else:
+                    work = Prefilling(kv, said, lease, opened)
                 await work.run(reading, context, self._pushers, self._leases)
             finally:
                 self._leases.give_back(lease)
+                if said.in_parts:
+                    self._in_parts.pop(said.ticket, None)
                 assert lease.ended is not None, "it was given back"
                 self._owner.prefilled(lease.ended)
                 if work is not None:

@@ -66,8 +66,9 @@ class StageMoves:
             write = lambda block, data, layers=piece.layers: held.import_block(block, data, layers)  # noqa: E731
             instance, addresses = (b"", ()) if live is None else (live.card.instance, live.card.addresses)
             peer = KvPeer(move.node_id, instance, addresses, frozenset(), UNPRICED)
-            patience = Patience(time.perf_counter(), here_s, n, within_s=within_s)
-            fetches.append(fetch := PeerFetch(peer, piece, keys, blocks, n, write, wake, patience))
+            # What is still being computed comes all at once.
+            patience = Patience(time.perf_counter(), here_s, n, n if move.ticket else 1, within_s=within_s)
+            fetches.append(fetch := PeerFetch(peer, piece, keys, blocks, n, write, wake, patience, prefill=move.ticket))
             if live is None or self._is_resting(move.node_id, instance):
                 fetch.cancel()
             else:

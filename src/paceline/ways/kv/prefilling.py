@@ -34,6 +34,8 @@ LOOK_S: Final = 0.05
 """Between two looks whether a lease is over, while a block is waited for."""
 PROGRESS_S: Final = 1.0
 """Between two messages to a caller. Raising it: a caller is longer in learning that this node is gone."""
+HOLD_S: Final = 5.0
+"""For a block that is being computed, until who asks for it is told to ask again. Raising it: one that is gone is noticed later."""
 MOST_ID: Final = 200
 """Letters of a request's id."""
 
@@ -56,6 +58,8 @@ class Registration:
     """A router has the prompt computed here, by a request of its own."""
     remote_request_id: str
     """That request's id, as this node told it; empty: the caller was not told."""
+    in_parts: bool = False
+    """Its blocks are fetched from here, under its ticket."""
 
     @property
     def completion(self) -> str:
@@ -85,7 +89,8 @@ def read_registration(message: wire.PrefillRequest, kv: PeerKv, own: NodeId) -> 
         "remote_request_id": len(message.remote_request_id) > MOST_ID,
         "remote_tp_size": message.remote_tp_size != (1 if routed else 0),
         "tp_size": message.tp_size != 1,
-        "tensor_port": not 0 < message.tensor_port < 1 << 16,
+        "tensor_port": bool(message.tensor_port) if message.in_parts else not 0 < message.tensor_port < 1 << 16,
+        "in_parts": routed if message.in_parts else kv.spread is not None,
         "ticket": len(message.ticket) != TICKET_BYTES,
         "lease_ms": message.lease_ms == 0,
     }.items():
@@ -106,16 +111,17 @@ def read_registration(message: wire.PrefillRequest, kv: PeerKv, own: NodeId) -> 
         message.lease_ms / 1000,
         routed,
         message.remote_request_id,
+        message.in_parts,
     )
 
 
 class Prefilling:
-    """One prompt, for one caller. On the event loop, but for `send`."""
+    """One prompt, for one caller, whose blocks go through one stream. On the event loop, but for `send`."""
 
     def __init__(self, kv: PeerKv, registration: Registration, lease: KvLease, open_sender: Callable[[], BlockSender]) -> None:
         self.kv, self.registration, self.lease, self._open_sender = kv, registration, lease, open_sender
         self.sent = 0
-        self._computed = False
+        self.is_computed = False
         self._sender: BlockSender | None = None
 
     @property
@@ -131,7 +137,7 @@ class Prefilling:
             while not sending.done() and self.lease.ended is None:
                 leases.expire(loop.time())
                 if self.lease.ended is None:
-                    await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent))
+                    await context.write(self._progress())
                     wait_s = min(PROGRESS_S, max(0.01, self.lease.until_s - loop.time()))
                     await asyncio.wait({sending}, timeout=wait_s)
             if sending.done():
@@ -146,6 +152,9 @@ class Prefilling:
             if self._sender is not None:
                 self._sender.close()
             await asyncio.gather(*others, return_exceptions=True)
+
+    def _progress(self) -> wire.PrefillResponse:
+        return wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent)
 
     async def _send_in(self, threads: Executor) -> None:
         await self._known()
@@ -167,7 +176,7 @@ class Prefilling:
             async for chunks in stream:
                 if any(chunk.finish_reason is FinishReason.ERROR for chunk in chunks):
                     self.lease.end(LeaseEnd.NOT_COMPUTED)
-            self._computed = True
+            self.is_computed = True
         except PacelineError as error:
             logger.info("a prompt of %s is not computed: %s", self.lease.holder, error)
             self.lease.end(LeaseEnd.NOT_COMPUTED)
@@ -176,7 +185,10 @@ class Prefilling:
 
     async def _hear(self, requests: AsyncIterator[wire.PrefillRequest]) -> None:
         async for message in requests:
-            self.lease.heartbeat(message.request_id, message.epoch, asyncio.get_running_loop().time())
+            lives = self.lease.heartbeat(message.request_id, message.epoch, asyncio.get_running_loop().time())
+            if message.has_all and lives and self.registration.in_parts:
+                self.lease.end(LeaseEnd.WHOLE)
+                return
         self.lease.end(LeaseEnd.LEFT)
 
     # ------------------------------------------------------------------------------------------------ in a thread of its own
@@ -200,7 +212,7 @@ class Prefilling:
 
     def _send_next(self, sender: BlockSender, keys: Sequence[bytes]) -> bool:
         """Those that stand next. Returns whether there were any."""
-        was_computed, before = self._computed, self.sent
+        was_computed, before = self.is_computed, self.sent
         asked = self.kv.loans.ask(keys, when_computed=not was_computed)
         loan = self._taken(asked)
         if loan is None:
@@ -217,10 +229,57 @@ class Prefilling:
 
     def _taken(self, asked: Future[KvLoan]) -> KvLoan | None:
         """What was asked for; None: the lease is over, or the prompt is computed, and blocks of it may be gone."""
-        was_computed = self._computed
+        was_computed = self.is_computed
         while True:
             try:
                 return asked.result(LOOK_S)
             except TimeoutError:
-                if (self.lease.ended is not None or self._computed > was_computed) and asked.cancel():
+                if (self.lease.ended is not None or self.is_computed > was_computed) and asked.cancel():
                     return None
+
+
+class PrefillingInParts(Prefilling):
+    """One whose blocks are fetched, each part by who is to hold it, while the lease lasts."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._over = asyncio.Event()
+
+    def _progress(self) -> wire.PrefillResponse:
+        if not self.is_computed:
+            return super()._progress()
+        said = self.registration
+        return wire.PrefillResponse(epoch=said.epoch, n_blocks=len(said.keys), completion=said.completion)
+
+    async def _send_in(self, threads: Executor) -> None:
+        del threads  # others send
+        await self._over.wait()
+
+    async def _compute(self) -> None:
+        await super()._compute()
+        if self.lease.ended is not None:
+            self._over.set()
+
+    async def _hear(self, requests: AsyncIterator[wire.PrefillRequest]) -> None:
+        await super()._hear(requests)
+        self._over.set()
+
+    async def lend(self, keys: Sequence[bytes]) -> KvLoan | None:
+        """Those of these blocks that are computed, once one is; None: not yet, after `HOLD_S`."""
+        while True:
+            until = asyncio.get_running_loop().time() + HOLD_S
+            is_over = self.is_computed or self.lease.ended is not None
+            asked = self.kv.loans.ask(keys, when_computed=not is_over)
+            came = asyncio.wrap_future(asked)
+            try:
+                while not came.done() and is_over is (self.is_computed or self.lease.ended is not None):
+                    left_s = until - asyncio.get_running_loop().time()
+                    if left_s <= 0:
+                        return KvLoan({}) if is_over else None
+                    await asyncio.wait({came}, timeout=min(left_s, LOOK_S))
+                if came.done():
+                    loan, asked = came.result(), None
+                    return loan
+            finally:
+                if asked is not None:
+                    self.kv.loans.leave(asked)

@@ -201,7 +201,9 @@ def explain_prompts(cards: Mapping[NodeId, NodeCard], at: NodeId, model: ModelRe
             continue
         cost = price(block_bytes, BLOCK_TOKENS, here, links.between(node_id, at))
         prefill = None if cost is None else prefill_price(cost, BLOCK_TOKENS, there)
-        if prefill is None:
+        if prefill is None and there.tokens_per_second > 0 and not there.prefill_tokens_per_second:
+            lines.append(f"{node_id}: whether prompts are computed there is in the log of {at}: cards don't say how fast several machines are")
+        elif prefill is None:
             lines.append(f"{node_id}: prompts are not computed there: its speed, or the link, is not measured")
         else:
             goes = "goes there" if prefill.saved_s(n_blocks, n_blocks) > 0 else f"stays at {at}"
@@ -225,3 +227,14 @@ def prefill_price(cost: KvPrice, block_tokens: int, there: ModelOffer | None) ->
         return None
     there_s = block_tokens / there.prefill_tokens_per_second * (1 + there.under_way)
     return PrefillPrice(cost.opening_s, cost.fetched_s, there_s, cost.computed_s, ceil(LAST_TOKENS / block_tokens))
+
+
+def answers(offer: ModelOffer) -> bool:
+    """Whether a model may be asked there for its KV."""
+    return offer.runs_whole and offer.warm and bool(offer.digest and offer.numerics_id)
+
+
+def offer_at(card: NodeCard | None, digest: str, numerics_id: str) -> ModelOffer | None:
+    """What a node says of a model that may be asked there."""
+    offers = () if card is None else card.models
+    return next((offer for offer in offers if answers(offer) and (offer.digest, offer.numerics_id) == (digest, numerics_id)), None)

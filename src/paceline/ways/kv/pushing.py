@@ -17,10 +17,11 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from paceline.core.background import came_within
 from paceline.core.errors import FleetError, StreamCorrupt
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
-from paceline.ways.kv.fetching import PeerFetch, Receiving, watched
+from paceline.ways.kv.fetching import PeerFetch, PushedParts, Receiving, watched
 from paceline.ways.kv.lease import HEARTBEAT_S, LEASE_S
 from paceline.ways.kv.source import PeerKv
 
@@ -76,28 +77,20 @@ def push_rest_s(end: PushEnd) -> float | None:
             return REST_S
 
 
-class Push:
-    """One prompt at one peer."""
+class PushCall:
+    """One prompt at one peer: what whole blocks and parts of them have in common."""
 
-    def __init__(
-        self,
-        kv: PeerKv,
-        fetch: PeerFetch,
-        epoch: int,
-        receiving: Receiving,
-        port: int,
-        open_channel: Callable[[], grpc.aio.Channel],
-        threads: Executor,
-    ) -> None:
+    def __init__(self, kv: PeerKv, fetch: PeerFetch | PushedParts, epoch: int, open_channel: Callable[[], grpc.aio.Channel]) -> None:
         assert fetch.push is not None, "it is to be computed"
-        self._kv, self._fetch, self._epoch, self._push = kv, fetch, epoch, fetch.push
-        self._receiving, self._port, self._open_channel, self._threads = receiving, port, open_channel, threads
+        self._kv, self._epoch, self._push, self._wanted, self._open_channel = kv, epoch, fetch.push, fetch, open_channel
         self._began = False
         """The peer has taken the registration."""
+        self._has_all = asyncio.Event()
+        """Set where the peer is to be told so."""
 
     async def run(self) -> PushEnd:
         """To its end: then nothing is written any more."""
-        fetch, loop, over = self._fetch, asyncio.get_running_loop(), asyncio.Event()
+        fetch, loop, over = self._wanted, asyncio.get_running_loop(), asyncio.Event()
 
         def hang_up() -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -105,8 +98,7 @@ class Push:
 
         fetch.hang_up = hang_up
         try:
-            with watched(fetch, loop):
-                end = await self._run(over)
+            end = await self._run(over)
         except StreamCorrupt as error:
             logger.warning("a prompt does not come from %s, and is computed: %s", fetch.peer.node_id, error)
             return PushEnd.DAMAGED
@@ -118,7 +110,108 @@ class Push:
         if fetch.filled == len(fetch.keys):
             return PushEnd.WHOLE
         # A peer may say that it sent all, and not all be here.
+        if fetch.is_wrong:
+            return PushEnd.DAMAGED
         return PushEnd.WATCHDOG if fetch.is_late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
+
+    async def _run(self, over: asyncio.Event) -> PushEnd:
+        """Until it ends, or the fetch is over. Nothing is asked for any more once this returns."""
+        raise NotImplementedError
+
+    def _registration(self) -> wire.PrefillRequest:
+        return wire.PrefillRequest(
+            request_id=self._push.request_id,
+            epoch=self._epoch,
+            digest=self._kv.digest,
+            numerics_id=self._kv.numerics_id,
+            layout=self._kv.layout,
+            prompt_ids=self._push.prompt_ids,
+            keys=b"".join(self._wanted.keys),
+            tp_size=TP_SIZE,
+            lease_ms=int(1000 * LEASE_S),
+        )
+
+    def _on_began(self) -> None:
+        """The peer has taken the registration."""
+
+    async def _hear(self, call: Call) -> PushEnd:
+        """Register, keep the lease, and hear how far it is, to the end of the call.
+
+        Raises:
+            StreamCorrupt: the peer says that all was sent of something else.
+        """
+        beating: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(SILENT_S):
+                await call.write(self._registration())
+            beating = asyncio.create_task(self._beat(call))
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    said = await call.read()
+                if not isinstance(said, wire.PrefillResponse):
+                    return self._end_of(await call.code())
+                if said.epoch != self._epoch:
+                    continue
+                if not self._began:
+                    self._began = True
+                    self._on_began()
+                if said.status:
+                    return self._end_of(_STATUSES.get(said.status, grpc.StatusCode.UNKNOWN))
+                if said.completion:
+                    if said.completion != f"{self._push.request_id}:{TP_SIZE}" or said.n_blocks != len(self._wanted.keys):
+                        raise StreamCorrupt(f"{self._wanted.peer.node_id} says that it sent {said.completion!r}, {said.n_blocks} blocks")
+                    if not self._push.ticket:
+                        return PushEnd.WHOLE  # in parts, blocks are still to be fetched
+        except TimeoutError:
+            return PushEnd.SILENT
+        except grpc.aio.AioRpcError as error:
+            return self._end_of(error.code())
+        except asyncio.InvalidStateError:
+            return self._end_of(await call.code())  # it ended before it was registered
+        finally:
+            if beating is not None:
+                beating.cancel()
+
+    async def _beat(self, call: Call) -> None:
+        """Until it is cancelled, or the call is over."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while not self._has_all.is_set():
+                await came_within(self._has_all, HEARTBEAT_S)
+                has_all = self._has_all.is_set()
+                await call.write(wire.PrefillRequest(request_id=self._push.request_id, epoch=self._epoch, has_all=has_all))
+
+    def _end_of(self, status: grpc.StatusCode) -> PushEnd:
+        """What a call's status means."""
+        match status:
+            case grpc.StatusCode.DEADLINE_EXCEEDED if self._began:
+                return PushEnd.LEASE_EXPIRED
+            case grpc.StatusCode.NOT_FOUND if self._began:
+                return PushEnd.UNMATCHED
+            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED if not self._began:
+                return PushEnd.HANDSHAKE_FAILED
+            case _:
+                return PushEnd.WRITE_FAILED if self._began else PushEnd.REFUSED
+
+
+class Push(PushCall):
+    """One whose blocks come whole, through a stream of its own."""
+
+    def __init__(
+        self,
+        kv: PeerKv,
+        fetch: PeerFetch,
+        epoch: int,
+        receiving: Receiving,
+        port: int,
+        open_channel: Callable[[], grpc.aio.Channel],
+        threads: Executor,
+    ) -> None:
+        super().__init__(kv, fetch, epoch, open_channel)
+        self._fetch, self._receiving, self._port, self._threads = fetch, receiving, port, threads
+
+    async def run(self) -> PushEnd:
+        with watched(self._fetch, asyncio.get_running_loop()):
+            return await super().run()
 
     async def _run(self, over: asyncio.Event) -> PushEnd:
         fetch, receiving = self._fetch, self._receiving
@@ -129,7 +222,7 @@ class Push:
             call = KvServiceStub(self._open_channel()).Prefill()
             if fetch.is_over:
                 return PushEnd.LEFT
-            hearing = asyncio.create_task(self._hear(call, receiving.ticket))
+            hearing = asyncio.create_task(self._hear(call))
             taking = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run, fetch)
             await asyncio.wait({hearing, taking, ending}, return_when=asyncio.FIRST_COMPLETED)
             if hearing.done() and not over.is_set() and hearing.result() is PushEnd.WHOLE:
@@ -155,76 +248,64 @@ class Push:
                 call.cancel()
             await asyncio.gather(ending, *(() if hearing is None else (hearing,)), return_exceptions=True)
 
-    async def _hear(self, call: Call, ticket: bytes) -> PushEnd:
-        """Register, keep the lease, and hear how far it is, to the end of the call.
+    def _registration(self) -> wire.PrefillRequest:
+        leg, said = self._push.leg, super()._registration()
+        said.tensor_port, said.ticket = self._port, self._receiving.ticket
+        if self._receiving.offered is not None:
+            said.nixl.CopyFrom(self._receiving.offered.message)
+        if leg is not None:
+            said.remote_engine_id, said.remote_request_id, said.remote_tp_size = (
+                self._fetch.peer.node_id,
+                leg.remote_request_id,
+                leg.tp_size,
+            )
+        return said
 
-        Raises:
-            StreamCorrupt: the peer says that all was sent of something else.
-        """
-        beating: asyncio.Task[None] | None = None
+
+class PushInParts(PushCall):
+    """One whose blocks are fetched by who is to hold them.
+
+    Args:
+        begin: asks for a part's blocks.
+    """
+
+    def __init__(
+        self,
+        kv: PeerKv,
+        fetch: PushedParts,
+        epoch: int,
+        begin: Callable[[PeerFetch], None],
+        open_channel: Callable[[], grpc.aio.Channel],
+    ) -> None:
+        super().__init__(kv, fetch, epoch, open_channel)
+        self._fetch, self._begin = fetch, begin
+
+    async def _run(self, over: asyncio.Event) -> PushEnd:
+        fetch = self._fetch
+        call = KvServiceStub(self._open_channel()).Prefill()
+        hearing, ending = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait())
         try:
-            async with asyncio.timeout(SILENT_S):
-                await call.write(self._registration(ticket))
-            beating = asyncio.create_task(self._beat(call))
-            while True:
-                async with asyncio.timeout(SILENT_S):
-                    said = await call.read()
-                if not isinstance(said, wire.PrefillResponse):
-                    return self._end_of(await call.code())
-                if said.epoch != self._epoch:
-                    continue
-                self._began = True
-                if said.status:
-                    return self._end_of(_STATUSES.get(said.status, grpc.StatusCode.UNKNOWN))
-                if said.completion:
-                    if said.completion != f"{self._push.request_id}:{TP_SIZE}" or said.n_blocks != len(self._fetch.keys):
-                        raise StreamCorrupt(f"{self._fetch.peer.node_id} says that it sent {said.completion!r}, {said.n_blocks} blocks")
-                    return PushEnd.WHOLE
-        except TimeoutError:
-            return PushEnd.SILENT
-        except grpc.aio.AioRpcError as error:
-            return self._end_of(error.code())
-        except asyncio.InvalidStateError:
-            return self._end_of(await call.code())  # it ended before it was registered
+            await asyncio.wait({hearing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            end, has_all = PushEnd.LEFT if fetch.is_left else PushEnd.WRITE_FAILED, fetch.filled == len(fetch.keys)
+            if not has_all:
+                self._kv.leave_out(fetch.peer.node_id)  # until it is known why
+            fetch.cancel()
+            if hearing.done():
+                return hearing.result()
+            if has_all:
+                self._has_all.set()
+                await asyncio.wait({hearing}, timeout=COMPLETION_S)
+            return end
         finally:
-            if beating is not None:
-                beating.cancel()
+            hearing.cancel()
+            ending.cancel()
+            call.cancel()
+            await asyncio.gather(hearing, ending, return_exceptions=True)
 
-    def _registration(self, ticket: bytes) -> wire.PrefillRequest:
-        leg = self._push.leg
-        return wire.PrefillRequest(
-            request_id=self._push.request_id,
-            epoch=self._epoch,
-            digest=self._kv.digest,
-            numerics_id=self._kv.numerics_id,
-            layout=self._kv.layout,
-            prompt_ids=self._push.prompt_ids,
-            keys=b"".join(self._fetch.keys),
-            tp_size=TP_SIZE,
-            tensor_port=self._port,
-            ticket=ticket,
-            lease_ms=int(1000 * LEASE_S),
-            nixl=None if self._receiving.offered is None else self._receiving.offered.message,
-            remote_engine_id="" if leg is None else self._fetch.peer.node_id,
-            remote_request_id="" if leg is None else leg.remote_request_id,
-            remote_tp_size=0 if leg is None else leg.tp_size,
-        )
+    def _registration(self) -> wire.PrefillRequest:
+        said = super()._registration()
+        said.in_parts, said.ticket = True, self._push.ticket
+        return said
 
-    async def _beat(self, call: Call) -> None:
-        """Until it is cancelled, or the call is over."""
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await asyncio.sleep(HEARTBEAT_S)
-                await call.write(wire.PrefillRequest(request_id=self._push.request_id, epoch=self._epoch))
-
-    def _end_of(self, status: grpc.StatusCode) -> PushEnd:
-        """What a call's status means."""
-        match status:
-            case grpc.StatusCode.DEADLINE_EXCEEDED if self._began:
-                return PushEnd.LEASE_EXPIRED
-            case grpc.StatusCode.NOT_FOUND if self._began:
-                return PushEnd.UNMATCHED
-            case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED if not self._began:
-                return PushEnd.HANDSHAKE_FAILED
-            case _:
-                return PushEnd.WRITE_FAILED if self._began else PushEnd.REFUSED
+    def _on_began(self) -> None:
+        self._fetch.begin(self._begin)

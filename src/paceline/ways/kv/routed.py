@@ -148,7 +148,7 @@ class RoutedPrefilling(Prefilling):
         await self._known()
         if (prompt := self._awaited.prompt) is not None:
             await self._legs.until(lambda: prompt.is_computed or prompt.ended is not None)
-            self._computed = True
+            self.is_computed = True
             if not prompt.is_computed:
                 self.lease.end(LeaseEnd.NOT_COMPUTED)
 

@@ -23,7 +23,7 @@ from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream
 from paceline.core.stats import Metrics
 from paceline.engine.prefix_cache import prompt_keys, root_key, salted_key
-from paceline.fleet.card import ModelOffer, NodeCard
+from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import MayShareKv, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.messages import Effect
@@ -36,13 +36,13 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
-from paceline.ways.kv.fetching import OPEN_S, KvPeer, PeerFetch, Receiving, watched
+from paceline.ways.kv.fetching import OPEN_S, KvPeer, PeerFetch, PushedParts, Receiving, fetch_request, watched
 from paceline.ways.kv.giving import KvServicer, kv_service
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.meter import KV_ROWS, KvMeter
 from paceline.ways.kv.moving import StageMoves
-from paceline.ways.kv.price import KvPrice, PrefillPrice, marked, parted_price, prefill_price, price, run_of
-from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, push_rest_s
+from paceline.ways.kv.price import KvPrice, PrefillPrice, answers, marked, offer_at, parted_price, prefill_price, price, run_of
+from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, PushInParts, push_rest_s
 from paceline.ways.kv.rests import Rests
 from paceline.ways.kv.routed import KvLegs
 from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, PeerKv
@@ -255,7 +255,7 @@ class KvSharing:
             (card.node_id, offer.digest, offer.numerics_id)
             for card in cards.values()
             if card.node_id != sharers.own and card.addresses
-            for offer in [offer for offer in card.models if _answers(offer)][:MOST_MODELS]
+            for offer in [offer for offer in card.models if answers(offer)][:MOST_MODELS]
         }
         for key in self._watches.keys() - wanted:
             self._watches.pop(key).cancel()
@@ -295,7 +295,7 @@ class KvSharing:
         shown = {card.node_id for card in self._fleet.eligible(Use.ANSWER).cards}
         pushed, beside = dict[NodeId, int](), dict[NodeId, int]()
         for kv in self._used:
-            offer, held = _offer_of(cards.get(own), kv), kv.spans(own)
+            offer, held = offer_at(cards.get(own), kv.digest, kv.numerics_id), kv.spans(own)
             if offer is not None and (rate := kv.prompts_per_s()) > 0:
                 offer = replace(offer, prefill_tokens_per_second=rate)
             peers: list[KvPeer] = []
@@ -315,8 +315,12 @@ class KvSharing:
                 self._prices[node_id, kv.digest, kv.numerics_id] = cost
                 self._say(node_id, kv, cost)
                 prefill = None
-                if told.prefills and kv.spread is None and node_id in shown and kv.role is not PrefillRole.PREFILL:
-                    prefill = prefill_price(cost, kv.block_tokens, _offer_of(cards[node_id], kv))
+                prefills = told.prefills_in_parts if told.spans or held else told.prefills
+                if prefills and node_id in shown and kv.role is not PrefillRole.PREFILL:
+                    there = offer_at(cards[node_id], kv.digest, kv.numerics_id)
+                    if there is not None and told.prompts_per_s:
+                        there = replace(there, prefill_tokens_per_second=told.prompts_per_s)
+                    prefill = prefill_price(cost, kv.block_tokens, there)
                 if prefill is not None:
                     self._say(node_id, kv, prefill)
                     for least, said in ((prefill.least_blocks, pushed), (prefill.least_beside, beside)):
@@ -343,15 +347,19 @@ class KvSharing:
 
     # --------------------------------------------------------------------------------------------------------- asking for blocks
 
-    def _begin_soon(self, kv: PeerKv, fetch: PeerFetch) -> None:
+    def _begin_soon(self, kv: PeerKv, fetch: PeerFetch | PushedParts) -> None:
         if not self._on_loop(partial(self._begin, kv, fetch)):
             fetch.cancel()
 
-    def _begin(self, kv: PeerKv | None, fetch: PeerFetch) -> None:
+    def _begin(self, kv: PeerKv | None, fetch: PeerFetch | PushedParts) -> None:
         if self._stopped:
             fetch.cancel()
             return
-        work = self._fetch(fetch) if kv is None or fetch.push is None else self._push(kv, fetch)
+        if kv is not None and fetch.push is not None:
+            work = self._push(kv, fetch)
+        else:
+            assert isinstance(fetch, PeerFetch), "parts are pushed"
+            work = self._fetch(fetch)
         task = asyncio.create_task(work, name=f"KV from {fetch.peer.node_id}")
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
@@ -384,7 +392,6 @@ class KvSharing:
         return end
 
     async def _turn_of(self, fetch: PeerFetch, offered: NixlOffered | None) -> str:
-        part = fetch.part
         receiving, before = Receiving(self._fleet.tensors.expect(), offered), fetch.filled
         call: grpc.aio.UnaryUnaryCall[wire.FetchBlocksRequest, wire.FetchBlocksResponse] | None = None
 
@@ -396,17 +403,7 @@ class KvSharing:
         fetch.hang_up = partial(self._on_loop, hang_up)
         try:
             channel = self._fleet.channel(fetch.peer.node_id, fetch.peer.addresses, Use.SHARE_KV)
-            request = wire.FetchBlocksRequest(
-                digest=part.digest,
-                numerics_id=part.numerics_id,
-                layout=part.layout,
-                first_layer=part.layers.start,
-                stop_layer=part.layers.stop,
-                keys=b"".join(fetch.keys[before:]),
-                tensor_port=self._fleet.tensors.port,
-                ticket=receiving.ticket,
-                nixl=None if offered is None else offered.message,
-            )
+            request = fetch_request(fetch, self._fleet.tensors.port, receiving)
             call = KvServiceStub(channel).FetchBlocks(request, timeout=OPEN_S)
             if fetch.is_over:
                 call.cancel()
@@ -418,7 +415,7 @@ class KvSharing:
                     raise
                 return "left"
             if not answer.n_blocks:
-                return "none"
+                return "again" if answer.in_turns and fetch.prefill and not fetch.is_over else "none"
             most = answer.n_blocks if answer.in_turns else None
             work = partial(receiving.run, fetch, answer.from_node_id, most)
             await self._loop.run_in_executor(self._threads, work)
@@ -428,10 +425,11 @@ class KvSharing:
         finally:
             receiving.close()
             n_blocks = fetch.filled - before
-            self._came("fetched", fetch.peer, receiving, n_blocks, n_blocks * part.block_bytes)
+            self._came("pushed" if fetch.prefill else "fetched", fetch.peer, receiving, n_blocks, n_blocks * fetch.part.block_bytes)
 
     def _ended(self, fetch: PeerFetch, outcome: str, seconds: float) -> None:
         node_id, n_bytes = fetch.peer.node_id, fetch.filled * fetch.part.block_bytes
+        fetch.is_wrong = outcome == "wrong"
         self.meter.fetches[outcome] += 1
         self.meter.blocks["missed"] += max(0, fetch.expected - fetch.filled)
         now = self._clock.monotonic()
@@ -469,18 +467,24 @@ class KvSharing:
             self._loop.call_later(rest_s + 0.1, self._look_soon)
         self._look_soon()
 
-    async def _push(self, kv: PeerKv, fetch: PeerFetch) -> None:
+    async def _push(self, kv: PeerKv, fetch: PeerFetch | PushedParts) -> None:
         """Have a prompt computed, and count how it ended."""
         self._epoch = max(self._epoch + 1, int(self._clock.wall() * 1e6))
         end, peer = PushEnd.LEFT, fetch.peer
-        receiving = Receiving(self._fleet.tensors.expect(), self.nixl.offer(peer.node_id, peer.instance, self._clock.monotonic()))
+        opened = partial(self._fleet.channel, peer.node_id, peer.addresses, Use.SHARE_KV)
+        receiving: Receiving | None = None
         try:
-            opened = partial(self._fleet.channel, peer.node_id, peer.addresses, Use.SHARE_KV)
-            end = await Push(kv, fetch, self._epoch, receiving, self._fleet.tensors.port, opened, self._threads).run()
+            if isinstance(fetch, PushedParts):
+                end = await PushInParts(kv, fetch, self._epoch, partial(self._begin, None), opened).run()
+            else:
+                offered = self.nixl.offer(peer.node_id, peer.instance, self._clock.monotonic())
+                receiving = Receiving(self._fleet.tensors.expect(), offered)
+                end = await Push(kv, fetch, self._epoch, receiving, self._fleet.tensors.port, opened, self._threads).run()
         finally:
             fetch.cancel()
             self.meter.pushes[end] += 1
-            self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
+            if receiving is not None:
+                self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
             self._rest(peer.node_id, None if end is PushEnd.DAMAGED else peer.instance, push_rest_s(end))
             if fetch.push is not None:
                 fetch.push.ended(end, fetch.filled)
@@ -488,13 +492,3 @@ class KvSharing:
 
 def _soon(seconds: float) -> float:
     return time.perf_counter() + seconds
-
-
-def _answers(offer: ModelOffer) -> bool:
-    return offer.runs_whole and offer.warm and bool(offer.digest and offer.numerics_id)
-
-
-def _offer_of(card: NodeCard | None, kv: PeerKv) -> ModelOffer | None:
-    """What a node says of an engine's model."""
-    offers = () if card is None else card.models
-    return next((offer for offer in offers if _answers(offer) and (offer.digest, offer.numerics_id) == (kv.digest, kv.numerics_id)), None)

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from secrets import token_bytes
 from typing import Any, Final
 
 from paceline.core.errors import ExecutorLost
@@ -24,7 +26,18 @@ from paceline.engine.local import LayerRunner
 from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, PartsFetch, n_alike
 from paceline.machine.kv_tier import DiskTier, part_of
 from paceline.machine.settings import PrefillRole
-from paceline.ways.kv.fetching import MOST_KEYS, ChainedFetch, ComparedBlocks, JoinedFetch, KvPeer, PeerFetch, PromptPush
+from paceline.net.tensor.frames import TICKET_BYTES
+from paceline.ways.kv.fetching import (
+    MOST_KEYS,
+    ChainedFetch,
+    ComparedBlocks,
+    JoinedFetch,
+    KvPeer,
+    PeerFetch,
+    PromptPush,
+    PushedParts,
+    StagesTurns,
+)
 from paceline.ways.kv.patience import LEAST_S, Patience, by_silence
 from paceline.ways.kv.price import marked, run_of
 
@@ -77,7 +90,7 @@ class PeerKv:
         self.routed: dict[RequestId, tuple[KvPeer, PromptPush]] = {}
         """Prompts that a router has computed at a peer. Whoever asks for them first takes them from here."""
         self._peers: Sequence[KvPeer] = ()
-        self._begin: Callable[[PeerFetch], None] | None = None
+        self._begin: Callable[[PeerFetch | PushedParts], None] | None = None
         self.role, self.nixl = PrefillRole.BOTH, False
         self.compute: Callable[[GenerationRequest], ChunkStream] | None = None
         """Runs a request of another node on this engine; None: none may."""
@@ -98,7 +111,7 @@ class PeerKv:
         """As of `KvLoans`."""
         loans.on_checked = self._checked
 
-    def show(self, peers: Sequence[KvPeer], begin: Callable[[PeerFetch], None]) -> None:
+    def show(self, peers: Sequence[KvPeer], begin: Callable[[PeerFetch | PushedParts], None]) -> None:
         """Which peers there are now.
 
         Args:
@@ -161,7 +174,7 @@ class PeerKv:
             fetch = self._of_peer(peer, keys[here:], blocks[here:], run - here, push)
             return JoinedFetch(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
         if not here:
-            return self._of_peer(peer, keys, blocks, run)
+            return self._of_peer(peer, keys, blocks, run, push)
         behind = lambda n: None if n >= run else self._of_peer(peer, keys[n:], blocks[n:], run - n)  # noqa: E731
         return ChainedFetch(self._on_disk(keys[:here], blocks[:here]), behind)
 
@@ -234,6 +247,8 @@ class PeerKv:
     ) -> KvFetch:
         """Ask a peer for blocks; of a model that lies on several machines, each for its layers."""
         assert self._begin is not None, "peers are shown"
+        if push is not None and push.leg is None and (self.spread is not None or peer.spans):
+            return self._under_way(self._pushed_in_parts(peer, keys, blocks, expected, push), is_routed=False)
         own, routed = self._runner.layers, push is not None and push.leg is not None
         at_once = 1 if push is None or peer.prefill is None else peer.prefill.last_blocks
         parts: list[KvFetch] = []
@@ -249,8 +264,37 @@ class PeerKv:
         if self.spread is not None:
             move = KvMove(peer.node_id, self.layout, peer.stops, expected)
             parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * peer.price.computed_s), MOST_MOVE_S)))
-        fetch = PartsFetch(parts, GivenBlocks(peer.node_id, self._alike))
-        self._fetches = {one: routed for one, routed in self._fetches.items() if not one.is_over} | {fetch: routed}
+        return self._under_way(PartsFetch(parts, GivenBlocks(peer.node_id, self._alike)), is_routed=routed)
+
+    def _pushed_in_parts(
+        self, peer: KvPeer, keys: Sequence[bytes], blocks: Sequence[BlockId], expected: int, push: PromptPush
+    ) -> PushedParts:
+        """Have a peer compute a prompt whose blocks lie on several machines, there or here."""
+        assert self._begin is not None, "peers are shown"
+        assert peer.prefill is not None, "it was found"
+        push, at_once = replace(push, ticket=token_bytes(TICKET_BYTES)), peer.prefill.last_blocks
+        patience = partial(Patience, self.now(), peer.price.computed_s, expected, at_once)
+        parts: list[PeerFetch] = []
+        own = self._runner.layers
+        for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
+            layers = None if part.layers == own else part.layers
+            write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
+            parts.append(PeerFetch(peer, part, keys, blocks, expected, write, self._wake, patience(), None, self.now, push.ticket))
+        stages = None
+        if (spread := self.spread) is not None:
+
+            def ask(first: int, n_blocks: int, within_s: float) -> KvFetch:
+                move = KvMove(peer.node_id, self.layout, peer.stops, n_blocks, ticket=push.ticket)
+                return spread.fetch_parts(move, keys[first : first + n_blocks], blocks[first : first + n_blocks], within_s)
+
+            stages = StagesTurns(ask, len(keys), at_once, patience(), MOST_MOVE_S, self.now)
+        fetch = PushedParts(peer, keys, push, parts, stages, GivenBlocks(peer.node_id, self._alike), self._wake)
+        self._begin(fetch)
+        return fetch
+
+    def _under_way(self, fetch: PartsFetch, *, is_routed: bool) -> PartsFetch:
+        """One more, among those that are not over."""
+        self._fetches = {one: routed for one, routed in self._fetches.items() if not one.is_over} | {fetch: is_routed}
         return fetch
 
     def _alike(self, blocks: Sequence[BlockId]) -> KvFetch:

@@ -7,6 +7,7 @@ from typing import Final
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
+from paceline.fleet.machines import sensible
 from paceline.net.mapper import split_bytes
 from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.price import MARK_BYTES
@@ -28,6 +29,9 @@ class ToldPrefixes:
     prefills: bool
     spans: tuple[LayerSpan, ...] = ()
     """Where its layers lie; none: with it."""
+    prefills_in_parts: bool = False
+    prompts_per_s: float = 0.0
+    """Tokens, where several machines compute them; 0: as its card says."""
 
 
 def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
@@ -39,4 +43,5 @@ def read_told(said: wire.WatchPrefixesResponse) -> ToldPrefixes:
         span.layers.start != stop or span.layers.stop <= stop for span, stop in zip(spans, stops, strict=False)
     ):
         return ToldPrefixes(said.version, said.block_tokens, said.layout, frozenset(), prefills=False)
-    return ToldPrefixes(said.version, said.block_tokens, said.layout, marks, said.prefills, spans)
+    rate = sensible(said.prompts_per_s, 1e-6, 1e9) or 0.0
+    return ToldPrefixes(said.version, said.block_tokens, said.layout, marks, said.prefills, spans, said.prefills_in_parts, rate)

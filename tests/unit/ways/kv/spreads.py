@@ -16,7 +16,7 @@ from typing import Any
 from tests.fakes.fleets import TestFleet
 from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import until
-from tests.unit.ways.kv.sharers import DIGEST, Sharer
+from tests.unit.ways.kv.sharers import DIGEST, SLOW, Sharer
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError
@@ -208,12 +208,28 @@ class Spread(Sharer):
 
 
 @asynccontextmanager
-async def spreads(root: Path, check_every: int = 512, **own: LayerRange) -> AsyncGenerator[list[Spread]]:
-    """Nodes of one fleet, and which layers each holds of the model that it answers with."""
+async def spreads(
+    root: Path, check_every: int = 512, speeds: Mapping[str, float] | None = None, **own: LayerRange
+) -> AsyncGenerator[list[Spread]]:
+    """Nodes of one fleet, and which layers each holds of the model that it answers with.
+
+    Args:
+        speeds: tokens of prompts a second, as cards say, where that is not slow.
+    """
     fleet, found = TestFleet(), list[Spread]()
     try:
         for name, layers in own.items():
-            found.append(Spread(fleet, root, name, *(one.node for one in found), own=layers, check_every=check_every))
+            found.append(
+                Spread(
+                    fleet,
+                    root,
+                    name,
+                    *(one.node for one in found),
+                    own=layers,
+                    check_every=check_every,
+                    speed=(speeds or {}).get(name, SLOW),
+                )
+            )
             await found[-1].start()
         for one in found:
             await until(lambda one=one: len(one.node.view().ids) == len(found))

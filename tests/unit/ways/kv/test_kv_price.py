@@ -64,6 +64,7 @@ def test_it_is_said_which_prompts_are_computed_elsewhere_and_why() -> None:
         card("like", 100.0, to="d"),
         card("other", 4000.0, numerics="m", to="d"),
         card("p", 4000.0, Role.PREFILL, to="d"),
+        card("several", 0.0, to="d"),
         card("unmeasured", 4000.0),
     ]
     said = explain_prompts({one.node_id: one for one in cards}, NodeId("d"), ModelRef("d" * 64, "int4"), 500)
@@ -71,6 +72,7 @@ def test_it_is_said_which_prompts_are_computed_elsewhere_and_why() -> None:
     assert said == [
         f"like: {like}: 100 a second come, and 100 are computed here; one of 500 stays at d",
         "p: prompts of 16 new tokens or more are computed there: 4000 a second come, and 100 are computed here; one of 500 goes there",
+        "several: whether prompts are computed there is in the log of d: cards don't say how fast several machines are",
         "unmeasured: prompts are not computed there: its speed, or the link, is not measured",
     ]
     assert explain_prompts({one.node_id: one for one in cards}, NodeId("gone"), ModelRef("d" * 64, "int4"), 500) == []

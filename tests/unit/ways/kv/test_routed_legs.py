@@ -22,7 +22,7 @@ from paceline.core.generation import GenerationChunk, GenerationRequest, KvLeg, 
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.machine.settings import PrefillRole
 from paceline.ways.kv import legs, prefilling, pushing, routed
-from paceline.ways.kv.fetching import KvPeer, PeerFetch, PromptPush
+from paceline.ways.kv.fetching import KvPeer, PromptPush
 from paceline.ways.kv.price import KvPrice
 
 ALIKE = 100.0
@@ -323,7 +323,7 @@ async def test_who_can_t_be_asked_is_not(tmp_path: Path) -> None:
 @in_loop
 async def test_a_prompt_is_asked_for_once_its_blocks_have_room_and_not_where_it_was_told_otherwise_meanwhile(tmp_path: Path) -> None:
     async with sharers(tmp_path, sharer("d", speed=ALIKE)) as (d,):
-        begun: list[PeerFetch] = []
+        begun: list[Any] = []
         d.kv.show((), begun.append)
         request = GenerationRequest(RequestId("d1"), tuple(PROMPT), 6)
         routed_to = KvPeer(NodeId("p"), b"", (), frozenset(), KvPrice(0.0, 0.0, 0.0)), PromptPush(D_ID, leg=decode(d))

@@ -81,7 +81,7 @@ SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
 KV_BLOCKS_VERSION = 1
 """Of what a caller asks of blocks that a stage's node keeps on a disk."""
-KV_MOVES_VERSION = 2
+KV_MOVES_VERSION = 3
 """Of what a caller asks between those blocks and other nodes."""
 
 

@@ -1,0 +1,205 @@
+"""Prompts that a machine computes for another, where the layers of either lie on several: the bytes of one machine, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.net.member.nodes import in_loop, until
+from tests.unit.ways.kv.spreads import WHOLE as LAYERS
+from tests.unit.ways.kv.spreads import Spread, spreads
+from tests.unit.ways.kv.test_faulty_peers import FIRST, Send, Turn, another, damaged, dies
+from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
+
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.core.model import LayerRange
+from paceline.machine.settings import PrefillRole
+from paceline.ways.kv import giving, moving, prefilling, pushing
+
+ROWS = 4 * WHOLE
+FRONT, BACK = LayerRange(0, 1), LayerRange(1, 4)
+KINDS = ["d is a pipeline", "p is a pipeline", "both are"]
+FAST = 10_000.0
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@asynccontextmanager
+async def pushes(root: Path, kind: str, **how: Any) -> AsyncGenerator[tuple[Spread, Spread, list[Spread]]]:
+    """One that computes prompts, one that has them computed, and all nodes."""
+    p, d = (LAYERS if kind == KINDS[0] else FRONT), (LAYERS if kind == KINDS[1] else FRONT)
+    speeds = {"p": FAST, "d": 1.0}
+    async with spreads(root, speeds=speeds, p=p, d=d, g=LAYERS, h=LAYERS, **how) as made:
+        if p == FRONT:
+            made[0].stages_at((made[2], LayerRange(1, 2)), (made[3], LayerRange(2, 4)))
+            made[0].kv.prompts_per_s = lambda: FAST
+        if d == FRONT:
+            made[1].stages_at((made[3], BACK))
+        await made[0].answer("0", PROMPT[50:70])  # and so tells where its layers lie
+        made[0].bench.runner.rows_run = 0
+        await made[0].computes_for(made[1])
+        yield made[0], made[1], made
+
+
+async def swift(d: Spread) -> None:
+    """All of a prompt is worth a second there: nothing is waited for longer than that and a little."""
+    d.kv.prompts_per_s = lambda: 100.0
+    d.sharing._look_soon()  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: all(peer.price.computed_s < 1 for peer in d.kv._peers))  # pyright: ignore[reportPrivateUsage]
+
+
+async def at_rest(*all_of: Spread) -> None:
+    await until(lambda: all(one.is_at_rest and not one.sharing._servicer._leases.live for one in all_of))  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: all(one.bench.engine.stats().blocks_in_use == 0 for one in all_of))
+    assert not any(one.sharing._servicer._in_parts for one in all_of)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_loop
+async def test_a_prompt_is_computed_where_that_is_faster_and_its_parts_come_from_who_holds_them(tmp_path: Path, kind: str) -> None:
+    async with pushes(tmp_path, kind) as (p, d, made):
+        answer = await d.answer("1", PROMPT)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), ROWS)
+        assert d.bench.runner.rows_run == len(PROMPT) - ROWS + len(answer.token_ids) - 1
+        await until(lambda: p.sharing.meter.prefills == {"whole": 1} and d.sharing.meter.pushes == {"whole": 1})
+        assert [one.node_id for one in made if one.sharing.meter.blocks["given"]] == (["p"] if kind == KINDS[0] else ["p", "g", "h"])
+        assert [one.node_id for one in made if one.sharing.meter.blocks["pushed"]] == (["d"] if kind == KINDS[1] else ["d", "h"])
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_loop
+async def test_parts_come_while_later_chunks_still_run(tmp_path: Path, gate: threading.Event, kind: str) -> None:
+    async with pushes(tmp_path, kind) as (p, d, made):
+        steps = iter([None, None, None])
+        p.pace = lambda: next(steps, gate) and gate.wait(60)
+        asking = asyncio.create_task(d.answer("1", PROMPT))
+        await until(lambda: any(one.sharing.meter.blocks["pushed"] for one in made))
+        assert not asking.done()
+        gate.set()
+        assert (await asking).token_ids == alone(PROMPT)
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize(("fault", "end"), [(damaged, "damaged"), (another, "damaged"), (dies, "write_failed")])
+@pytest.mark.parametrize("kind", KINDS[:2])
+@in_loop
+async def test_parts_that_come_wrong_or_not_at_all_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Send, end: str, kind: str
+) -> None:
+    async with pushes(tmp_path, kind) as (_, d, made):
+        for room in (giving, moving):
+            monkeypatch.setattr(room, "send_block", Turn(fault))
+        answer = await d.answer("1", PROMPT)
+        assert answer.token_ids == alone(PROMPT)
+        assert answer.cached_tokens <= 4 * FIRST
+        # A stage says how far it came, and not why no further.
+        # A stage says how far it came, and not why no further.
+        await until(lambda: d.sharing.meter.pushes in ({end: 1}, {"write_failed": 1}))
+        await at_rest(*made)
+        monkeypatch.undo()
+        other = PROMPT[::-1]
+        assert (await d.answer("2", other)).token_ids == alone(other)
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize("lost", ["d's stage", "p's stage"])
+@in_loop
+async def test_a_stage_that_is_lost_meanwhile_gives_and_takes_no_more(tmp_path: Path, gate: threading.Event, lost: str) -> None:
+    async with pushes(tmp_path, KINDS[2]) as (p, d, made):
+        await swift(d)
+        steps = iter([None, None, None])
+        p.pace = lambda: next(steps, gate) and gate.wait(60)
+        asking = asyncio.create_task(d.answer("1", PROMPT))
+        await until(lambda: any(one.sharing.meter.blocks["pushed"] for one in made))
+        stage = (d if lost == "d's stage" else p).route.stages[0]
+        stage.lose()
+        written = len(stage.held.written)
+        gate.set()
+        answer = await asking
+        assert (answer.token_ids, answer.cached_tokens < ROWS) == (alone(PROMPT), True)
+        await at_rest(*made)
+        assert len(stage.held.written) <= written + 1, "what was being written when it went"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_loop
+async def test_one_that_comes_no_further_is_left_and_what_it_computes_is_not_wanted_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, kind: str
+) -> None:
+    monkeypatch.setattr(pushing, "SILENT_S", 0.5)
+    monkeypatch.setattr(prefilling, "HOLD_S", 0.5)
+    async with pushes(tmp_path, kind) as (p, d, made):
+        monkeypatch.setattr(prefilling, "PROGRESS_S", 60.0)
+        p.pace = lambda: gate.wait(60)
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"silent": 1})
+        gate.set()
+        await until(lambda: p.sharing.meter.prefills == {"left": 1})
+        await at_rest(*made)
+
+
+@in_loop
+async def test_stages_are_waited_for_as_long_as_their_blocks_pay(tmp_path: Path, gate: threading.Event) -> None:
+    async with pushes(tmp_path, KINDS[0]) as (p, d, made):
+        await swift(d)
+        p.pace = lambda: gate.wait(60)
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"watchdog": 1})
+        gate.set()
+        await until(lambda: p.sharing.meter.prefills == {"left": 1})
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_loop
+async def test_an_answer_that_is_not_wanted_any_more_ends_its_prompt_there(tmp_path: Path, gate: threading.Event, kind: str) -> None:
+    async with pushes(tmp_path, kind) as (p, d, made):
+        reached = threading.Event()
+        p.pace = lambda: (reached.set(), gate.wait(60))
+        asked = GenerationRequest(RequestId("x"), tuple(PROMPT), 6, SamplingParams(seed=1))
+        d.bench.add(asked)
+        d.bench.engine.submit()
+        await until(reached.is_set)
+        d.bench.engine.abort(asked.request_id)
+        ended = asyncio.create_task(asyncio.to_thread(d.bench.run))
+        await until(lambda: d.sharing.meter.pushes == {"left": 1} and p.sharing.meter.prefills == {"left": 1})
+        gate.set()
+        assert (await ended)[asked.request_id, 0].finish is FinishReason.ABORT
+        await at_rest(*made)
+
+
+@in_loop
+async def test_a_lease_that_ends_while_parts_are_fetched_ends_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(pushing, "LEASE_S", 1.0)
+    monkeypatch.setattr(prefilling, "HOLD_S", 0.5)
+    async with pushes(tmp_path, KINDS[2]) as (p, d, made):
+        steps = iter([None, None, None])
+        p.pace = lambda: next(steps, gate) and gate.wait(60)
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"lease_expired": 1} and p.sharing.meter.prefills == {"expired": 1})
+        gate.set()
+        await at_rest(*made)
+
+
+@in_loop
+async def test_one_that_refuses_is_asked_for_no_part(tmp_path: Path) -> None:
+    async with pushes(tmp_path, KINDS[2]) as (p, d, made):
+        p.kv.role = PrefillRole.DECODE
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"refused": 1})
+        assert not any(one.sharing.meter.fetches for one in made)
+        await at_rest(*made)
