@@ -22,6 +22,7 @@ from paceline.store.home import Home
 from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
+from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import Shared
 
 WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
@@ -68,7 +69,7 @@ def explained(request: PlanRequest, view: View | None = None, sharers: Collectio
         able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
         at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
         lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
-    elif made.chosen.way is Way.PIPELINE:
+    elif made.chosen.way == PIPELINE:
         at = made.chosen.stages[0].node_id
         lines.append(f"prompts: whether others compute them is in the log of {at}: that depends on all of its machines' links")
     if len(cards) == 1:

@@ -202,7 +202,9 @@ def explain_prompts(cards: Mapping[NodeId, NodeCard], at: NodeId, model: ModelRe
         cost = price(block_bytes, BLOCK_TOKENS, here, links.between(node_id, at))
         prefill = None if cost is None else prefill_price(cost, BLOCK_TOKENS, there)
         if prefill is None and there.tokens_per_second > 0 and not there.prefill_tokens_per_second:
-            lines.append(f"{node_id}: whether prompts are computed there is in the log of {at}: cards don't say how fast several machines are")
+            lines.append(
+                f"{node_id}: whether prompts are computed there is in the log of {at}: cards don't say how fast several machines are"
+            )
         elif prefill is None:
             lines.append(f"{node_id}: prompts are not computed there: its speed, or the link, is not measured")
         else:
