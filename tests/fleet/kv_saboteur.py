@@ -10,7 +10,8 @@ A deed is done once, to the first stream of blocks that it sends which comes so 
     close N         ... does not come: the stream ends
     forget N        ... can't be read, nor any after it, as if the pool had given them up, until `done` is removed
 
-`lease_s` in its home bounds the leases that it gives; `clock_s` says how far its clock is off. A peer that failed is asked again at once.
+`lease_s` in its home bounds the leases that it gives; `prompts_per_s` is how many tokens of prompts a second it seems to compute, where that is there;
+`clock_s` says how far its clock is off. A peer that failed is asked again at once.
 
 Law, looked after here: a block that is free holds poison until it is handed out; one that is known by name, and idle, holds what it held when its last
 user went. What breaks it is written to `violations`.
@@ -164,7 +165,8 @@ if __name__ == "__main__":  # and not where a process of its own is begun
     SystemClock.wall = lambda self: wall(self) + number_in("clock_s", 0.0)  # type: ignore[method-assign]
     scheduler.BlockPool = Poisoned  # type: ignore[misc]
     prefilling.send_block = giving.send_block = send_badly
-    StepCosts.seen_prefill = lambda self: 0.0  # type: ignore[method-assign]  # it stays as fast as its home says
+    # It stays as fast as its home says.
+    StepCosts.seen_prefill = lambda self: number_in("prompts_per_s", 0.0)  # type: ignore[method-assign]
     lease.LEASE_S = number_in("lease_s", lease.LEASE_S)  # type: ignore[misc]
     for room in (pushing, service):
         room.REST_S = room.WRONG_REST_S = AGAIN_S  # type: ignore[misc]
