@@ -112,7 +112,7 @@ def main() -> int:
     rows: dict[str, list[float]] = {"pushed": [], "here": []}
     gaps: dict[str, list[float]] = {"before": [], "pushed": [], "here": []}
     went: list[str] = []
-    with tempfile.TemporaryDirectory() as scratch, machines(Path(scratch), Home.from_environment().kernels, "p", "d") as (p, d):
+    with tempfile.TemporaryDirectory() as scratch, machines(Path(scratch), Home.from_environment().kernels, "p", "d", warm=None) as (p, d):
         p.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         p.up(*up)
         p.node.stop()
