@@ -59,14 +59,14 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
         yield Spread(alone, o, q, [g, h])
 
 
-def ask(machine: Machine, said: list[Any], **extra: Any) -> tuple[str, int]:
-    """What it answers, and how many tokens of the prompt it did not compute."""
+def ask(machine: Machine, said: list[Any], **extra: Any) -> tuple[str, int, int]:
+    """What it answers, how many tokens of the prompt it did not compute, and how many these are."""
     answer = client_of(machine).chat.completions.create(
         model=MODEL, messages=said, temperature=0.8, seed=5, max_tokens=12, extra_body={"ignore_eos": True, **extra}
     )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0
+    return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0, answer.usage.prompt_tokens
 
 
 def knows(machine: Machine, other: str, prefixes: float) -> None:
@@ -91,13 +91,15 @@ def test_a_conversation_goes_from_a_machine_to_a_pipeline_to_another_and_back(sp
 def goes_around(spread: Spread, story: str) -> bool:
     """Have one conversation. Returns whether each machine had what the one before it knew."""
     said: list[Any] = [{"role": "user", "content": story}]
+    known = dict[str, int]()
+    """Tokens that a machine has of its own from an earlier turn, and a few more: fewer may be there without a fetch."""
     places = [spread.alone, spread.o, spread.q, spread.alone]
     holders = {"a": [spread.alone], "o": [spread.o, *spread.hosts], "q": spread.hosts}
     for turn, machine in enumerate(places):
         before = {one.name: (counted(one, FETCHED), counted(one, GIVEN), told(one)) for one in spread.all}
-        answer, cached = ask(machine, said)
+        answer, cached, tokens = ask(machine, said)
         if turn:
-            if cached < 16 * LEAST:
+            if cached < max(16 * LEAST, known.get(machine.name, 0)):
                 return False
             for one in holders[machine.name]:
                 until(lambda one=one, before=before: counted(one, FETCHED) > before[one.name][0])
@@ -106,5 +108,6 @@ def goes_around(spread: Spread, story: str) -> bool:
         if turn + 1 < len(places):
             knows(places[turn + 1], machine.name, before[places[turn + 1].name][2])
         assert ask(spread.alone, said, cache_salt="computed anew")[0] == answer
+        known[machine.name] = tokens + 2 * 16
         said += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"{STORY[:700]} And then, {turn}?"}]
     return True
