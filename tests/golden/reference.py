@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -212,6 +213,12 @@ def greedy_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], lis
         leads.append(float(first - second))
         ids.append(int(last.argmax()))
     return ids[len(prompt) :], leads
+
+
+def skip_what_is_the_same(runner: LayerRunner[Any], path: executor.Path) -> None:
+    """Positions of answers, where they run the kernels that prompts' run."""
+    if runner.one_path and path is not executor.Path.PROMPT:
+        pytest.skip("these kernels have one path")
 
 
 def ours(runner: LayerRunner[Any], ids: list[int], path: executor.Path) -> Logits:

@@ -92,6 +92,7 @@ def test_logits_over_real_prompts(
     Kernels err 0.01 to 0.02 where activations are bf16 or int16. Our own int4 takes them as int8, as llama.cpp does, and errs 0.03
     (docs/performance.md has both over longer texts). 4-bit groups held as int8 are rounded once more.
     """
+    hf.skip_what_is_the_same(runner, path)
     pairs = list(zip([hf.ours(runner, ids, path) for ids in prompts], exact_logits, strict=True))
     errors = np.concatenate([np.sqrt(np.square(found - theirs).mean(1)) / theirs.std() for found, theirs in pairs])
     agree = np.concatenate([found.argmax(1) == theirs.argmax(1) for found, theirs in pairs])

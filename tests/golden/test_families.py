@@ -123,6 +123,7 @@ def test_longer_contexts_turn_by_the_longer_rope(tmp_path: Path, kernel_cache: P
 
 @pytest.mark.parametrize("path", list(KernelPath))
 def test_logits_are_those_of_transformers(runner: Any, golden: Golden, path: KernelPath) -> None:
+    hf.skip_what_is_the_same(runner, path)
     found = hf.ours(runner, golden.ids, path)
     stray = STRAY_INT8 if runner.one_path and golden.weights is WeightsFormat.INT4 else STRAY
     assert float(np.median(row_errors(found, golden.logits))) < stray * golden.stray
