@@ -49,7 +49,8 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
             )
         port = free_port()
         peer = ("--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
-        # It answers its own clients alone: a request to a pipeline's machine is not sent on to where it would be faster.
+        # They answer their own clients alone: a request to a pipeline's machine is not sent on to where it would be faster, nor its prompt computed there.
+        peer = (*peer, "--role", "prefill")
         alone.up("--fleet-port", str(port), "--role", "prefill", *SMALL)
         with ThreadPoolExecutor() as together:
             list(together.map(lambda host: host.up("--no-model", "--serve-shards", "--threads", "1", *peer), (g, h)))

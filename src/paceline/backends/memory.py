@@ -37,12 +37,12 @@ def total_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return min([_physical(), *(group.limit for group in _groups(proc, cgroup))])
 
 
-def own_bytes(pid: int, proc: Path = Path("/proc")) -> int:
-    """What a process has written to of memory that it shares with none; 0 where the system does not say."""
+def own_bytes(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """What a process has written to of memory that it shares with none; None where the system does not say."""
     try:
         _, resident, shared, *_ = map(int, (proc / str(pid) / "statm").read_text().split())
     except (OSError, ValueError):
-        return 0
+        return None
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -33,7 +33,7 @@ MANAGER_S: Final = 120.0
 
 
 def unit(args: list[str], home: Path, *, of_machine: bool) -> str:
-    """A unit of systemd. A stop by SIGTERM is no failure; what a person must mend (exit code 2) is not tried again. It runs where it was installed, as paths among its flags want."""
+    """A unit of systemd. A stop by SIGTERM is no failure; what a person must mend (exit code 2) is not tried again."""
     command = " ".join(_quoted(arg) for arg in (sys.executable, "-m", "paceline", "up", *args))
     return f"""# {MARK}
 [Unit]
@@ -44,7 +44,6 @@ After=network-online.target
 [Service]
 ExecStart={command}
 Environment={_quoted(f"PACELINE_HOME={home}", dollars=False)}
-WorkingDirectory=-{str(Path.cwd()).replace("%", "%%")}
 Restart=on-failure
 RestartSec=5
 RestartPreventExitStatus=2
@@ -66,13 +65,19 @@ def plist(args: list[str], home: Path) -> bytes:
             "Comment": MARK,
             "ProgramArguments": [sys.executable, "-m", "paceline", "up", *args],
             "EnvironmentVariables": {"PACELINE_HOME": str(home)},
-            "WorkingDirectory": str(Path.cwd()),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 5,
             "ExitTimeOut": int(_stop_s(args)),
         }
     )
+
+
+def _from_here(arg: str) -> str:
+    """A flag or its value, of which a path means what it means here: a service runs elsewhere, as Python imports from the folder where it runs."""
+    flag, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
+    is_path = os.sep in value or value.endswith(".gguf")
+    return flag + equals + str(Path(value).absolute()) if is_path and Path(value).exists() else arg
 
 
 def _quoted(word: str, *, dollars: bool = True) -> str:
@@ -141,8 +146,12 @@ def install(
 ) -> None:
     """Write the service's file and start it. All other flags are those of `paceline up`."""
     of_machine, is_mac = os.geteuid() == 0, sys.platform == "darwin"
-    args, home, path = list(context.args), Home.from_environment().root.absolute(), place(of_machine=of_machine, is_mac=is_mac)
-    if any("\n" in arg or "\0" in arg for arg in (*args, str(home), str(Path.cwd()))):
+    args, home, path = (
+        [_from_here(arg) for arg in context.args],
+        Home.from_environment().root.absolute(),
+        place(of_machine=of_machine, is_mac=is_mac),
+    )
+    if any("\n" in arg or "\0" in arg for arg in (*args, str(home))):
         raise ConfigError("A flag of a service can't have a line break", "Leave it out.")
     data = plist(args, home) if is_mac else unit(args, home, of_machine=of_machine).encode()
     if show:

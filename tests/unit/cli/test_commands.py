@@ -19,7 +19,7 @@ import pytest
 from paceline.store.families import BY_NAME
 
 
-def paceline(*args: str, message: str = "Hi.", **environment: str) -> subprocess.CompletedProcess[str]:
+def paceline(*args: str, message: str = "Hi.", cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paceline", *args],
         capture_output=True,
@@ -27,6 +27,7 @@ def paceline(*args: str, message: str = "Hi.", **environment: str) -> subprocess
         input=message,
         timeout=500,
         env={**os.environ, "COLUMNS": "200", **environment},
+        cwd=cwd,
         check=False,
     )
 

@@ -43,16 +43,17 @@ def test_the_property_list_comes_back(tmp_path: Path) -> None:
     assert read["EnvironmentVariables"] == {"PACELINE_HOME": str(tmp_path)}
 
 
-def test_paths_among_flags_are_from_where_the_service_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here := tmp_path / "50% of them").mkdir()
-    monkeypatch.chdir(here)
-    text = service.unit(["--model", "./a.gguf"], tmp_path, of_machine=True)
-    assert f"WorkingDirectory=-{tmp_path}/50%% of them" in text.splitlines()
-    assert plistlib.loads(service.plist([], tmp_path))["WorkingDirectory"] == str(here)
-    (path := tmp_path / "paceline.service").write_text(text)
-    if shutil.which("systemd-analyze"):
-        done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False, timeout=300)
-        assert (done.returncode, "paceline.service" in done.stderr) == (0, False), done.stderr
+def test_paths_among_flags_are_from_where_the_service_was_installed(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "some").mkdir()
+    flags = ["--model", "a.gguf", "--model=./a.gguf", "--draft", "some", "--model", "of/the-hub"]
+    shown = paceline("service", "install", "--print", *flags, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    there = tmp_path / "a.gguf"
+    assert all(arg in shown.stdout for arg in (f"--model={there}", f"{there}", "some", "of/the-hub"))
+    assert str(tmp_path / "some") not in shown.stdout
+    assert "./a.gguf" not in shown.stdout
+    assert "WorkingDirectory" not in shown.stdout
 
 
 def test_a_file_of_someone_else_is_left_alone(tmp_path: Path) -> None:

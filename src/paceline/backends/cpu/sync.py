@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from numba import njit
@@ -162,7 +163,9 @@ def load_int32(_, address):
 
 
 def nodes(system: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """The processors of each node that this process may run on; empty where the system tells of less than two nodes."""
+    """The processors of each node that this process may run on; empty where the system tells of less than two nodes, or they are of unlike sizes: as many
+    threads run at each.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return []
     allowed = os.sched_getaffinity(0)
@@ -172,7 +175,7 @@ def nodes(system: Path = Path("/sys/devices/system/node")) -> list[frozenset[int
         return []
     found = [frozenset(allowed & _processors(text)) for text in lists]
     found = [node for node in found if node]
-    return found if len(found) > 1 else []
+    return found if len(found) > 1 and len({len(node) for node in found}) == 1 else []
 
 
 def _processors(text: str) -> set[int]:
@@ -195,4 +198,5 @@ def node_of(part: int, parts: int, n_nodes: int) -> int:
 def bind(node: frozenset[int]) -> None:
     """Have this thread run on a node's processors alone. Threads that it starts do too."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, node)
+        with suppress(OSError):  # it is refused here: then the system places the thread
+            os.sched_setaffinity(0, node)

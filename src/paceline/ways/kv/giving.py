@@ -152,7 +152,11 @@ class KvServicer(KvServiceServicer):
             if computing is None or computing.kv is not kv:
                 loan = await _lent(kv, keys[: kv.window])
             else:
-                loan = await computing.lend(keys[: kv.window])
+                self._served[caller.node_id] -= 1  # what waits for a prompt takes no place of those that are given blocks
+                try:
+                    loan = await computing.lend(keys[: kv.window])
+                finally:
+                    self._served[caller.node_id] += 1
             if loan is None:
                 self._served[caller.node_id] -= 1
                 return wire.FetchBlocksResponse(in_turns=True)

@@ -143,8 +143,7 @@ class Prefilling:
             if sending.done():
                 sending.result()  # a failure of this node's own is told as one
             if self.lease.ended is LeaseEnd.WHOLE:
-                said = self.registration.completion
-                await context.write(wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent, completion=said))
+                await context.write(self._last())
         finally:
             self.lease.end(LeaseEnd.LEFT)
             for task in others:
@@ -155,6 +154,11 @@ class Prefilling:
 
     def _progress(self) -> wire.PrefillResponse:
         return wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent)
+
+    def _last(self) -> wire.PrefillResponse:
+        """Once all blocks are with the caller."""
+        said = self.registration
+        return wire.PrefillResponse(epoch=said.epoch, n_blocks=len(said.keys), completion=said.completion)
 
     async def _send_in(self, threads: Executor) -> None:
         await self._known()
@@ -246,10 +250,7 @@ class PrefillingInParts(Prefilling):
         self._over = asyncio.Event()
 
     def _progress(self) -> wire.PrefillResponse:
-        if not self.is_computed:
-            return super()._progress()
-        said = self.registration
-        return wire.PrefillResponse(epoch=said.epoch, n_blocks=len(said.keys), completion=said.completion)
+        return self._last() if self.is_computed else super()._progress()
 
     async def _send_in(self, threads: Executor) -> None:
         del threads  # others send

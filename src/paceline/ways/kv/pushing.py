@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from typing import Final
 
@@ -77,7 +78,7 @@ def push_rest_s(end: PushEnd) -> float | None:
             return REST_S
 
 
-class PushCall:
+class PushCall(ABC):
     """One prompt at one peer: what whole blocks and parts of them have in common."""
 
     def __init__(self, kv: PeerKv, fetch: PeerFetch | PushedParts, epoch: int, open_channel: Callable[[], grpc.aio.Channel]) -> None:
@@ -114,9 +115,9 @@ class PushCall:
             return PushEnd.DAMAGED
         return PushEnd.WATCHDOG if fetch.is_late else PushEnd.WRITE_FAILED if end is PushEnd.WHOLE else end
 
+    @abstractmethod
     async def _run(self, over: asyncio.Event) -> PushEnd:
         """Until it ends, or the fetch is over. Nothing is asked for any more once this returns."""
-        raise NotImplementedError
 
     def _registration(self) -> wire.PrefillRequest:
         return wire.PrefillRequest(
@@ -131,7 +132,7 @@ class PushCall:
             lease_ms=int(1000 * LEASE_S),
         )
 
-    def _on_began(self) -> None:
+    def _on_began(self) -> None:  # noqa: B027 (whole blocks need nothing then)
         """The peer has taken the registration."""
 
     async def _hear(self, call: Call) -> PushEnd:
@@ -141,17 +142,20 @@ class PushCall:
             StreamCorrupt: the peer says that all was sent of something else.
         """
         beating: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SILENT_S):
                 await call.write(self._registration())
             beating = asyncio.create_task(self._beat(call))
+            until = loop.time() + SILENT_S
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout_at(until):
                     said = await call.read()
                 if not isinstance(said, wire.PrefillResponse):
                     return self._end_of(await call.code())
                 if said.epoch != self._epoch:
                     continue
+                until = loop.time() + SILENT_S
                 if not self._began:
                     self._began = True
                     self._on_began()
@@ -282,9 +286,13 @@ class PushInParts(PushCall):
 
     async def _run(self, over: asyncio.Event) -> PushEnd:
         fetch = self._fetch
+        if fetch.is_left:
+            return PushEnd.LEFT  # before it could be hung up
         call = KvServiceStub(self._open_channel()).Prefill()
-        hearing, ending = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait())
+        hearing, ending, watching = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait()), ExitStack()
         try:
+            for part in fetch.own:  # also before they are begun
+                watching.enter_context(watched(part, asyncio.get_running_loop()))
             await asyncio.wait({hearing, ending}, return_when=asyncio.FIRST_COMPLETED)
             end, has_all = PushEnd.LEFT if fetch.is_left else PushEnd.WRITE_FAILED, fetch.filled == len(fetch.keys)
             if not has_all:
@@ -297,6 +305,7 @@ class PushInParts(PushCall):
                 await asyncio.wait({hearing}, timeout=COMPLETION_S)
             return end
         finally:
+            watching.close()
             hearing.cancel()
             ending.cancel()
             call.cancel()

@@ -175,7 +175,7 @@ class PeerKv:
             return JoinedFetch(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
         if not here:
             return self._of_peer(peer, keys, blocks, run, push)
-        behind = lambda n: None if n >= run else self._of_peer(peer, keys[n:], blocks[n:], run - n)  # noqa: E731
+        behind = lambda n: None if n >= run else self._of_peer(peer, keys[n:], blocks[n:], run - n, push)  # noqa: E731
         return ChainedFetch(self._on_disk(keys[:here], blocks[:here]), behind)
 
     def keep(self, key: bytes, block: BlockId) -> bool:

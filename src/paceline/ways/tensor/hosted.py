@@ -50,10 +50,14 @@ class HostedRank:
         assert self._process is not None, "it was started"
         return self._process
 
-    @property
-    def taken_bytes(self) -> int:
-        """Of memory, by its process so far; 0 where the system does not say."""
-        return 0 if self._process is None else own_bytes(self._process.pid)
+    def coming_bytes(self, needed: int) -> int:
+        """Of those that it needs, what the system still calls free."""
+        if self._process is None:
+            return needed
+        taken = own_bytes(self._process.pid)
+        if taken is None:  # weights at least are there once it is loaded
+            return 0 if self._process.is_ready else needed
+        return max(0, needed - taken)
 
     @property
     def gone(self) -> str | None:

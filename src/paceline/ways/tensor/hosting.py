@@ -143,7 +143,7 @@ class RankHost:
     @property
     def coming_bytes(self) -> int:
         """What the system still calls free of that: of ranks that load, and of KV that was never written to."""
-        return sum(max(0, needed - rank.taken_bytes) for rank, needed in self._held)
+        return sum(rank.coming_bytes(needed) for rank, needed in self._held)
 
     async def stop(self) -> None:
         """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
@@ -204,9 +204,14 @@ class RankHost:
         ends.callback(self._held.remove, (rank, needed))
         ends.push_async_callback(in_thread, rank.close)
         await in_thread(partial(rank.start, LOAD_SILENT_S))
+        told = 0
         while not await in_thread(partial(rank.is_loaded, REPORT_S)):
             done, total = rank.process.progress
-            done += lender.arrived if lender else 0
+            if lender is not None and lender.arrived:
+                done += lender.arrived
+                if done != told:
+                    rank.process.note_lent()
+            told = done
             yield RankLoading(done, max(done, total))
         expected = self._fleet.tensors.expect()
         ends.callback(expected.cancel)

@@ -158,6 +158,10 @@ class RankProcess:
                 self.numerics_id = message[1:].decode()
                 self.is_ready = message[:1] == protocol.READY
 
+    def note_lent(self) -> None:
+        """Bytes that it waits for come: it is not silent."""
+        self._heard_s = time.monotonic()
+
     @property
     def is_silent(self) -> bool:
         return not self.is_ready and time.monotonic() - self._heard_s > self._patience_s
