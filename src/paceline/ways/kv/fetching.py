@@ -39,6 +39,8 @@ SILENCE_S: Final = 5.0
 """Between two blocks that are computed already."""
 OPEN_S: Final = 30.0
 """For a peer to say what it has, and to open a stream: it may look between two steps alone. Whoever waits, waits no longer than its patience."""
+LEAST_TURN_S: Final = 0.05
+"""Of a turn that stages are asked for. Raising it: the last blocks of one that is late are computed here."""
 _HEADER: Final = struct.Struct("<16sI")
 
 
@@ -223,12 +225,12 @@ class StagesTurns:
                     return True
             if self._is_cancelled or self.filled == self._n_blocks:
                 return True
-            if not self.is_begun:
-                return False
             left_s = self._patience.until - self._now()
-            if left_s <= 0:
+            if left_s < LEAST_TURN_S:
                 self.is_late = True
                 return True
+            if not self.is_begun:
+                return False
             self._asked = min(self._at_once, self._n_blocks - self.filled)
             self._turn = self._ask(self.filled, self._asked, min(left_s, self._most_s))
         return False

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from typing import Final
 
@@ -145,13 +145,16 @@ class PushCall:
             async with asyncio.timeout(SILENT_S):
                 await call.write(self._registration())
             beating = asyncio.create_task(self._beat(call))
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + SILENT_S
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout_at(until_s):
                     said = await call.read()
                 if not isinstance(said, wire.PrefillResponse):
                     return self._end_of(await call.code())
                 if said.epoch != self._epoch:
-                    continue
+                    continue  # no sign of life
+                until_s = loop.time() + SILENT_S
                 if not self._began:
                     self._began = True
                     self._on_began()
@@ -282,9 +285,14 @@ class PushInParts(PushCall):
 
     async def _run(self, over: asyncio.Event) -> PushEnd:
         fetch = self._fetch
+        if fetch.is_left:
+            return PushEnd.LEFT  # before there was what hangs up
         call = KvServiceStub(self._open_channel()).Prefill()
         hearing, ending = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait())
+        watching = ExitStack()
         try:
+            for part in fetch.own:
+                watching.enter_context(watched(part, asyncio.get_running_loop()))
             await asyncio.wait({hearing, ending}, return_when=asyncio.FIRST_COMPLETED)
             end, has_all = PushEnd.LEFT if fetch.is_left else PushEnd.WRITE_FAILED, fetch.filled == len(fetch.keys)
             if not has_all:
@@ -297,6 +305,7 @@ class PushInParts(PushCall):
                 await asyncio.wait({hearing}, timeout=COMPLETION_S)
             return end
         finally:
+            watching.close()
             hearing.cancel()
             ending.cancel()
             call.cancel()

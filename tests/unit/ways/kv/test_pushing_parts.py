@@ -20,7 +20,9 @@ from paceline.core.generation import FinishReason, GenerationRequest, SamplingPa
 from paceline.core.ids import RequestId
 from paceline.core.model import LayerRange
 from paceline.machine.settings import PrefillRole
+from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv import giving, moving, prefilling, pushing
+from paceline.ways.kv.fetching import PushedParts
 
 ROWS = 4 * WHOLE
 FRONT, BACK = LayerRange(0, 1), LayerRange(1, 4)
@@ -202,4 +204,55 @@ async def test_one_that_refuses_is_asked_for_no_part(tmp_path: Path) -> None:
         assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
         await until(lambda: d.sharing.meter.pushes == {"refused": 1})
         assert not any(one.sharing.meter.fetches for one in made)
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize("end", ["silent", "watchdog"])
+@pytest.mark.parametrize("kind", KINDS[:2])
+@in_loop
+async def test_one_that_speaks_of_another_epoch_alone_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, kind: str, end: str
+) -> None:
+    monkeypatch.setattr(pushing, "SILENT_S", 0.5 if end == "silent" else 60.0)
+    monkeypatch.setattr(prefilling, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(prefilling.PrefillingInParts, "_progress", lambda _: wire.PrefillResponse(epoch=1))
+    async with pushes(tmp_path, kind) as (p, d, made):
+        if end == "watchdog":
+            await swift(d)
+        p.pace = lambda: gate.wait(60)
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {end: 1})
+        gate.set()
+        await until(lambda: p.sharing.meter.prefills == {"left": 1})
+        await at_rest(*made)
+
+
+@in_loop
+async def test_one_that_is_left_before_it_is_asked_is_not_asked(tmp_path: Path) -> None:
+    async with pushes(tmp_path, KINDS[1]) as (p, d, made):
+        answered = asyncio.Event()
+        sharing: Any = d.sharing
+        push = sharing._push
+
+        async def late(kv: Any, fetch: PushedParts) -> None:
+            fetch.cancel()
+            await answered.wait()
+            await push(kv, fetch)
+
+        sharing._push = late
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        answered.set()
+        await until(lambda: d.sharing.meter.pushes == {"left": 1})
+        await at_rest(*made)
+        assert not p.sharing.meter.prefills
+
+
+@in_loop
+async def test_a_prompt_of_which_nobody_fetches_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushing, "LEASE_S", 1.0)
+    monkeypatch.setattr(pushing, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(PushedParts, "begin", lambda *_: None)
+    async with pushes(tmp_path, KINDS[1]) as (p, d, made):
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"write_failed": 1} and p.sharing.meter.prefills == {"left": 1})
         await at_rest(*made)
