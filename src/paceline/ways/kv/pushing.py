@@ -298,12 +298,10 @@ class PushInParts(PushCall):
             if not has_all:
                 self._kv.leave_out(fetch.peer.node_id)  # until it is known why
             fetch.cancel()
-            if hearing.done():
-                return hearing.result()
             if has_all:
                 self._has_all.set()
                 await asyncio.wait({hearing}, timeout=COMPLETION_S)
-            return end
+            return hearing.result() if hearing.done() else end
         finally:
             watching.close()
             hearing.cancel()

@@ -75,6 +75,7 @@ async def test_a_prompt_is_computed_where_that_is_faster_and_its_parts_come_from
         assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), ROWS)
         assert d.bench.runner.rows_run == len(PROMPT) - ROWS + len(answer.token_ids) - 1
         await until(lambda: p.sharing.meter.prefills == {"whole": 1} and d.sharing.meter.pushes == {"whole": 1})
+        assert not any(one.sharing._seen for one in made), "how fast P computes says nothing of the link"  # pyright: ignore[reportPrivateUsage]
         assert [one.node_id for one in made if one.sharing.meter.blocks["given"]] == (["p"] if kind == KINDS[0] else ["p", "g", "h"])
         assert [one.node_id for one in made if one.sharing.meter.blocks["pushed"]] == (["d"] if kind == KINDS[1] else ["d", "h"])
         await at_rest(*made)
@@ -255,4 +256,24 @@ async def test_a_prompt_of_which_nobody_fetches_is_let_go(tmp_path: Path, monkey
     async with pushes(tmp_path, KINDS[1]) as (p, d, made):
         assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
         await until(lambda: d.sharing.meter.pushes == {"write_failed": 1} and p.sharing.meter.prefills == {"left": 1})
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize(("most", "end"), [(16, "whole"), (2, "write_failed")])
+@in_loop
+async def test_parts_that_wait_for_a_prompt_take_no_place_of_those_that_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, most: int, end: str
+) -> None:
+    monkeypatch.setattr(prefilling, "MOST_FETCHING", most)
+    async with pushes(tmp_path, KINDS[1]) as (p, d, made):
+        servicer: Any = p.sharing._servicer  # pyright: ignore[reportPrivateUsage]
+        p.pace = lambda: gate.wait(60)
+        asking = asyncio.create_task(d.answer("1", PROMPT))
+        if end == "whole":
+            await until(lambda: [one.n_fetching for one in servicer._in_parts.values()] == [3])
+            assert not servicer._served.total()
+            gate.set()
+        assert (await asking).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {end: 1})
+        gate.set()
         await at_rest(*made)
