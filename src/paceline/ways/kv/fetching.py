@@ -79,6 +79,8 @@ class PromptPush:
     """Told how it ended, and how many blocks came."""
     ticket: bytes = b""
     """By which its parts are asked for, where several machines hold layers; empty: it comes through a stream of its own."""
+    pays: Callable[[int], bool] = lambda _: True
+    """Whether it is worth it, where so many of the blocks turn out to be here."""
 
 
 class PeerFetch:

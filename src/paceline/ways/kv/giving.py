@@ -34,14 +34,14 @@ from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServic
 from paceline.ways.kv.fetching import KEY_BYTES, MOST_KEYS, send_block
 from paceline.ways.kv.lease import MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
 from paceline.ways.kv.prefilling import Prefilling, PrefillingInParts, read_registration
-from paceline.ways.kv.price import MARK_BYTES
+from paceline.ways.kv.price import MARK_BYTES, MOST_PARTS
 from paceline.ways.kv.routed import KvLegs, RoutedPrefilling
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender, offer_of
 
 logger = logging.getLogger(__name__)
 
-MOST_GIVEN: Final = 12
+MOST_GIVEN: Final = 2 * MOST_PARTS
 """Fetches served at once, of which one of a pipeline is several. Raising it: more peers at a time, each of them slower."""
 GIVE_S: Final = 30.0
 """For a stage to send the blocks of one turn. Raising it: they can't be handed out for longer where a peer takes them slowly."""
@@ -155,7 +155,7 @@ class KvServicer(KvServiceServicer):
                 loan = await computing.lend(keys[: kv.window])
                 if loan is None:
                     return wire.FetchBlocksResponse(in_turns=True)
-            if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_GIVEN // 2:
+            if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_PARTS:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
             over.enter_context(self._serving(caller))
             if loan is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from tests.unit.ways.kv.test_kv_price import offer
@@ -15,7 +16,7 @@ from paceline.machine.kv_spans import KvPart, PartsFetch
 from paceline.net.wire import kv_pb2 as wire
 from paceline.ways.kv.fetching import LEAST_TURN_S, StagesTurns
 from paceline.ways.kv.patience import LEAST_S, Patience
-from paceline.ways.kv.price import OPENING_S, parted_price
+from paceline.ways.kv.price import MOST_PARTS, OPENING_S, parted_price
 from paceline.ways.kv.told import MOST_SPANS, read_told
 
 WHOLE = KvPart("d" * 64, "n", bytes(16), LayerRange(0, 30), 1_000)
@@ -79,6 +80,22 @@ def test_machines_have_their_parts_at_once_and_the_slowest_counts() -> None:
     assert found.fetched_s == pytest.approx(20_000 / 1e5)
     # What a machine has of another route of its own crosses no link.
     assert parted_price(WHOLE, 16, offer(400.0), (span("a", 0, 30),), (span("a", 0, 10), span("g", 10, 30)), fleet(g=1e5)) == found
+
+
+def test_more_parts_than_are_given_at_once_are_not_asked_for() -> None:
+    links = fleet(o=1e6, g=1e6, h=1e6)
+
+    def pieces(start: int, n: int) -> list[LayerSpan]:
+        """So many of ten layers."""
+        edges = [*range(start, start + n), start + 10]
+        return [span("a", *of) for of in pairwise(edges)]
+
+    costs = [
+        parted_price(WHOLE, 16, offer(400.0), (*pieces(0, each), *pieces(10, each), *pieces(20, last)), here, links)
+        for here in [(span("o", 0, 10), span("g", 10, 20), span("h", 20, 30))]
+        for each, last in [(MOST_PARTS - 2, MOST_PARTS - 2), (1, MOST_PARTS + 1), (MOST_PARTS, 1)]
+    ]
+    assert [cost is None for cost in costs] == [False, True, True]
 
 
 def test_what_is_not_known_is_not_fetched() -> None:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.net.member.nodes import in_loop, until
+from tests.unit.ways.kv.sharers import DIGEST
 from tests.unit.ways.kv.spreads import WHOLE as LAYERS
 from tests.unit.ways.kv.spreads import Spread, spreads
 from tests.unit.ways.kv.test_faulty_peers import FIRST, Send, Turn, another, damaged, dies
 from tests.unit.ways.kv.test_sharing_kv import PROMPT, WHOLE, alone
 
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import BlockId, RequestId
 from paceline.core.model import LayerRange
+from paceline.engine.prefix_cache import prompt_keys, root_key
 from paceline.machine.settings import PrefillRole
 from paceline.net.wire import kv_pb2 as wire
-from paceline.ways.kv import giving, moving, prefilling, pushing
-from paceline.ways.kv.fetching import PushedParts
+from paceline.ways.kv import giving, moving, prefilling, pushing, source
+from paceline.ways.kv.fetching import ComparedBlocks, PushedParts
 
 ROWS = 4 * WHOLE
 FRONT, BACK = LayerRange(0, 1), LayerRange(1, 4)
@@ -276,4 +278,48 @@ async def test_parts_that_wait_for_a_prompt_take_no_place_of_those_that_are_sent
         assert (await asking).token_ids == alone(PROMPT)
         await until(lambda: d.sharing.meter.pushes == {end: 1})
         gate.set()
+        await at_rest(*made)
+
+
+@in_loop
+async def test_stages_of_an_earlier_version_are_told_of_no_prompt_and_move_blocks(tmp_path: Path) -> None:
+    async with pushes(tmp_path, KINDS[0]) as (p, d, made):
+        d.route.takes_prompts = False
+        assert (await d.answer("1", PROMPT)).token_ids == alone(PROMPT)
+        await p.answer("2", other := PROMPT[::-1])
+        await d.knows(p)
+        answer = await d.answer("3", other)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(other), ROWS)
+        assert not d.sharing.meter.pushes
+        await at_rest(*made)
+
+
+@pytest.mark.parametrize(("n_there", "pays"), [(0, True), (2, True), (2, False)])
+@in_loop
+async def test_what_is_behind_the_blocks_of_its_disks_is_computed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_there: int, pays: bool
+) -> None:
+    async with pushes(tmp_path, KINDS[0]) as (p, d, made):
+        keys = prompt_keys(root_key("null", DIGEST), PROMPT, 4)
+        await p.answer("2", PROMPT[: 4 * 2 + 1])
+        loan = await asyncio.wrap_future(p.loans.ask(keys[:2]))
+
+        def from_disks(names: Sequence[bytes], blocks: Sequence[BlockId]) -> ComparedBlocks:
+            assert names == keys[:4]
+            for key, block in list(zip(names, blocks, strict=True))[:n_there]:
+                data = memoryview(bytearray(d.bench.runner.block_bytes))
+                p.bench.runner.export_block(loan.blocks[key], data)
+                d.bench.runner.import_block(block, data)
+            d.route.wake()
+            return ComparedBlocks(n_there)
+
+        monkeypatch.setattr(d.route, "run_of", lambda *_: 4)
+        monkeypatch.setattr(d.route, "fetch", from_disks)
+        if not pays:
+            monkeypatch.setattr(source, "_pays", lambda *_: False)
+        answer = await d.answer("1", PROMPT)
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), ROWS if pays else 4 * n_there)
+        await until(lambda: d.sharing.meter.pushes == ({"whole": 1} if pays else {}))
+        assert d.sharing.meter.blocks["pushed"] == (WHOLE - n_there if pays else 0)
+        p.loans.give_back(loan)
         await at_rest(*made)
