@@ -345,6 +345,7 @@ def shard_examples() -> Iterator[Example]:
         ("opened with a disk", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 1)),
         ("opened afresh", StageOpened(7501, ticket, 100, 32, "cpu/1", False, False, False)),
         ("opened that moves blocks", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 0, 1)),
+        ("opened that takes prompts", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 0, 2, True)),
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
         ("report of latency", StageReport(9, 8, 7, 1, 12.5, 3.25, 4.5)),

@@ -128,6 +128,11 @@ class KvSpread(ClosableKv, Protocol):
         """Those machines' layers; none where they move no blocks now. For any thread."""
         ...
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether those machines fetch blocks of prompts that are still being computed."""
+        ...
+
     def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> KvFetch:
         """Have each fill its part of blocks. For the engine's thread."""
         ...

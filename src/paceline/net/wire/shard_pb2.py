@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/shard.proto\x12\x0bpaceline.v1\"\xfa\x01\n\x10OpenStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nstop_layer\x18\x06 \x01(\r\x12\x10\n\x08n_blocks\x18\x07 \x01(\r\x12\x14\n\x0cleast_blocks\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x18\n\x10\x61\x63tivation_dtype\x18\n \x01(\t\x12\x11\n\treport_ms\x18\x0b \x01(\r\x12\n\n\x02kv\x18\x0c \x01(\x0c\"\xcc\x01\n\x11OpenStageResponse\x12,\n\x07loading\x18\x01 \x01(\x0b\x32\x19.paceline.v1.StageLoadingH\x00\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.paceline.v1.StageOpenedH\x00\x12*\n\x06report\x18\x03 \x01(\x0b\x32\x18.paceline.v1.StageReportH\x00\x12(\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x17.paceline.v1.StageFaultH\x00\x42\x07\n\x05\x65vent\"7\n\x0cStageLoading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"\xde\x01\n\x0bStageOpened\x12\x13\n\x0btensor_port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x10\n\x08n_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0bnumerics_id\x18\x05 \x01(\t\x12\x10\n\x08one_path\x18\x06 \x01(\x08\x12\x16\n\x0eholds_identity\x18\x07 \x01(\x08\x12\x14\n\x07resumed\x18\x08 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tkv_blocks\x18\t \x01(\r\x12\x10\n\x08kv_moves\x18\n \x01(\rB\n\n\x08_resumed\"\x8f\x01\n\x0bStageReport\x12\x10\n\x08received\x18\x01 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x02 \x01(\x04\x12\x0c\n\x04sent\x18\x03 \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x04 \x01(\r\x12\x16\n\x0ep95_latency_ms\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x11\n\tlatency_s\x18\x07 \x01(\x01\";\n\nStageFault\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x62lames\x18\x03 \x01(\t\"\x8c\x01\n\x13\x43onnectStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x18\n\x10tensor_addresses\x18\x03 \x03(\t\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x17\n\nblock_size\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_block_size\"\x16\n\x14\x43onnectStageResponse\"\xae\x01\n\x11WarmLayersRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nstop_layer\x18\x05 \x01(\r\x12\x10\n\x08n_blocks\x18\x06 \x01(\r\x12\x14\n\x0cleast_blocks\x18\x07 \x01(\r\x12\x10\n\x08max_rows\x18\x08 \x01(\r\"P\n\x12WarmLayersResponse\x12\x0e\n\x06loaded\x18\x01 \x01(\x08\x12*\n\x07loading\x18\x02 \x01(\x0b\x32\x19.paceline.v1.StageLoading\"Z\n\x0f\x45\x63hoRowsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\x0e\n\x06n_rows\x18\x04 \x01(\r\" \n\x10\x45\x63hoRowsResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\"\x86\x01\n\x0fKvBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0b\n\x03use\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x11\n\twithin_ms\x18\x05 \x01(\r\x12!\n\x04move\x18\x06 \x01(\x0b\x32\x13.paceline.v1.KvMove\"\x98\x01\n\x06KvMove\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12\r\n\x05stops\x18\x03 \x03(\r\x12\x10\n\x08n_likely\x18\x08 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nstop_layer\x18\x05 \x01(\r\x12\x13\n\x0btensor_port\x18\x06 \x01(\r\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\"$\n\x10KvBlocksResponse\x12\x10\n\x08n_blocks\x18\x01 \x01(\r2\x92\x03\n\x0cShardService\x12L\n\tOpenStage\x12\x1d.paceline.v1.OpenStageRequest\x1a\x1e.paceline.v1.OpenStageResponse0\x01\x12S\n\x0c\x43onnectStage\x12 .paceline.v1.ConnectStageRequest\x1a!.paceline.v1.ConnectStageResponse\x12M\n\nWarmLayers\x12\x1e.paceline.v1.WarmLayersRequest\x1a\x1f.paceline.v1.WarmLayersResponse\x12G\n\x08KvBlocks\x12\x1c.paceline.v1.KvBlocksRequest\x1a\x1d.paceline.v1.KvBlocksResponse\x12G\n\x08\x45\x63hoRows\x12\x1c.paceline.v1.EchoRowsRequest\x1a\x1d.paceline.v1.EchoRowsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/shard.proto\x12\x0bpaceline.v1\"\xfa\x01\n\x10OpenStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nstop_layer\x18\x06 \x01(\r\x12\x10\n\x08n_blocks\x18\x07 \x01(\r\x12\x14\n\x0cleast_blocks\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x18\n\x10\x61\x63tivation_dtype\x18\n \x01(\t\x12\x11\n\treport_ms\x18\x0b \x01(\r\x12\n\n\x02kv\x18\x0c \x01(\x0c\"\xcc\x01\n\x11OpenStageResponse\x12,\n\x07loading\x18\x01 \x01(\x0b\x32\x19.paceline.v1.StageLoadingH\x00\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.paceline.v1.StageOpenedH\x00\x12*\n\x06report\x18\x03 \x01(\x0b\x32\x18.paceline.v1.StageReportH\x00\x12(\n\x05\x66\x61ult\x18\x04 \x01(\x0b\x32\x17.paceline.v1.StageFaultH\x00\x42\x07\n\x05\x65vent\"7\n\x0cStageLoading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"\xf4\x01\n\x0bStageOpened\x12\x13\n\x0btensor_port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x10\n\x08n_blocks\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x13\n\x0bnumerics_id\x18\x05 \x01(\t\x12\x10\n\x08one_path\x18\x06 \x01(\x08\x12\x16\n\x0eholds_identity\x18\x07 \x01(\x08\x12\x14\n\x07resumed\x18\x08 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tkv_blocks\x18\t \x01(\r\x12\x10\n\x08kv_moves\x18\n \x01(\r\x12\x14\n\x0ckv_under_way\x18\x0b \x01(\x08\x42\n\n\x08_resumed\"\x8f\x01\n\x0bStageReport\x12\x10\n\x08received\x18\x01 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x02 \x01(\x04\x12\x0c\n\x04sent\x18\x03 \x01(\x04\x12\x13\n\x0bqueue_depth\x18\x04 \x01(\r\x12\x16\n\x0ep95_latency_ms\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x11\n\tlatency_s\x18\x07 \x01(\x01\";\n\nStageFault\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x62lames\x18\x03 \x01(\t\"\x8c\x01\n\x13\x43onnectStageRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x18\n\x10tensor_addresses\x18\x03 \x03(\t\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x17\n\nblock_size\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_block_size\"\x16\n\x14\x43onnectStageResponse\"\xae\x01\n\x11WarmLayersRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nstop_layer\x18\x05 \x01(\r\x12\x10\n\x08n_blocks\x18\x06 \x01(\r\x12\x14\n\x0cleast_blocks\x18\x07 \x01(\r\x12\x10\n\x08max_rows\x18\x08 \x01(\r\"P\n\x12WarmLayersResponse\x12\x0e\n\x06loaded\x18\x01 \x01(\x08\x12*\n\x07loading\x18\x02 \x01(\x0b\x32\x19.paceline.v1.StageLoading\"Z\n\x0f\x45\x63hoRowsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\x0e\n\x06n_rows\x18\x04 \x01(\r\" \n\x10\x45\x63hoRowsResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\"\x86\x01\n\x0fKvBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0b\n\x03use\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x11\n\twithin_ms\x18\x05 \x01(\r\x12!\n\x04move\x18\x06 \x01(\x0b\x32\x13.paceline.v1.KvMove\"\x98\x01\n\x06KvMove\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x12\r\n\x05stops\x18\x03 \x03(\r\x12\x10\n\x08n_likely\x18\x08 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nstop_layer\x18\x05 \x01(\r\x12\x13\n\x0btensor_port\x18\x06 \x01(\r\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\"$\n\x10KvBlocksResponse\x12\x10\n\x08n_blocks\x18\x01 \x01(\r2\x92\x03\n\x0cShardService\x12L\n\tOpenStage\x12\x1d.paceline.v1.OpenStageRequest\x1a\x1e.paceline.v1.OpenStageResponse0\x01\x12S\n\x0c\x43onnectStage\x12 .paceline.v1.ConnectStageRequest\x1a!.paceline.v1.ConnectStageResponse\x12M\n\nWarmLayers\x12\x1e.paceline.v1.WarmLayersRequest\x1a\x1f.paceline.v1.WarmLayersResponse\x12G\n\x08KvBlocks\x12\x1c.paceline.v1.KvBlocksRequest\x1a\x1d.paceline.v1.KvBlocksResponse\x12G\n\x08\x45\x63hoRows\x12\x1c.paceline.v1.EchoRowsRequest\x1a\x1d.paceline.v1.EchoRowsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,29 +38,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGELOADING']._serialized_start=500
   _globals['_STAGELOADING']._serialized_end=555
   _globals['_STAGEOPENED']._serialized_start=558
-  _globals['_STAGEOPENED']._serialized_end=780
-  _globals['_STAGEREPORT']._serialized_start=783
-  _globals['_STAGEREPORT']._serialized_end=926
-  _globals['_STAGEFAULT']._serialized_start=928
-  _globals['_STAGEFAULT']._serialized_end=987
-  _globals['_CONNECTSTAGEREQUEST']._serialized_start=990
-  _globals['_CONNECTSTAGEREQUEST']._serialized_end=1130
-  _globals['_CONNECTSTAGERESPONSE']._serialized_start=1132
-  _globals['_CONNECTSTAGERESPONSE']._serialized_end=1154
-  _globals['_WARMLAYERSREQUEST']._serialized_start=1157
-  _globals['_WARMLAYERSREQUEST']._serialized_end=1331
-  _globals['_WARMLAYERSRESPONSE']._serialized_start=1333
-  _globals['_WARMLAYERSRESPONSE']._serialized_end=1413
-  _globals['_ECHOROWSREQUEST']._serialized_start=1415
-  _globals['_ECHOROWSREQUEST']._serialized_end=1505
-  _globals['_ECHOROWSRESPONSE']._serialized_start=1507
-  _globals['_ECHOROWSRESPONSE']._serialized_end=1539
-  _globals['_KVBLOCKSREQUEST']._serialized_start=1542
-  _globals['_KVBLOCKSREQUEST']._serialized_end=1676
-  _globals['_KVMOVE']._serialized_start=1679
-  _globals['_KVMOVE']._serialized_end=1831
-  _globals['_KVBLOCKSRESPONSE']._serialized_start=1833
-  _globals['_KVBLOCKSRESPONSE']._serialized_end=1869
-  _globals['_SHARDSERVICE']._serialized_start=1872
-  _globals['_SHARDSERVICE']._serialized_end=2274
+  _globals['_STAGEOPENED']._serialized_end=802
+  _globals['_STAGEREPORT']._serialized_start=805
+  _globals['_STAGEREPORT']._serialized_end=948
+  _globals['_STAGEFAULT']._serialized_start=950
+  _globals['_STAGEFAULT']._serialized_end=1009
+  _globals['_CONNECTSTAGEREQUEST']._serialized_start=1012
+  _globals['_CONNECTSTAGEREQUEST']._serialized_end=1152
+  _globals['_CONNECTSTAGERESPONSE']._serialized_start=1154
+  _globals['_CONNECTSTAGERESPONSE']._serialized_end=1176
+  _globals['_WARMLAYERSREQUEST']._serialized_start=1179
+  _globals['_WARMLAYERSREQUEST']._serialized_end=1353
+  _globals['_WARMLAYERSRESPONSE']._serialized_start=1355
+  _globals['_WARMLAYERSRESPONSE']._serialized_end=1435
+  _globals['_ECHOROWSREQUEST']._serialized_start=1437
+  _globals['_ECHOROWSREQUEST']._serialized_end=1527
+  _globals['_ECHOROWSRESPONSE']._serialized_start=1529
+  _globals['_ECHOROWSRESPONSE']._serialized_end=1561
+  _globals['_KVBLOCKSREQUEST']._serialized_start=1564
+  _globals['_KVBLOCKSREQUEST']._serialized_end=1698
+  _globals['_KVMOVE']._serialized_start=1701
+  _globals['_KVMOVE']._serialized_end=1853
+  _globals['_KVBLOCKSRESPONSE']._serialized_start=1855
+  _globals['_KVBLOCKSRESPONSE']._serialized_end=1891
+  _globals['_SHARDSERVICE']._serialized_start=1894
+  _globals['_SHARDSERVICE']._serialized_end=2296
 # @@protoc_insertion_point(module_scope)

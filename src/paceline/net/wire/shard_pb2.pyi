@@ -158,6 +158,7 @@ class StageOpened(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_MOVES_FIELD_NUMBER: _builtins.int
+    KV_UNDER_WAY_FIELD_NUMBER: _builtins.int
     tensor_port: _builtins.int
     """Where activations are to be sent: port of the tensor streams, on the node's addresses."""
     ticket: _builtins.bytes
@@ -175,6 +176,8 @@ class StageOpened(_message.Message):
     """The version of KvBlocks that the node answers for this session. 0: none, as it keeps no KV on a disk."""
     kv_moves: _builtins.int
     """The version of what the node does for this session between its blocks and other nodes' KvService. 0: nothing."""
+    kv_under_way: _builtins.bool
+    """It fetches blocks of prompts that are still being computed, too (`KvMove.ticket`)."""
     def __init__(
         self,
         *,
@@ -188,10 +191,11 @@ class StageOpened(_message.Message):
         resumed: _builtins.bool | None = ...,
         kv_blocks: _builtins.int = ...,
         kv_moves: _builtins.int = ...,
+        kv_under_way: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "kv_blocks", b"kv_blocks", "kv_moves", b"kv_moves", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "kv_blocks", b"kv_blocks", "kv_moves", b"kv_moves", "kv_under_way", b"kv_under_way", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
     _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
@@ -511,7 +515,7 @@ class KvMove(_message.Message):
     stop_layer: _builtins.int
     tensor_port: _builtins.int
     ticket: _builtins.bytes
-    """fetch, from version 3 of `kv_moves` on: of a prompt that is still being computed, as FetchBlocksRequest has it."""
+    """fetch, where `StageOpened.kv_under_way`: of a prompt that is still being computed, as FetchBlocksRequest has it."""
     @_builtins.property
     def stops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """fetch: the layers at which the spans of that node end."""

@@ -40,7 +40,7 @@ SILENCE_S: Final = 5.0
 OPEN_S: Final = 30.0
 """For a peer to say what it has, and to open a stream: it may look between two steps alone. Whoever waits, waits no longer than its patience."""
 LEAST_TURN_S: Final = 0.05
-"""Of stages' fetches: in less nothing comes."""
+"""Of a turn that stages are asked for. Raising it: the last blocks of one that is late are computed here."""
 _HEADER: Final = struct.Struct("<16sI")
 
 
@@ -79,6 +79,8 @@ class PromptPush:
     """Told how it ended, and how many blocks came."""
     ticket: bytes = b""
     """By which its parts are asked for, where several machines hold layers; empty: it comes through a stream of its own."""
+    pays: Callable[[int], bool] = lambda _: True
+    """Whether it is worth it, where so many of the blocks turn out to be here."""
 
 
 class PeerFetch:

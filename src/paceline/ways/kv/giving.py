@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -33,14 +34,14 @@ from paceline.net.wire.kv_pb2_grpc import KvServiceServicer, add_KvServiceServic
 from paceline.ways.kv.fetching import KEY_BYTES, MOST_KEYS, send_block
 from paceline.ways.kv.lease import MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
 from paceline.ways.kv.prefilling import Prefilling, PrefillingInParts, read_registration
-from paceline.ways.kv.price import MARK_BYTES
+from paceline.ways.kv.price import MARK_BYTES, MOST_PARTS
 from paceline.ways.kv.routed import KvLegs, RoutedPrefilling
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender, offer_of
 
 logger = logging.getLogger(__name__)
 
-MOST_GIVEN: Final = 12
+MOST_GIVEN: Final = 2 * MOST_PARTS
 """Fetches served at once, of which one of a pipeline is several. Raising it: more peers at a time, each of them slower."""
 GIVE_S: Final = 30.0
 """For a stage to send the blocks of one turn. Raising it: they can't be handed out for longer where a peer takes them slowly."""
@@ -135,8 +136,6 @@ class KvServicer(KvServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "blocks are asked for by keys of 16 bytes, with a port and a ticket")
         if request.layout != kv.layout:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node's blocks of the model are others")
-        if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_GIVEN // 2:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
         keys = split_bytes(request.keys, KEY_BYTES)
         layers = LayerRange(request.first_layer, request.stop_layer) if request.stop_layer else kv.whole.layers
         own = self._legs.node_id
@@ -145,30 +144,31 @@ class KvServicer(KvServiceServicer):
         if holder is None or not kv.shares:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no one machine holds these layers here now")
             raise AssertionError("abort raises")
-        self._served[caller.node_id] += 1
+        computing = self._in_parts.get(request.prefill)
+        if computing is not None and computing.kv is not kv:
+            computing = None
         loan: KvLoan | None = None
+        over = ExitStack()
         try:
-            computing = self._in_parts.get(request.prefill)
-            if computing is None or computing.kv is not kv:
-                loan = await _lent(kv, keys[: kv.window])
-            else:
-                self._served[caller.node_id] -= 1  # what waits for a prompt takes no place of those that are given blocks
-                try:
-                    loan = await computing.lend(keys[: kv.window])
-                finally:
-                    self._served[caller.node_id] += 1
+            if computing is not None:
+                over.enter_context(computing.fetching())
+                loan = await computing.lend(keys[: kv.window])
+                if loan is None:
+                    return wire.FetchBlocksResponse(in_turns=True)
+            if self._served.total() >= MOST_GIVEN or self._served[caller.node_id] >= MOST_PARTS:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives KV to as many others as it will")
+            over.enter_context(self._serving(caller))
             if loan is None:
-                self._served[caller.node_id] -= 1
-                return wire.FetchBlocksResponse(in_turns=True)
+                loan = await _lent(kv, keys[: kv.window])
             n_blocks = next((place for place, key in enumerate(keys[: kv.window]) if not kv.has(loan, key)), min(len(keys), kv.window))
             if n_blocks and holder.node_id != own:
                 assert kv.spread is not None, "others hold layers"
                 move = KvMove(caller.node_id, kv.layout, layers=layers, tensor_port=request.tensor_port, ticket=request.ticket)
                 blocks = [loan.blocks[key] for key in keys[:n_blocks]]
                 sending = asyncio.wrap_future(kv.spread.give_part(move, keys[:n_blocks], blocks, GIVE_S))
-                lent, loan = loan, None
+                lent, loan, rest = loan, None, over.pop_all()
                 sending.add_done_callback(lambda _: kv.loans.give_back(lent))
-                sending.add_done_callback(lambda done: self._sent(caller, done))
+                sending.add_done_callback(lambda done: _sent(rest, done))
                 return wire.FetchBlocksResponse(n_blocks=n_blocks, from_node_id=holder.node_id, in_turns=True)
             if n_blocks:
                 keys = keys if computing is None else keys[:n_blocks]
@@ -176,18 +176,15 @@ class KvServicer(KvServiceServicer):
                 opened = self._owner.dial(caller, request.tensor_port, request.ticket, offer_of(request), part.block_bytes)
                 work = partial(self._send, kv, part, keys, loan, opened)
                 sending = asyncio.get_running_loop().run_in_executor(self._threads, work)
-                loan = None
-                sending.add_done_callback(lambda done: self._sent(caller, done))
+                loan, rest = None, over.pop_all()
+                sending.add_done_callback(lambda done: _sent(rest, done))
                 return wire.FetchBlocksResponse(n_blocks=n_blocks, in_turns=computing is not None)
-        except BaseException as error:
-            self._served[caller.node_id] -= 1
-            if isinstance(error, FleetError):
-                await abort(context, error)
-            raise
+        except PacelineError as error:
+            await abort(context, error)
         finally:
+            over.close()
             if loan is not None:
                 kv.loans.give_back(loan)
-        self._served[caller.node_id] -= 1
         return wire.FetchBlocksResponse()
 
     async def Prefill(self, requests: AsyncIterator[wire.PrefillRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -274,10 +271,13 @@ class KvServicer(KvServiceServicer):
                 kv.loans.leave(coming)
             self._owner.given(sent, sent * part.block_bytes, transport)
 
-    def _sent(self, caller: Member, done: asyncio.Future[Any]) -> None:
-        self._served[caller.node_id] -= 1
-        if not done.cancelled() and (error := done.exception()) is not None:
-            logger.error("KV could not be sent", exc_info=error)
+    @contextmanager
+    def _serving(self, caller: Member) -> Generator[None]:
+        self._served[caller.node_id] += 1
+        try:
+            yield
+        finally:
+            self._served[caller.node_id] -= 1
 
     async def _admitted(self, context: Context) -> Member:
         try:
@@ -291,6 +291,12 @@ class KvServicer(KvServiceServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "this node has no KV of that model")
             raise AssertionError("abort raises")
         return found
+
+
+def _sent(over: ExitStack, done: asyncio.Future[Any]) -> None:
+    over.close()
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.error("KV could not be sent", exc_info=error)
 
 
 async def _lent(kv: PeerKv, keys: Sequence[bytes]) -> KvLoan:

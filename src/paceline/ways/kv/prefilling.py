@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
 
-from paceline.core.errors import FleetError, InvalidRequest, PacelineError
+from paceline.core.background import came_within
+from paceline.core.errors import FleetError, InvalidRequest, Overloaded, PacelineError
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.engine.kv_source import KvLoan
@@ -36,6 +38,8 @@ PROGRESS_S: Final = 1.0
 """Between two messages to a caller. Raising it: a caller is longer in learning that this node is gone."""
 HOLD_S: Final = 5.0
 """For a block that is being computed, until who asks for it is told to ask again. Raising it: one that is gone is noticed later."""
+MOST_FETCHING: Final = 16
+"""Parts of a prompt that are fetched, or waited for, at once. Raising it: one prompt takes more calls, which cost little while they wait."""
 MOST_ID: Final = 200
 """Letters of a request's id."""
 
@@ -143,7 +147,7 @@ class Prefilling:
             if sending.done():
                 sending.result()  # a failure of this node's own is told as one
             if self.lease.ended is LeaseEnd.WHOLE:
-                await context.write(self._last())
+                await context.write(self._completion())
         finally:
             self.lease.end(LeaseEnd.LEFT)
             for task in others:
@@ -155,8 +159,7 @@ class Prefilling:
     def _progress(self) -> wire.PrefillResponse:
         return wire.PrefillResponse(epoch=self.registration.epoch, n_blocks=self.sent)
 
-    def _last(self) -> wire.PrefillResponse:
-        """Once all blocks are with the caller."""
+    def _completion(self) -> wire.PrefillResponse:
         said = self.registration
         return wire.PrefillResponse(epoch=said.epoch, n_blocks=len(said.keys), completion=said.completion)
 
@@ -248,13 +251,39 @@ class PrefillingInParts(Prefilling):
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self._over = asyncio.Event()
+        self.n_fetching = 0
+        self._wanted_s = 0.0
+        """Until when it was being computed, or fetched."""
 
     def _progress(self) -> wire.PrefillResponse:
-        return self._last() if self.is_computed else super()._progress()
+        return self._completion() if self.is_computed else super()._progress()
 
     async def _send_in(self, threads: Executor) -> None:
         del threads  # others send
-        await self._over.wait()
+        loop = asyncio.get_running_loop()
+        self._wanted_s = loop.time()
+        while not await came_within(self._over, PROGRESS_S):
+            if self.n_fetching or not self.is_computed:
+                self._wanted_s = loop.time()
+            elif loop.time() - self._wanted_s >= self.lease.lease_s:
+                self.lease.end(LeaseEnd.LEFT)
+                return
+
+    @contextmanager
+    def fetching(self) -> Generator[None]:
+        """One more part of it is waited for, then sent.
+
+        Raises:
+            Overloaded: there are as many as there may be.
+        """
+        if self.n_fetching >= MOST_FETCHING:
+            raise Overloaded("So many parts of one prompt are fetched already", "Ask again once one of them is here.", retry_after_s=1)
+        self.n_fetching += 1
+        try:
+            yield
+        finally:
+            self.n_fetching -= 1
+            self._wanted_s = asyncio.get_running_loop().time()
 
     async def _compute(self) -> None:
         await super()._compute()

@@ -5,6 +5,7 @@ Law: pure. A link that was not measured, or a speed, is no reason to fetch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -22,6 +23,8 @@ FASTER = 1.25
 """By what factor fetching must be faster: estimates are rough, and the link is others' too. Raising it: more is computed again."""
 SLOWER = 1.1
 """By what factor a prompt may take longer elsewhere where answers are written here: each of its steps here would hold them up, and they it."""
+MOST_PARTS = 6
+"""Of a block, that one machine asks another for at once. Raising it: more peers are sent blocks at a time, each of them slower."""
 OPENING_S, ROUND_TRIPS = 0.02, 4
 """From asking until the first block is on its way, beside the link's round trips: a call, and a connection with its handshake."""
 
@@ -100,7 +103,8 @@ def parted_price(
     here: Sequence[LayerSpan] | NodeId,
     links: Links,
 ) -> KvPrice | None:
-    """What blocks cost whose parts cross between several machines at once, each over its own link; None where too little is known.
+    """What blocks cost whose parts cross between several machines at once, each over its own link; None where too little is known, or they are more parts
+    than are given at once.
 
     Args:
         there, here: where the layers lie.
@@ -114,6 +118,9 @@ def parted_price(
         slices = kv_slices(*ranges)
     except ValueError:
         return None  # it has moved
+    asked = Counter(targets[one.target].node_id for one in slices)
+    if max(asked.values(), default=0) > MOST_PARTS or asked.total() > 2 * MOST_PARTS:
+        return None
     for one in slices:
         source, target = sources[one.source].node_id, targets[one.target].node_id
         if source == target:

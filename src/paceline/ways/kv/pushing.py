@@ -142,20 +142,20 @@ class PushCall(ABC):
             StreamCorrupt: the peer says that all was sent of something else.
         """
         beating: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SILENT_S):
                 await call.write(self._registration())
             beating = asyncio.create_task(self._beat(call))
-            until = loop.time() + SILENT_S
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + SILENT_S
             while True:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(until_s):
                     said = await call.read()
                 if not isinstance(said, wire.PrefillResponse):
                     return self._end_of(await call.code())
                 if said.epoch != self._epoch:
-                    continue
-                until = loop.time() + SILENT_S
+                    continue  # no sign of life
+                until_s = loop.time() + SILENT_S
                 if not self._began:
                     self._began = True
                     self._on_began()
@@ -287,23 +287,22 @@ class PushInParts(PushCall):
     async def _run(self, over: asyncio.Event) -> PushEnd:
         fetch = self._fetch
         if fetch.is_left:
-            return PushEnd.LEFT  # before it could be hung up
+            return PushEnd.LEFT  # before there was what hangs up
         call = KvServiceStub(self._open_channel()).Prefill()
-        hearing, ending, watching = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait()), ExitStack()
+        hearing, ending = asyncio.create_task(self._hear(call)), asyncio.create_task(over.wait())
+        watching = ExitStack()
         try:
-            for part in fetch.own:  # also before they are begun
+            for part in fetch.own:
                 watching.enter_context(watched(part, asyncio.get_running_loop()))
             await asyncio.wait({hearing, ending}, return_when=asyncio.FIRST_COMPLETED)
             end, has_all = PushEnd.LEFT if fetch.is_left else PushEnd.WRITE_FAILED, fetch.filled == len(fetch.keys)
             if not has_all:
                 self._kv.leave_out(fetch.peer.node_id)  # until it is known why
             fetch.cancel()
-            if hearing.done():
-                return hearing.result()
             if has_all:
                 self._has_all.set()
                 await asyncio.wait({hearing}, timeout=COMPLETION_S)
-            return end
+            return hearing.result() if hearing.done() else end
         finally:
             watching.close()
             hearing.cancel()

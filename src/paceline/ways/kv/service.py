@@ -433,7 +433,7 @@ class KvSharing:
         self.meter.fetches[outcome] += 1
         self.meter.blocks["missed"] += max(0, fetch.expected - fetch.filled)
         now = self._clock.monotonic()
-        if not fetch.prefill and fetch.filled >= LEARNS_FROM and seconds > 0:  # else it took what computing takes
+        if not fetch.prefill and fetch.filled >= LEARNS_FROM and seconds > 0:  # one under way is as fast as its prompt is computed
             self._seen[node_id] = n_bytes / seconds, now
         rest_s = {"wrong": WRONG_REST_S, "late": REST_S, "lost": REST_S}.get(outcome)
         self._rest(node_id, None if outcome == "wrong" else fetch.peer.instance, rest_s)

@@ -175,7 +175,12 @@ class PeerKv:
             return JoinedFetch(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
         if not here:
             return self._of_peer(peer, keys, blocks, run, push)
-        behind = lambda n: None if n >= run else self._of_peer(peer, keys[n:], blocks[n:], run - n, push)  # noqa: E731
+
+        def behind(n: int) -> KvFetch | None:
+            if n >= run or (push is not None and not push.pays(n)):
+                return None
+            return self._of_peer(peer, keys[n:], blocks[n:], run - n, push)
+
         return ChainedFetch(self._on_disk(keys[:here], blocks[:here]), behind)
 
     def keep(self, key: bytes, block: BlockId) -> bool:
@@ -331,20 +336,27 @@ class PeerKv:
         if self._peers and self.shares and under_way.count(False) < MOST_FETCHES:
             peers = [peer for peer in self._peers if peer.node_id not in self._liars]
             found = marked(frozenset[bytes]().union(*(peer.marks for peer in peers)), keys)
+            pushable = self.spread is None or self.spread.takes_prompts
             whole = 0 if request is None else (len(request.prompt_ids) - 1) // self.block_tokens
             for peer in peers:
                 run = run_of(peer.marks, found)
                 saved_s = peer.price.saved_s(run - here, n_writing)
                 if saved_s > 0 and (best is None or saved_s > best[0]):
                     best = saved_s, run, peer, None
-                if request is None or peer.prefill is None or not here < len(keys) <= min(whole, here + MOST_KEYS):
+                if request is None or not pushable or peer.prefill is None or not here < len(keys) <= min(whole, here + MOST_KEYS):
                     continue
                 known = whole - len(keys) + run if run else 0
-                saved_s = peer.prefill.saved_s(whole - known, len(keys) - here, n_writing)
+                saved = partial(peer.prefill.saved_s, whole - known, n_writing=n_writing)
+                saved_s = saved(len(keys) - here)
                 if saved_s > 0 and (best is None or saved_s > best[0]):
-                    push = PromptPush(request.request_id, request.prompt_ids[: whole * self.block_tokens])
+                    ids, pays = request.prompt_ids[: whole * self.block_tokens], partial(_pays, saved, len(keys))
+                    push = PromptPush(request.request_id, ids, pays=pays)
                     best = saved_s, len(keys), peer, push
         if best is None:
             return kept, kept, None, None
         _, run, peer, push = best
         return kept, run, peer, push
+
+
+def _pays(saved_s: Callable[[int], float], n_keys: int, n_here: int) -> bool:
+    return saved_s(n_keys - n_here) > 0

@@ -110,6 +110,7 @@ class Route:
 
     counts: Mapping[str, int] = {}
     kept_bytes = 0
+    takes_prompts = True
 
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self.stages, self.let_go = list(stages), list[BlockId]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from tests.unit.ways.kv.test_kv_price import offer
@@ -13,7 +14,9 @@ from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.machines import Links
 from paceline.machine.kv_spans import KvPart, PartsFetch
 from paceline.net.wire import kv_pb2 as wire
-from paceline.ways.kv.price import OPENING_S, parted_price
+from paceline.ways.kv.fetching import LEAST_TURN_S, StagesTurns
+from paceline.ways.kv.patience import LEAST_S, Patience
+from paceline.ways.kv.price import MOST_PARTS, OPENING_S, parted_price
 from paceline.ways.kv.told import MOST_SPANS, read_told
 
 WHOLE = KvPart("d" * 64, "n", bytes(16), LayerRange(0, 30), 1_000)
@@ -79,6 +82,22 @@ def test_machines_have_their_parts_at_once_and_the_slowest_counts() -> None:
     assert parted_price(WHOLE, 16, offer(400.0), (span("a", 0, 30),), (span("a", 0, 10), span("g", 10, 30)), fleet(g=1e5)) == found
 
 
+def test_more_parts_than_are_given_at_once_are_not_asked_for() -> None:
+    links = fleet(o=1e6, g=1e6, h=1e6)
+
+    def pieces(start: int, n: int) -> list[LayerSpan]:
+        """So many of ten layers."""
+        edges = [*range(start, start + n), start + 10]
+        return [span("a", *of) for of in pairwise(edges)]
+
+    costs = [
+        parted_price(WHOLE, 16, offer(400.0), (*pieces(0, each), *pieces(10, each), *pieces(20, last)), here, links)
+        for here in [(span("o", 0, 10), span("g", 10, 20), span("h", 20, 30))]
+        for each, last in [(MOST_PARTS - 2, MOST_PARTS - 2), (1, MOST_PARTS + 1), (MOST_PARTS, 1)]
+    ]
+    assert [cost is None for cost in costs] == [False, True, True]
+
+
 def test_what_is_not_known_is_not_fetched() -> None:
     here = (span("o", 0, 10), span("g", 10, 30))
     assert parted_price(WHOLE, 16, offer(400.0), NodeId("a"), here, fleet(o=1e6)) is None
@@ -95,3 +114,22 @@ def test_a_block_stands_once_all_its_parts_do_and_what_follows_a_gap_is_not_wait
     assert [part.cancelled for part in parts] == [False, True, True]  # the first may still bring two that count
     parts[0].filled, parts[0].is_over, parts[2].is_over = 4, True, True
     assert (fetch.filled, fetch.is_over) == (4, True)
+
+
+def test_stages_are_asked_for_no_turn_that_nobody_waits_for() -> None:
+    now, turns = 0.0, list[float]()
+
+    def ask(first: int, n_blocks: int, within_s: float) -> Part:
+        turns.append(within_s)
+        return Part(n_blocks, is_over=True)
+
+    made = [StagesTurns(ask, 2, 1, Patience(now, LEAST_S, 2), 30.0, lambda: now) for _ in range(3)]
+    until = Patience(now, LEAST_S, 2).until
+    assert [fetch.is_over for fetch in made] == [False] * 3
+    made[0].is_begun = made[1].is_begun = True
+    assert made[0].is_over
+    assert (made[0].filled, made[0].is_late, turns[0]) == (2, False, until)
+    now = until - LEAST_TURN_S / 2
+    assert made[1].is_over
+    assert made[2].is_over, "the peer has not taken the registration"
+    assert (made[1].is_late, made[2].is_late, len(turns)) == (True, True, 2)

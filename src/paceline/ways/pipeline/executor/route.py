@@ -81,8 +81,8 @@ SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
 KV_BLOCKS_VERSION = 1
 """Of what a caller asks of blocks that a stage's node keeps on a disk."""
-KV_MOVES_VERSION = 3
-"""Of what a caller asks between those blocks and other nodes."""
+KV_MOVES_VERSION = 2
+"""Of what a caller asks between those blocks and other nodes. Callers compare it for equality: what is only added has a field of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ class StageOpened:
     """The version of `BlocksAsked` that it answers; 0: its node keeps no blocks on a disk."""
     kv_moves: int = 0
     """The version of `KvMove` that it answers; 0: its node has no blocks from others, and gives none."""
+    kv_under_way: bool = False
+    """It fetches blocks of prompts that are still being computed, too."""
 
 
 class BlocksUse(StrEnum):

@@ -322,6 +322,7 @@ class NodeShardHost:
             resumed,
             KV_BLOCKS_VERSION if is_member and self._disk is not None else 0,
             KV_MOVES_VERSION if is_member and self._mover is not None else 0,
+            kv_under_way=is_member and self._mover is not None,
         )
 
     async def _reap(self) -> None:

@@ -206,6 +206,12 @@ class StagesKv:
         route = self._moving
         return route.stages if route is not None and route is self.executor.route and route.fault() is None else ()
 
+    @property
+    def takes_prompts(self) -> bool:
+        """See `machine.kv_spans.KvSpread`."""
+        route = self._moving
+        return route is not None and all(stage.opened.kv_under_way for stage in route.sessions)
+
     def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> StagesMove:
         """See `machine.kv_spans.KvSpread`."""
         self.executor.forget_inputs(blocks)
