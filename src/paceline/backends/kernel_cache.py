@@ -113,11 +113,11 @@ def _warn(target: Path, reason: str) -> None:
 
 
 @contextmanager
-def alone() -> Generator[None]:
-    """Compile while no other process does, where compiled kernels are kept and may be written."""
+def alone(*, wait: bool = True) -> Generator[None]:
+    """Compile while no other process does, where compiled kernels are kept and may be written. Without `wait`, beside one that does: little may be compiled twice."""
     folder = Path(os.environ.get(_VARIABLE, ""))
     if in_use() and os.access(folder, os.W_OK):
-        with _locked(folder):
+        with _locked(folder, wait=wait):
             yield
     else:
         yield

@@ -194,7 +194,7 @@ def load(
     kv_blocks = -(-options.n_blocks // NEIGHBOURS) * NEIGHBOURS
     check_kv(kv_blocks * BLOCK, spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
     forms = {form_of(name) for name in matrices(source.spec)}
-    with kernel_cache.alone():
+    with kernel_cache.alone(wait=False):  # who waits for bytes has patience for these, not for all that another process compiles
         for form in forms:
             packer(form)
     model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress, share=share)
