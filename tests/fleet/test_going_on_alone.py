@@ -26,6 +26,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.plan import Pin
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import set_up
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor import search
 from paceline.ways.pipeline.executor.search import PipelineLimits
@@ -43,15 +44,17 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PACELINE_HOME", str(fleet.homes["local-1"]))
     monkeypatch.setattr(build, "PipelineLimits", partial(PipelineLimits, alone_s=0.0))
     monkeypatch.setattr(search, "LOOK_AGAIN_S", 0.5)
-    node = None
+    settings, node = NodeSettings(str(shallow_gguf), context=512, kv_tokens=4096, threads=1), None
+    digest = set_up(settings).digest
     try:
         node = BenchNode(fleet_settings(fleet.port, fleet.host, (), fleet.preset, mdns=False, needed=True), Home.from_environment(), clock)
         node.wait_for(["local-2"])
+        until(lambda: any(offer.digest == digest for card in node.cards for offer in card.models))  # plans name it so
         pipelines = PipelineSettings(enabled=True, search_seconds=6)
         if allowed:
             pipelines = PipelineSettings(enabled=True, fallback_to_local=True, search_seconds=1)
         order = PipelineOrder(pipelines, (Pin(NodeId("local-1")), Pin(NodeId("local-2"))), OWN)
-        built = node.build(NodeSettings(str(shallow_gguf), context=512, kv_tokens=4096, threads=1), order)
+        built = node.build(settings, order)
         try:
             asked = requests(PROMPTS, 48)
             right = answer(built.engine, asked, clock).tokens
