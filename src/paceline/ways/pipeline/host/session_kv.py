@@ -182,7 +182,8 @@ class SessionKv:
                 await self._until(lambda: fetch.is_over, until)
             finally:
                 fetch.cancel()
-                self._fetches.discard(fetch)
+                with self._lock:
+                    self._fetches.discard(fetch)
             self._stage.note_filled(blocks[: fetch.filled])
             return fetch.filled
         if not (part.layers.start <= move.layers.start < move.layers.stop <= part.layers.stop):
