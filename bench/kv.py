@@ -148,10 +148,12 @@ class Pages:
         self.block_bytes = layers * heads * head_dim * 2 * 2 * 16
         self.kv = np.random.default_rng(0).integers(0, 256, (n_blocks, self.block_bytes), np.uint8)
 
-    def export_block(self, block: BlockId, into: memoryview) -> None:
+    def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
+        assert part is None, "all layers are here"
         np.copyto(np.frombuffer(into, np.uint8), self.kv[block])
 
-    def import_block(self, block: BlockId, data: memoryview) -> None:
+    def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
+        assert part is None, "all layers are here"
         np.copyto(self.kv[block], np.frombuffer(data, np.uint8))
 
 
