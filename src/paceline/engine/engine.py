@@ -99,12 +99,14 @@ class Engine:
         self._lost = False
         """KV was lost, and the executor has run nothing since."""
         self._wait = wait
+        self._ready = False
+        """Whether the executor was, when a batch was wanted last. One that is not bounds what it waits for itself."""
         self._waits_since: float | None = None
+        """Sequences are live, and none could run."""
         self._came = 0
         """Blocks that were there of those that are on their way, when that was looked at last."""
         self._arrivals = 0
         """Looks that found more."""
-        """Sequences are live, and none could run."""
         self._failure: str | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
@@ -185,9 +187,8 @@ class Engine:
 
     def submit(self) -> None:
         """Keep the executor full. Raises as `collect` does."""
-        if not self._is_ready():
-            return
-        while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
+        self._ready = self._is_ready()
+        while self._ready and len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
             self._times.submitted(planned.load)
             self._recallable = planned if planned.may_recall else None
@@ -217,7 +218,7 @@ class Engine:
                 else:
                     self._scheduler.recalled(self._in_flight.popleft())
                 self._waits_since = None
-            elif self._live and not self._lost:
+            elif self._live and self._ready and not self._lost:
                 self._await_any(chunks)
             else:
                 self._waits_since = None

@@ -420,9 +420,14 @@ class TestWaiting:
             bench.run()
 
     def test_an_executor_that_is_not_ready_yet_is_waited_for(self) -> None:
-        bench = EngineBench()
-        answers = [False] * 7
-        bench.executor.ready = lambda: not answers or answers.pop()  # type: ignore[method-assign]
+        clock, answers = FakeClock(), [False] * 7
+        bench = EngineBench(clock=clock)
+
+        def ready() -> bool:
+            clock.advance(20)  # it bounds its silence itself
+            return not answers or answers.pop()
+
+        bench.executor.ready = ready  # type: ignore[method-assign]
         assert bench.run(request())["r", 0].token_ids == EngineBench().run(request())["r", 0].token_ids
         assert not answers
 
