@@ -157,10 +157,6 @@ class KvSharing:
                     own = max(own, found[node_id] * cost.saved_s(run) / (run * cost.computed_s))
         return {**found, self._fleet.node_id: own} if own else found
 
-    def version_of(self, node_id: NodeId) -> int:
-        """Of what a node told last; -1: it told nothing."""
-        return max((told.version for key, told in self._told.items() if key[0] == node_id), default=-1)
-
     # ------------------------------------------------------------------------------------------------------------ for the servicer
 
     def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> Member:

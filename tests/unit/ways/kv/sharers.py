@@ -81,10 +81,15 @@ class Sharer:
 
     async def knows(self, other: Sharer) -> None:
         """Wait until this node knows, and has priced, what the other used last."""
-        version = other.loans.prefixes.version
+        await self.was_told(other)
         sharing, name = self.sharing, other.node.node_id
         # What was told is priced a moment later.
-        await until(lambda: sharing.version_of(name) >= version and not sharing._stale and name in sharing.meter.least_tokens)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: not sharing._stale and name in sharing.meter.least_tokens)  # pyright: ignore[reportPrivateUsage]
+
+    async def was_told(self, other: Sharer) -> None:
+        """Wait until this node was told what the other used last."""
+        version, told = other.loans.prefixes.version, self.sharing._told  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: any(key[0] == other.node.node_id and one.version >= version for key, one in told.items()))
 
     async def computes_for(self, other: Sharer) -> None:
         """Wait until the other would have its prompts computed here."""

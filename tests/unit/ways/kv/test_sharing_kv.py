@@ -114,7 +114,7 @@ async def test_where_a_prompt_lies_is_known_and_what_could_be_fetched_counts_as_
 async def test_where_computing_is_faster_nothing_is_fetched(tmp_path: Path) -> None:
     async with sharers(tmp_path, sharer("a"), sharer("b", speed=1e9)) as (a, b):
         await a.answer("1", PROMPT)
-        await until(lambda: b.sharing.version_of(a.node_id) >= a.loans.prefixes.version)
+        await b.was_told(a)
         answer = await b.answer("1", PROMPT)
         assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), 0)
         assert not b.sharing.meter.least_tokens
