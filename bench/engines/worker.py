@@ -28,6 +28,8 @@ class Job:
     """Most at once."""
     context: int
     """Longest prompt and answer together."""
+    device: str = ""
+    """Kernels of ours to run, as `--device` names them; empty: the processor's own."""
 
 
 @dataclass(frozen=True)
