@@ -124,7 +124,15 @@ def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, pati
 
 
 def enter(
-    kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path, nice: int, sequences: int = 16, device: str = ""
+    kind: Kind,
+    model: Path,
+    folder: Path,
+    threads: int,
+    settings: tuple[str, ...],
+    logs: Path,
+    nice: int,
+    sequences: int = 16,
+    device: str = "",
 ) -> Entrant:
     """Start an engine with each of its settings."""
     path = str(model if kind.reads_gguf else folder)

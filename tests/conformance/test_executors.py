@@ -13,7 +13,7 @@ from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.unit.ways.pipeline.host.hosts import SPEC as HOSTED
 from tests.unit.ways.pipeline.routes.test_spot_check import part
 
-from paceline.backends import cpu, torch
+from paceline.backends import cpu
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.bench.exercises import ForcedExecutor
@@ -38,7 +38,7 @@ LIMITS = PipelineLimits(stall_s=30.0, search_s=5.0, look_s=0.01)
 
 def load(layers: LayerRange, *, edges: bool = True) -> LayerRunner[Any]:
     options = LoadOptions(layers, WeightsFormat.INT4, 2 * BLOCKS, edges=edges)
-    return (cpu.load if cpu.runs_here() else torch.load)(SeededWeights(SPEC), options)
+    return cpu.load(SeededWeights(SPEC), options)
 
 
 def pipeline(own: int, *splits: LayerRange) -> Executor:
@@ -114,7 +114,7 @@ class TestPipelineOverFleet(ExecutorSuite):
 
     @pytest.fixture
     def executor(self) -> Iterator[Executor]:
-        backend = cpu.load if cpu.runs_here() else torch.load
+        backend = cpu.load
         own = LoadOptions(LayerRange(0, 2), WeightsFormat.BF16, 2 * BLOCKS)
         with routes_over([part("a", 2, 4), part("b", 4, 6)], backend, n_blocks=2 * BLOCKS, max_rows=256) as opened:
             made = PipelineExecutor(backend(SeededWeights(HOSTED), own), HOSTED.n_layers, OpenedRouter(opened), LIMITS, SystemClock())

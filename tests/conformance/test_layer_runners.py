@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.backends import cpu, mlx, torch
-from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
@@ -30,25 +30,14 @@ SPECS = {
     "qwen3_moe": replace(LLAMA, model_type="qwen3_moe", qk_norm=True, moe=MoeSpec(n_experts=6, top_k=2, ffn=64, norm_topk=True)),
 }
 INT4, INT8, BF16 = WeightsFormat.INT4, WeightsFormat.INT8, WeightsFormat.BF16
-RESIDENT, STREAMED = PromptWeights.RESIDENT, PromptWeights.STREAMED
 
 
-def _case(
-    kind: str, load: Load, family: str, weights: WeightsFormat, where: PromptWeights | None = None, *marks: pytest.MarkDecorator
-) -> Any:
-    name = "-".join([kind, family.replace(" ", "_"), weights, *([where] if where else [])])
-    return pytest.param(RunnerCase(name, load, SPECS[family], weights, where), id=name, marks=marks)
+def _case(kind: str, load: Load, family: str, weights: WeightsFormat, *marks: pytest.MarkDecorator) -> Any:
+    name = f"{kind}-{family.replace(' ', '_')}-{weights}"
+    return pytest.param(RunnerCase(name, load, SPECS[family], weights), id=name, marks=marks)
 
 
-TORCH = [
-    _case("torch", torch.load, family, weights, where)
-    for family, weights, where in [
-        ("llama", INT4, STREAMED),
-        ("qwen2", INT8, RESIDENT),
-        ("qwen3", BF16, None),
-        ("qwen3_moe", INT4, RESIDENT),
-    ]
-]
+TORCH = [_case("torch", torch.load, family, BF16) for family in ("llama", "qwen2", "qwen3_moe")]
 _NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 
 
@@ -57,7 +46,7 @@ def _compiled(source: WeightSource, options: LoadOptions, progress: LoadProgress
 
 
 CPU = [
-    _case("cpu", _compiled, family, weights, None, _NO_KERNELS)
+    _case("cpu", _compiled, family, weights, _NO_KERNELS)
     for family, weights in [
         ("llama", INT4),
         ("llama", INT8),
@@ -69,11 +58,11 @@ CPU = [
     ]
 ]
 MLX = [
-    _case("mlx", mlx.load, family, weights, None, pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed"))
+    _case("mlx", mlx.load, family, weights, pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed"))
     for family, weights in [("llama", BF16), ("qwen3", BF16), ("qwen3_moe", INT4)]
 ]
 CUDA = [
-    _case("cuda", partial(torch.load, device=DeviceKind.CUDA), family, BF16, None, pytest.mark.gpu)
+    _case("cuda", partial(torch.load, device=DeviceKind.CUDA), family, BF16, pytest.mark.gpu)
     for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
 ]
 

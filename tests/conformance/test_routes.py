@@ -13,7 +13,7 @@ from tests.fakes.pipelines import Machine, MemoryRoute
 from tests.unit.ways.pipeline.host.hosts import SPEC, Net, User, hosting, wanted
 from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 
-from paceline.backends import cpu, torch
+from paceline.backends import cpu
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.ids import NodeId
@@ -29,7 +29,7 @@ FIRST, SECOND = LayerRange(0, 3), LayerRange(3, 6)
 
 def load(layers: LayerRange) -> LayerRunner[Any]:
     options = LoadOptions(layers, WeightsFormat.BF16, 16, edges=False)
-    return (cpu.load if cpu.runs_here() else torch.load)(SeededWeights(SPEC), options)
+    return cpu.load(SeededWeights(SPEC), options)
 
 
 class TestMemoryRoute(RouteSuite):

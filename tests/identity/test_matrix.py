@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.backends import cpu
-from paceline.backends.options import LoadOptions, PromptWeights
+from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels, fastest_on_processors
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -42,7 +42,6 @@ class Kind:
     weights: WeightsFormat
     layers: int = 6
     """The model's first ones: every layer is like another."""
-    prompt_weights: PromptWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -77,20 +76,17 @@ KINDS = {
     "cpu-int4-all-layers": Kind(PROCESSORS, WeightsFormat.INT4, layers=30),
     "cpu-int8": Kind(PROCESSORS, WeightsFormat.INT8),
     "cpu-bf16": Kind(PROCESSORS, WeightsFormat.BF16),
-    "torch-int4-resident": Kind(Kernels.TORCH, WeightsFormat.INT4, 3, PromptWeights.RESIDENT),
-    "torch-int4-streamed": Kind(Kernels.TORCH, WeightsFormat.INT4, 3, PromptWeights.STREAMED),
 }
 SHORT = ("batch-16", "prefix-hits", "preempted")
 """What whole models and the other formats run; their conformance suite covers rows, chunks and threads too."""
-RUN = dict.fromkeys(KINDS, SHORT) | {"cpu-int4": tuple(SCENARIOS), "torch-int4-resident": ("batch-16",), "torch-int4-streamed": ()}
+RUN = dict.fromkeys(KINDS, SHORT) | {"cpu-int4": tuple(SCENARIOS)}
 
 
 def matrix() -> Iterator[Any]:
     """Every scenario on the default kernels and format, fewer on the others; grouped, so that each is loaded once."""
     for kind_id, kind in KINDS.items():
-        marks = [needs_kernels] if kind.kernels.compiled else []
         for scenario_id in RUN[kind_id]:
-            yield pytest.param(kind, SCENARIOS[scenario_id], id=f"{kind_id}-{scenario_id}", marks=marks)
+            yield pytest.param(kind, SCENARIOS[scenario_id], id=f"{kind_id}-{scenario_id}", marks=needs_kernels)
 
 
 class Shallow:
@@ -116,10 +112,9 @@ class Loaded:
                 n_blocks=BLOCKS,
                 threads=threads,
                 kernel_cache=Home.from_environment().kernels,
-                prompt_weights=kind.prompt_weights,
             )
             self.runners[threads] = load_runner(kind.kernels, weights, options)
-        self.queue = requests(model)[:: 1 if kind.kernels.compiled else 3]  # torch takes its time
+        self.queue = requests(model)
         self.alone = self.run(Scenario(batch=1, threads=1))[0]
 
     def run(self, scenario: Scenario) -> tuple[dict[str, tuple[int, ...]], Engine]:
@@ -219,8 +214,3 @@ def test_same_tokens(shelf: Shelf, kind: Kind, scenario: Scenario) -> None:
     assert (stats.prefix_hits_tokens > 0) == scenario.prefix_cache
     # The matrix would hold trivially if sampling drew nothing.
     assert len(set(tokens.values())) == len(tokens)
-
-
-def test_streamed_prompt_weights_are_the_resident_ones(shelf: Shelf) -> None:
-    resident, streamed = (shelf.get(KINDS[f"torch-int4-{where}"]).alone for where in ("resident", "streamed"))
-    assert streamed == resident

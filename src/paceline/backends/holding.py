@@ -3,8 +3,8 @@ rows, scratch, tables, logits), told before anything is loaded, by numbers alone
 
 Under `stored`, what the file holds is kept: the types that have a form of their own as they lie, plain numbers as bf16, and every other type in
 the smallest form whose rounding makes the file's own error against the original weights at most 1.05 times as large (measured:
-`docs/performance.md`). The uniform formats hold all matrices alike, the embedding and the head in at least eight bits. The torch kernels have
-those formats alone, and under `stored` hold each matrix in the one that keeps what the file has of it.
+`docs/performance.md`). The uniform formats hold all matrices alike, the embedding and the head in at least eight bits. MLX has those formats alone, and under `stored` holds
+each matrix in the one that keeps what the file has of it; torch holds bf16.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ NEAREST: Final[Mapping[str, Form]] = {
 }
 """The form for each of GGML's types under `stored`."""
 _AS_INT4: Final = {name for name, form in NEAREST.items() if form in {Form.Q4_0, Form.Q4_1, Form.Q4_K}} | {"Q3_K", "IQ3_XXS", "IQ3_S"}
-"""Types that the torch kernels hold in four bits."""
-_TORCH_GROUP_BYTES: Final = {WeightsFormat.INT4: 20, WeightsFormat.INT8: 42, WeightsFormat.BF16: 64}
-"""Of 32 inputs: codes, and bf16 scales and offsets, of which eight bits have two each, and their fp16 scale."""
-_TORCH_ROWS: Final = 64
-"""Outputs are padded to so many there, of quantised matrices."""
+"""Types that MLX holds in four bits."""
+_MLX_GROUP_BYTES: Final = {WeightsFormat.INT4: 20, WeightsFormat.INT8: 36, WeightsFormat.BF16: 64}
+"""Of 32 inputs: codes, and a bf16 scale and offset."""
 _UNIFORM: Final = {WeightsFormat.INT4: Form.Q4_1, WeightsFormat.INT8: Form.Q8_0, WeightsFormat.BF16: Form.BF16}
 
 FormOf = Callable[[str], Form]
@@ -70,8 +68,8 @@ def matrices(spec: ModelSpec) -> list[str]:
     return [name for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
 
 
-def torch_formats(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[str], str]) -> dict[str, WeightsFormat]:
-    """The format that the torch kernels hold each matrix in: under `stored` int4, or int8 where four bits would lose what the file has.
+def mlx_formats(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[str], str]) -> dict[str, WeightsFormat]:
+    """The format that MLX holds each matrix in: under `stored` int4, or int8 where four bits would lose what the file has.
 
     Types of fewer than four bits become four: eight would take more than twice the file. A model is in bf16 as a whole or not at all, since its
     two paths are then one; the embedding and the head have eight bits at least; a router is always in bf16.
@@ -102,23 +100,24 @@ def held_bytes(spec: ModelSpec, form_of: FormOf) -> dict[str, int]:
 
 
 def formats_of_products(formats: Mapping[str, WeightsFormat]) -> list[WeightsFormat]:
-    """Those that `torch_formats` gave a model's layers, routers aside."""
+    """Those that `mlx_formats` gave a model's layers, routers aside."""
     if formats[EMBEDDING] is WeightsFormat.BF16:
         return [WeightsFormat.BF16]
     return sorted({held for name, held in formats.items() if name not in {EMBEDDING, HEAD}} - {WeightsFormat.BF16})
 
 
-def torch_bytes(spec: ModelSpec, formats: Mapping[str, WeightsFormat]) -> dict[str, int]:
-    """`held_bytes`, on the torch kernels, without bf16 copies for prompts."""
+def mlx_bytes(spec: ModelSpec, formats: Mapping[str, WeightsFormat]) -> dict[str, int]:
+    """`held_bytes`, on MLX."""
 
     def of(name: str, shape: tuple[int, ...]) -> int:
-        if len(shape) != 2:
-            return 4 * math.prod(shape)
-        n, k = shape
-        rows = n if formats[name] is WeightsFormat.BF16 else -(-n // _TORCH_ROWS) * _TORCH_ROWS
-        return rows * k * _TORCH_GROUP_BYTES[formats[name]] // GROUP
+        return 4 * math.prod(shape) if len(shape) != 2 else math.prod(shape) * _MLX_GROUP_BYTES[formats[name]] // GROUP
 
     return {name: of(name, shape) for name, shape in tensor_shapes(spec).items()}
+
+
+def torch_bytes(spec: ModelSpec) -> dict[str, int]:
+    """`held_bytes`, on torch."""
+    return {name: (2 if len(shape) == 2 else 4) * math.prod(shape) for name, shape in tensor_shapes(spec).items()}
 
 
 def part_bytes(held: Mapping[str, int], layers: LayerRange, *, edges: bool) -> int:

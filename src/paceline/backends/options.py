@@ -29,14 +29,6 @@ class DeviceKind(StrEnum):
                 return WeightsFormat.BF16
 
 
-class PromptWeights(StrEnum):
-    """Where the prompt path's bf16 weights live, on kernels that need them beside int4 or int8 ones. Same bytes either way."""
-
-    RESIDENT = "resident"
-    STREAMED = "streamed"
-    """Dequantised layer by layer into one scratch buffer."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """A range of layers, its weights format and its share of this machine."""
@@ -53,5 +45,3 @@ class LoadOptions:
     """Load the embedding, the final norm and the head too. Stages of a pipeline leave them to the orchestrator."""
     kernel_cache: Path | None = None
     """Folder for compiled kernels; None: beside their sources."""
-    prompt_weights: PromptWeights | None = None
-    """None: resident where memory allows it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -27,22 +26,6 @@ Target = Literal["Q4_1", "Q5_1", "Q8_0"]
 
 SLAB_WEIGHTS: Final = 1 << 20
 """Weights a slab holds: its float32 takes 4 MiB. Raising it gains little speed."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedTensor:
-    """A matrix quantised in groups of 32 inputs: `w[n, k] = scale[n, k // 32] * code[n, k] + offset[n, k // 32]`.
-
-    Attributes:
-        codes_NK: uint8 of 0..15 (`bits` 4) or int8 (`bits` 8).
-        scale_NG: float16.
-        offset_NG: float16, or None where it is zero (`bits` 8).
-    """
-
-    bits: Literal[4, 8]
-    codes_NK: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
-    scale_NG: npt.NDArray[np.float16]
-    offset_NG: npt.NDArray[np.float16] | None
 
 
 _REQUANTISE: Final[Mapping[str, Callable[[Float32, npt.NDArray[np.uint8]], None]]] = {
@@ -66,20 +49,6 @@ def to_blocks(tensor: StoredTensor, kind: Target, threads: int = 1) -> BlockTens
     out_NB = np.empty((shape[0], TENSOR_TYPES[kind].row_bytes(shape[1])), np.uint8)
     each_slab(shape, threads, lambda rows: blocks_of(tensor, kind, rows, out_NB[rows]))
     return BlockTensor(kind, shape, out_NB)
-
-
-def to_grouped(tensor: StoredTensor, bits: Literal[4, 8], threads: int = 1) -> GroupedTensor:
-    """`to_blocks`, taken apart."""
-    blocks = to_blocks(tensor, "Q4_1" if bits == 4 else "Q8_0", threads)
-    n, k = blocks.shape
-    groups_NGB = blocks.rows_NB.reshape(n, k // GROUP, -1)
-    halves_at = lambda at: np.ascontiguousarray(groups_NGB[:, :, at : at + 2]).view(np.float16).reshape(n, -1)  # noqa: E731
-    if bits == 8:
-        return GroupedTensor(8, np.ascontiguousarray(groups_NGB[:, :, 2:]).view(np.int8).reshape(n, k), halves_at(0), None)
-    codes_NGK = np.empty((n, k // GROUP, GROUP), np.uint8)
-    np.bitwise_and(groups_NGB[:, :, 4:], 15, out=codes_NGK[:, :, : GROUP // 2])
-    np.right_shift(groups_NGB[:, :, 4:], 4, out=codes_NGK[:, :, GROUP // 2 :])
-    return GroupedTensor(4, codes_NGK.reshape(n, k), halves_at(0), halves_at(2))
 
 
 def blocks_of(tensor: StoredTensor, kind: Target, rows: slice, out_NB: npt.NDArray[np.uint8]) -> None:

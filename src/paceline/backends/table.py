@@ -9,7 +9,7 @@ cpu-avxvnni               ... with AVX-VNNI
 cpu-avx2                  ... with AVX2, FMA and F16C
 cpu-neon-i8mm             ... on 64-bit ARM with the dot product and products of matrices of bytes
 cpu-neon                  ... on 64-bit ARM with the dot product
-torch-cpu                 on other processors; where it is asked for, on any
+torch-cpu                 on other processors, in bf16; where it is asked for, on any
 
 Those of `cpu` compute the same bytes (docs/arithmetic.md), and a processor that has the instructions of one has those of some after it.
 """
@@ -146,6 +146,8 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             f"No compiled kernels run this model: {reason}",
             f"Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: {how_to_install('paceline[torch]')}",
         )
+    if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
+        raise ConfigError(f"--weights {weights} was asked for on torch, which holds bf16", "Leave --weights out.")
     if (missing := torch_refuses(spec)) is not None and asked is not None:
         raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
     if missing is not None:

@@ -205,7 +205,7 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
         return LocalDevice(kernels, weights, processor_name, total_bytes, lambda: available_bytes(), lambda: memory_rate(home))
 
     if fastest_device() is DeviceKind.CPU:
-        return (processors(*WeightsFormat),)
+        return (processors(*(WeightsFormat if kernels.compiled else (WeightsFormat.STORED, WeightsFormat.BF16))),)
     if fastest_device() is DeviceKind.MLX:
         from paceline.backends.mlx.loading import device_name
 

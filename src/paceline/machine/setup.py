@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.backends import cpu, table
 from paceline.backends.cpu.padding import padded
 from paceline.backends.cpu.shares import deal
-from paceline.backends.holding import kv_group, part_bytes, torch_formats, working_bytes
+from paceline.backends.holding import kv_group, mlx_formats, part_bytes, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
@@ -246,7 +246,7 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
     kernels = table.choose(spec, weights, asked=asked, device=device)
     if weights is WeightsFormat.STORED and not kernels.compiled:
-        kept = sorted(set(torch_formats(spec, weights, type_of).values()))
+        kept = sorted(set(mlx_formats(spec, weights, type_of).values())) if kernels is Kernels.MLX else ["bf16"]
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
     return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
 

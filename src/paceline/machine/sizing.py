@@ -15,7 +15,7 @@ from typing import Final
 
 from paceline.backends import cpu
 from paceline.backends.cpu.shares import LANES, Share
-from paceline.backends.holding import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats, working_bytes
+from paceline.backends.holding import forms_by, held_bytes, mlx_bytes, mlx_formats, part_bytes, torch_bytes, working_bytes
 from paceline.backends.memory import MIB, available_bytes, human
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
@@ -79,7 +79,7 @@ def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kern
     """Bytes of each tensor in memory."""
     if kernels.compiled:
         return held_bytes(spec, forms_by(weights, type_of))
-    return torch_bytes(spec, torch_formats(spec, weights, type_of))
+    return mlx_bytes(spec, mlx_formats(spec, weights, type_of)) if kernels is Kernels.MLX else torch_bytes(spec)
 
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:

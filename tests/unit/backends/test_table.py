@@ -7,7 +7,7 @@ from tests.conformance.test_layer_runners import LLAMA
 
 from paceline.backends import cpu
 from paceline.backends.table import Kernels, choose, fastest_on_processors
-from paceline.core.errors import UnsupportedModel
+from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, MoeSpec, WeightsFormat
 
 ODD = {
@@ -28,7 +28,11 @@ def test_what_compiled_kernels_do_not_run_is_refused_and_runs_in_torch_only_wher
     with pytest.raises(UnsupportedModel, match=reason) as refused:
         choose(spec, weights)
     assert "--device torch-cpu" in refused.value.hint
-    assert choose(spec, weights, asked=Kernels.TORCH) is Kernels.TORCH
+    if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
+        with pytest.raises(ConfigError, match="holds bf16"):
+            choose(spec, weights, asked=Kernels.TORCH)
+    else:
+        assert choose(spec, weights, asked=Kernels.TORCH) is Kernels.TORCH
     assert choose(LLAMA, weights) is fastest_on_processors() is not Kernels.TORCH
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from mlx import nn  # pyright: ignore[reportMissingImports]
 from mlx.utils import tree_flatten  # pyright: ignore[reportMissingImports]
 
-from paceline.backends.holding import formats_of_products, torch_formats
+from paceline.backends.holding import formats_of_products, mlx_formats
 from paceline.backends.memory import available_bytes, check_kv
 from paceline.backends.mlx.paged import KEYS, MlxPool, attends
 from paceline.backends.mlx.ring import RingRunner
@@ -88,7 +88,7 @@ def load_model(
     spec, layers = source.spec, options.layers
     if (reason := mlx_refuses(spec)) is not None:
         raise UnsupportedModel(f"MLX does not run this model: {reason}", "Leave --device mlx out.")
-    formats = torch_formats(spec, options.weights, source.type_of)
+    formats = mlx_formats(spec, options.weights, source.type_of)
     if spec.moe is not None and formats[EMBEDDING] is WeightsFormat.BF16 and not on_gpu():
         raise UnsupportedModel(
             "MLX multiplies experts in bf16 on a GPU alone", "Ask for --weights int4 or int8, or leave --device mlx out."
@@ -227,7 +227,7 @@ def _measured(model: MlxModel, source: WeightSource, options: LoadOptions, group
     label = f"mlx {version('mlx')} {version('mlx-lm')} {device_name()}" + ("" if group is None else f" {group.size()} ranks")
     few = small(spec)
     seeded = SeededWeights(replace(few, hidden=few.n_heads * spec.head_dim))  # some of mlx-lm's families know no other
-    formats = formats_of_products(torch_formats(spec, options.weights, source.type_of))
+    formats = formats_of_products(mlx_formats(spec, options.weights, source.type_of))
     found = [measure(partial(make, weights), seeded, {1}, _bytes, f"{label} {weights}") for weights in formats]
     return Numerics(
         together([each.id for each in found]), all(each.holds_identity for each in found) and _first_layer_holds(model, options)

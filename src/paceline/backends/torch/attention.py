@@ -1,9 +1,9 @@
-"""What a layer needs to know of one batch (the path its rows run, how heads turn, attention over paged keys), and paged attention on a CPU, out of plain
+"""What a layer needs to know of one batch (how heads turn, attention over paged keys), and paged attention on a CPU, out of plain
 torch operations, invariant to rows, chunks, batch and threads.
 
 Keys count in absolute blocks of 128 from position 0. Every product has 128 keys or one head's width as its inner length, so a row's
 sums never depend on how long the others' contexts are; blocks are added one after the other in float32; masked keys weigh exactly
-zero, so trailing blocks add nothing. Where the processor does not multiply bf16 the products are float32's, always of `BLOCK` rows. Values
+zero, so trailing blocks add nothing. Where the processor does not multiply bf16 the products are float32's, always of `ROWS` rows. Values
 beyond a sequence's end are zeroed: a stale NaN of another sequence can't leak in.
 
 Shapes: T rows, S sequences of one group, R rows each, H query heads (in `Step` and `Rope`, of keys too), N KV heads, G = H / N, D head dimension, B keys in
@@ -23,18 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.backends.torch.linear import BLOCK, multiplies_bf16
+from paceline.backends.torch.linear import multiplies_bf16
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import rope_tables
-from paceline.engine.executor import Path
 from paceline.engine.local import RowPlan
 
 
 class Step(Protocol):
-    """One batch of rows of one path."""
-
-    @property
-    def path(self) -> Path: ...
+    """One batch of rows."""
 
     def rotate(self, x_THD: Tensor) -> Tensor:
         """Rotary embedding of bf16 heads, computed in float32."""
@@ -80,19 +76,12 @@ def row_blocks(plan: RowPlan, positions_T: npt.NDArray[np.int64], block_size: in
     return plan.tables_SB[sequences_T, positions_T // block_size].astype(np.int64)
 
 
-def of_path(plan: RowPlan, path: Path) -> tuple[RowPlan, npt.NDArray[np.int64]]:
-    """The sequences of one path as a plan of their own, and which rows of the batch they are."""
-    chosen = np.flatnonzero(plan.path_S == path)
-    n_rows = plan.n_rows_S[chosen]
-    starts = (np.cumsum(n_rows) - n_rows).astype(np.int32)
-    rows = np.concatenate([np.arange(s, s + n) for s, n in zip(plan.row_start_S[chosen], n_rows, strict=True)])
-    return RowPlan(starts, n_rows, plan.first_position_S[chosen], plan.path_S[chosen], plan.tables_SB[chosen]), rows
-
-
 KEYS = 128
 """Keys an attention block holds: a multiple of every block size."""
 TILE = 128
 """Rows of a sequence that attend together. Raising it computes more masked products; lowering it, more small ones."""
+ROWS = 16
+"""Of one float32 product. With 16 every library seen gives a row the same bits in each place, with 64 not under AVX2; fewer are slower."""
 TOGETHER = 16
 """Sequences with at most this many rows are batched with others of as many rows."""
 
@@ -154,10 +143,9 @@ class _Group:
 
 
 class CpuStep:
-    """One batch of rows of one path on this machine's CPU."""
+    """One batch of rows on this machine's CPU."""
 
-    def __init__(self, plan: RowPlan, path: Path, spec: ModelSpec, pool: KvPool, rope: Rope) -> None:
-        self.path = path
+    def __init__(self, plan: RowPlan, spec: ModelSpec, pool: KvPool, rope: Rope) -> None:
         self._pool, self._rope, self._spec = pool, rope, spec
         positions = row_positions(plan)
         self._turn = rope.at(torch.from_numpy(positions))
@@ -202,9 +190,8 @@ class CpuStep:
 
 
 def _wide_bmm(x_PTK: Tensor, y_PKN: Tensor) -> Tensor:
-    """`torch.bmm` of bf16, in float32 and `BLOCK` rows at a time."""
-    block = BLOCK[torch.float32]
-    rows = F.pad(x_PTK.float(), (0, 0, 0, -x_PTK.shape[1] % block)).unflatten(1, (-1, block))
+    """`torch.bmm` of bf16, in float32 and `ROWS` rows at a time."""
+    rows = F.pad(x_PTK.float(), (0, 0, 0, -x_PTK.shape[1] % ROWS)).unflatten(1, (-1, ROWS))
     return torch.matmul(rows, y_PKN.float()[:, None]).flatten(1, 2)[:, : x_PTK.shape[1]]
 
 

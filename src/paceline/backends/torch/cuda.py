@@ -95,9 +95,7 @@ def to_device(plan: RowPlan, device: torch.device) -> Tables:
 
 
 class CudaStep:
-    """One batch on a CUDA device. There is one path: bf16."""
-
-    path = Path.PROMPT
+    """One batch on a CUDA device."""
 
     def __init__(self, tables: Tables, pool: CudaPool, rope: Rope, scale: float) -> None:
         self._tables, self._pool, self._rope, self._scale = tables, pool, rope, scale
@@ -258,12 +256,12 @@ class CudaRunner(PooledRunner[CudaPool]):
         edges = edges_of(self._model)
         if not len(rows_R):
             return np.zeros((0, self._model.spec.vocab), np.float32)
-        return edges.head(edges.norm(x_TD[self._index(rows_R)]), Path.PROMPT).float().cpu().numpy()
+        return edges.head(edges.norm(x_TD[self._index(rows_R)])).float().cpu().numpy()
 
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""
         spec = self._model.spec
-        self._graphs, self._model = None, TorchModel(spec, LayerRange(0, 0), (), None, one_path=True)
+        self._graphs, self._model = None, TorchModel(spec, LayerRange(0, 0), (), None)
         self._pool = CudaPool(0, 0, spec.n_kv_heads, spec.head_dim, self._device)
         torch.cuda.empty_cache()
 
@@ -319,7 +317,7 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
         rows = min(_LONG, model.spec.max_context)
         # Real sizes, and rows enough for the kernels of long prompts.
         first = CudaRunner(
-            TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None, one_path=True),
+            TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None),
             1,
             -(-_LONG // PAGE),
             Numerics("", holds_identity=False),

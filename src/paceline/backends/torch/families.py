@@ -7,9 +7,6 @@ Shapes: T rows, D hidden (or a head's width), F feed-forward.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +14,9 @@ from torch import Tensor
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import to_float32
 from paceline.backends.torch.attention import Step
-from paceline.backends.torch.linear import Linear, Scratch, Table, dense, make_linear, make_table
-from paceline.core.model import LayerRange, ModelSpec, MoeSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
+from paceline.backends.torch.linear import Linear, dense
+from paceline.core.model import LayerRange, ModelSpec, MoeSpec
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource
 
 
 class RmsNorm:
@@ -47,22 +44,10 @@ def split_heads(qkv: Tensor, n_heads: int, n_kv: int) -> tuple[Tensor, Tensor]:
 
 
 class TensorReader:
-    """Where families get their weights from.
+    """Where families get their weights from, in bf16."""
 
-    Args:
-        formats: what each matrix is held in.
-        scratch: for streamed prompt weights; None: resident.
-    """
-
-    def __init__(
-        self,
-        source: WeightSource,
-        formats: Mapping[str, WeightsFormat],
-        scratch: Scratch | None,
-        device: torch.device,
-        progress: LoadProgress | None,
-    ) -> None:
-        self._source, self._formats, self._scratch, self._device, self._progress = source, formats, scratch, device, progress
+    def __init__(self, source: WeightSource, device: torch.device, progress: LoadProgress | None) -> None:
+        self._source, self._device, self._progress = source, device, progress
         self._done, self._total = 0, 0
 
     @property
@@ -77,19 +62,18 @@ class TensorReader:
 
     def linear(self, prefix: str, *names: str, bias: bool = False) -> Linear:
         """`names` under `prefix`, fused along their outputs."""
-        tensors = [(self._read(at), self._formats[at]) for at in (f"{prefix}.{name}.weight" for name in names)]
-        bias_N = dense([self._read(f"{prefix}.{name}.bias") for name in names], self._device) if bias else None
-        return make_linear(tensors, bias_N, self._scratch, self._device)
-
-    def dense_linear(self, prefix: str, name: str) -> Linear:
-        """A matrix held in bf16 under every format: a router's choices are not worth the bytes saved."""
-        return make_linear([(self._read(f"{prefix}.{name}.weight"), WeightsFormat.BF16)], None, None, self._device)
+        weight_NK, bias_N = (
+            dense([self._read(f"{prefix}.{name}.{kind}") for name in names], self._device) if kind == "weight" or bias else None
+            for kind in ("weight", "bias")
+        )
+        assert weight_NK is not None
+        return Linear(weight_NK, bias_N)
 
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._vector(name), self.spec.rms_eps)
 
-    def table(self, name: str) -> Table:
-        return make_table(self._read(name), self._formats[name], self._device)
+    def table(self, name: str) -> Linear:
+        return Linear(dense([self._read(name)], self._device))
 
     def _vector(self, name: str) -> Tensor:
         return torch.from_numpy(to_float32(self._read(name))).to(self._device)
@@ -100,12 +84,6 @@ class TensorReader:
         if self._progress is not None:
             self._progress(self._done, self._total)
         return tensor
-
-
-def linear_numbers(spec: ModelSpec, layers: LayerRange) -> int:
-    """Weights of the linear layers of a range: what bf16 copies would double."""
-    one = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if name.startswith("model.layers.0.") and len(shape) == 2)
-    return len(layers) * one
 
 
 class Attention:
@@ -126,12 +104,12 @@ class Attention:
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         n_heads = self._n_heads
-        qk, v = split_heads(self._qkv(self._norm(x_TD), step.path), n_heads, self._n_kv)
+        qk, v = split_heads(self._qkv(self._norm(x_TD)), n_heads, self._n_kv)
         if self._qk_norms is not None:
             q_norm, k_norm = self._qk_norms
             qk = torch.cat([q_norm(qk[:, :n_heads]), k_norm(qk[:, n_heads:])], 1)
         qk = step.rotate(qk)
-        return self._out(step.attend(self._slot, qk[:, :n_heads], qk[:, n_heads:], v, self._window), step.path)
+        return self._out(step.attend(self._slot, qk[:, :n_heads], qk[:, n_heads:], v, self._window))
 
 
 class FeedForward:
@@ -141,8 +119,8 @@ class FeedForward:
         self._gate_up = reader.linear(at, "gate_proj", "up_proj")
         self._down = reader.linear(at, "down_proj")
 
-    def __call__(self, h_TD: Tensor, step: Step) -> Tensor:
-        return self._down(gated(self._gate_up(h_TD, step.path)), step.path)
+    def __call__(self, h_TD: Tensor) -> Tensor:
+        return self._down(gated(self._gate_up(h_TD)))
 
 
 class Experts:
@@ -153,18 +131,18 @@ class Experts:
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
         self._moe = moe
-        self._router = reader.dense_linear(at, "gate")
+        self._router = reader.linear(at, "gate")
         self._experts = [FeedForward(reader, f"{at}.experts.{e}") for e in range(moe.n_experts)]
 
-    def __call__(self, h_TD: Tensor, step: Step) -> Tensor:
-        shares_TE = self._router(h_TD, step.path).float().softmax(-1)
+    def __call__(self, h_TD: Tensor) -> Tensor:
+        shares_TE = self._router(h_TD).float().softmax(-1)
         share_TK, expert_TK = shares_TE.topk(self._moe.top_k, -1)
         if self._moe.norm_topk:
             share_TK = share_TK / share_TK.sum(-1, keepdim=True)
         total_TD = torch.zeros(h_TD.shape, dtype=torch.float32, device=h_TD.device)
         for expert in expert_TK.unique().tolist():
             rows_R, place_R = torch.where(expert_TK == expert)
-            y_RD = self._experts[expert](h_TD[rows_R], step)
+            y_RD = self._experts[expert](h_TD[rows_R])
             total_TD.index_add_(0, rows_R, y_RD.float() * share_TK[rows_R, place_R, None])
         return total_TD.bfloat16()
 
@@ -183,4 +161,4 @@ class Layer:
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         x_TD = x_TD + self._attention(x_TD, step)
-        return x_TD + self._feed_forward(self._ffn_norm(x_TD), step)
+        return x_TD + self._feed_forward(self._ffn_norm(x_TD))

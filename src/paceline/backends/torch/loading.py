@@ -1,4 +1,4 @@
-"""From a source of weights to a runner: which family, which format, how much memory, what the kernels compute.
+"""From a source of weights to a runner: which family, how much memory, what the kernels compute.
 
 Order: weights first, then the KV pool in what is left, then the numerics id, measured on a small seeded model of the same family and
 on the first layer that was loaded, in its real sizes. Whether torch gives a row the same bytes however many run beside it is asked of products as long as the
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,18 +21,18 @@ import torch
 from llvmlite import binding
 from torch import Tensor
 
-from paceline.backends.holding import formats_of_products, part_bytes, torch_bytes, torch_formats
+from paceline.backends.holding import part_bytes, torch_bytes
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
-from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
-from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small
+from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import torch_refuses
 from paceline.backends.torch.attention import KEYS, CpuStep, KvPool, Rope
-from paceline.backends.torch.families import Layer, TensorReader, linear_numbers
-from paceline.backends.torch.linear import Linear, Scratch, make_linear, multiplies_bf16, onednn_isa
+from paceline.backends.torch.families import Layer, TensorReader
+from paceline.backends.torch.linear import Linear, multiplies_bf16, onednn_isa
 from paceline.backends.torch.runner import Edges, TorchModel, TorchRunner, wire_bits
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, DenseTensor, WeightSource
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
@@ -42,35 +42,26 @@ LENGTH = 2 * KEYS + MANY[-1] + 37
 """Of the sequence whose last rows attend."""
 TOGETHER = (2, 3, 5, 16)
 """Sequences of one row."""
-OUTPUTS = {WeightsFormat.INT4: 128, WeightsFormat.INT8: 128, WeightsFormat.BF16: 1024}
+OUTPUTS = 1024
 """Of a matrix. Products of any number of rows choose kernels by outputs too: with few, what differs is not seen."""
 
 
-def torch_holds(spec: ModelSpec, formats: Iterable[WeightsFormat]) -> bool:
-    """Whether every product, of weights in these formats, and attention give a row the same bytes whatever runs beside it."""
+def torch_holds(spec: ModelSpec) -> bool:
+    """Whether every product and attention give a row the same bytes whatever runs beside it."""
     widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn if spec.moe is None else spec.moe.ffn}
-    return all(products_hold(width, weights) for weights in formats for width in sorted(widths)) and attention_holds(
+    return all(map(products_hold, sorted(widths))) and attention_holds(
         replace(spec, n_heads=2 * (spec.n_heads // spec.n_kv_heads), n_kv_heads=2)
     )
 
 
 @cache
-def products_hold(width: int, weights: WeightsFormat) -> bool:
-    """Whether the first and the last so many rows of a seeded matrix's product give what they give among all, on each path."""
-    weight_NK = np.random.default_rng(width).standard_normal((OUTPUTS[weights], width), np.float32) * np.float32(width**-0.5)
-    linear = make_linear([(DenseTensor(weight_NK, "f32"), weights)], None, None, torch.device("cpu"))
-    x_TK = torch.randn(MANY[-1], width, generator=torch.Generator().manual_seed(width)).bfloat16()
-    if weights is WeightsFormat.BF16:
-        return _holds(linear, x_TK[: FEW[-1]], Path.PROMPT, FEW)
-    return _holds(linear, x_TK[: FEW[-1]], Path.GENERATED, FEW) and _holds(linear, x_TK, Path.PROMPT, (*FEW, *MANY))
-
-
-def _holds(linear: Linear, x_TK: Tensor, path: Path, counts: Iterable[int]) -> bool:
-    whole = linear(x_TK, path)
-    return all(
-        torch.equal(linear(x_TK[:count], path), whole[:count]) and torch.equal(linear(x_TK[-count:], path), whole[-count:])
-        for count in counts
-    )
+def products_hold(width: int) -> bool:
+    """Whether the first and the last so many rows of a seeded matrix's product give what they give among all."""
+    generator = torch.Generator().manual_seed(width)
+    linear = Linear(torch.randn(OUTPUTS, width, generator=generator).mul_(width**-0.5).bfloat16())
+    x_TK = torch.randn(FEW[-1], width, generator=generator).bfloat16()
+    whole = linear(x_TK)
+    return all(torch.equal(linear(x_TK[:count]), whole[:count]) and torch.equal(linear(x_TK[-count:]), whole[-count:]) for count in FEW)
 
 
 @cache
@@ -86,7 +77,7 @@ def attention_holds(spec: ModelSpec) -> bool:
         places = np.array(firsts, np.int32)
         starts, counts = np.arange(len(firsts), dtype=np.int32) * count, np.full(len(firsts), count, np.int32)
         tables = np.broadcast_to(np.arange(n_blocks, dtype=np.int32), (len(firsts), n_blocks))
-        step = CpuStep(RowPlan(starts, counts, places, np.zeros_like(places), tables), Path.PROMPT, spec, pool, rope)
+        step = CpuStep(RowPlan(starts, counts, places, np.zeros_like(places), tables), spec, pool, rope)
         rows = torch.cat([torch.arange(first, first + count) for first in firsts])
         return step.attend(0, q_THD[rows], k_THD[rows], v_THD[rows])
 
@@ -97,15 +88,12 @@ def attention_holds(spec: ModelSpec) -> bool:
     return all(torch.equal(attend(places, 1), whole[places]) for places in apart)
 
 
-RESIDENT_SHARE = 0.9
-"""Of the memory free before loading, how much weights, KV and resident prompt weights may take together, unasked."""
-
-
 def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> TorchModel:
     """Read the layers asked for, and nothing else.
 
     Raises:
         UnsupportedModel: a family without code here.
+        ConfigError: weights of few bits.
     """
     spec = source.spec
     if (reason := torch_refuses(spec)) is not None:
@@ -113,16 +101,16 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
             f"torch does not run this model: {reason}",
             "Serve it on a processor with compiled kernels: x86 since AVX2, ARM with the dot product.",
         )
-    formats = torch_formats(spec, options.weights, source.type_of)
-    one_path = formats[EMBEDDING] is WeightsFormat.BF16
-    reader = TensorReader(source, formats, None if one_path else _scratch(source, options), device, progress)
+    if options.weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
+        raise ConfigError(f"--weights {options.weights} was asked for on torch, which holds bf16", "Leave --weights out.")
+    reader = TensorReader(source, device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [Layer(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
     if options.edges:
         embedding = reader.table(EMBEDDING)
         edges = Edges(embedding, reader.norm(FINAL_NORM), embedding if spec.tied_head else reader.table(HEAD))
-    return TorchModel(spec, options.layers, layers, edges, one_path)
+    return TorchModel(spec, options.layers, layers, edges)
 
 
 def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
@@ -130,7 +118,7 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
 
     Raises:
         ModelFileError, UnsupportedModel: from the source.
-        ConfigError: an impossible block size.
+        ConfigError: an impossible block size, or quantised weights.
         OutOfMemory: the KV pool does not fit.
     """
     if KEYS % options.block_size:
@@ -143,9 +131,7 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         check_kv(tokens, token_bytes, available_bytes() - _needed(source, options) + tokens * token_bytes)
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
-        # Of all layers, whichever are loaded: stages of one model have one id.
-        formats = formats_of_products(torch_formats(source.spec, options.weights, source.type_of))
-        return _runner(model, len(options.layers), options, _measured(model, options, formats))
+        return _runner(model, len(options.layers), options, _measured(model, options))
 
 
 def _runner(model: TorchModel, n_layers: int, options: LoadOptions, numerics: Numerics) -> TorchRunner:
@@ -155,35 +141,32 @@ def _runner(model: TorchModel, n_layers: int, options: LoadOptions, numerics: Nu
     return TorchRunner(model, pool, rope, options.threads, numerics)
 
 
-def _measured(model: TorchModel, options: LoadOptions, formats: Sequence[WeightsFormat]) -> Numerics:
-    def make(weights: WeightsFormat, source: WeightSource, threads: int) -> LayerRunner[Any]:
-        small = LoadOptions(source.spec.all_layers, weights, -(-ROWS // options.block_size), options.block_size, threads)
+def _measured(model: TorchModel, options: LoadOptions) -> Numerics:
+    def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
+        small = LoadOptions(source.spec.all_layers, WeightsFormat.BF16, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(
             load_model(source, small, None, torch.device("cpu")), source.spec.n_layers, small, Numerics("", holds_identity=False)
         )
 
     capability, processor = torch.backends.cpu.get_cpu_capability(), "" if multiplies_bf16() else binding.get_host_cpu_name()
-    label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor}"
-    seeded, threads = SeededWeights(small(model.spec)), {1, options.threads}
-    found = [measure(partial(make, weights), seeded, threads, tensor_bytes, f"{label} {weights}") for weights in formats]
-    holds = all(each.holds_identity for each in found) and _first_layer_holds(model, options) and torch_holds(model.spec, formats)
-    return Numerics(together([each.id for each in found]), holds)
+    label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor} bf16"
+    found = measure(make, SeededWeights(small(model.spec)), {1, options.threads}, tensor_bytes, label)
+    return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options) and torch_holds(model.spec))
 
 
 def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
     """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
     if not model.layers:
         return True
-    first = TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None, model.one_path)
+    first = TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None)
     small = LoadOptions(options.layers, options.weights, -(-ROWS // options.block_size), options.block_size, options.threads)
     runner = _runner(first, 1, small, Numerics("", holds_identity=False))
     return cuts_agree(runner, seeded_rows(ROWS, model.spec.hidden), CUTS)
 
 
 def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]]) -> bool:
-    """Whether rows give the same bytes however many run at a time, on each of the runner's paths."""
-    paths = [Path.PROMPT] if runner.one_path else list(Path)
-    return all(len({answer(runner, x_TD, path, tensor_bytes, cut, logits=False) for cut in cuts}) == 1 for path in paths)
+    """Whether rows give the same bytes however many run at a time."""
+    return len({answer(runner, x_TD, Path.PROMPT, tensor_bytes, cut, logits=False) for cut in cuts}) == 1
 
 
 def seeded_rows(rows: int, hidden: int) -> Tensor:
@@ -198,20 +181,10 @@ def tensor_bytes(x_TD: Tensor) -> bytes:
 
 def _needed(source: WeightSource, options: LoadOptions) -> int:
     """Bytes that weights and KV will take."""
-    held = torch_bytes(source.spec, torch_formats(source.spec, options.weights, source.type_of))
+    held = torch_bytes(source.spec)
     return part_bytes(held, options.layers, edges=options.edges) + options.n_blocks * options.block_size * source.spec.kv_bytes_per_token(
         options.layers
     )
-
-
-def _scratch(source: WeightSource, options: LoadOptions) -> Scratch | None:
-    """A buffer for streamed prompt weights; None where they are resident."""
-    where = options.prompt_weights
-    if where is None:
-        resident = 2 * linear_numbers(source.spec, options.layers)
-        fits = resident + _needed(source, options) < RESIDENT_SHARE * available_bytes()
-        where = PromptWeights.RESIDENT if fits else PromptWeights.STREAMED
-    return None if where is PromptWeights.RESIDENT else Scratch()
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """A range of layers on this machine's CPU through torch: weights, a KV pool, nothing of scheduling.
-
-Rows of the prompt path and of the generated path in one batch run one after the other; with bf16 weights the paths are one.
-torch's thread count is the process's; it is set before each batch, where another runner changed it.
+ torch's thread count is the process's; it is set before each batch, where another runner changed it.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
@@ -18,12 +16,11 @@ import torch
 from torch import Tensor
 
 from paceline.backends.numerics import Numerics
-from paceline.backends.torch.attention import CpuStep, KvPool, Rope, Step, of_path
+from paceline.backends.torch.attention import CpuStep, KvPool, Rope, Step
 from paceline.backends.torch.families import Layer, RmsNorm
-from paceline.backends.torch.linear import Table
+from paceline.backends.torch.linear import Linear
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
-from paceline.engine.executor import Path
 from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
 
 
@@ -31,9 +28,9 @@ from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
 class Edges:
     """What stands before the first layer and after the last."""
 
-    embedding: Table
+    embedding: Linear
     norm: RmsNorm
-    head: Table
+    head: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,6 @@ class TorchModel:
     held: LayerRange
     layers: Sequence[Layer]
     edges: Edges | None
-    one_path: bool
 
     def part(self, part: LayerRange | None) -> Sequence[Layer]:
         """Some of its layers; None: all."""
@@ -104,11 +100,12 @@ class TorchRunner(PooledRunner[KvPool]):
     """
 
     kv_layout = "torch cpu"
+    one_path = True
 
     def __init__(self, model: TorchModel, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
         self._model, self._pool, self._rope, self._threads = model, pool, rope, threads
         self.layers = model.held
-        self.n_blocks, self.block_size, self.one_path = pool.n_blocks, pool.block_size, model.one_path
+        self.n_blocks, self.block_size = pool.n_blocks, pool.block_size
         self.numerics_id, self.holds_identity = numerics.id, numerics.holds_identity
 
     @torch.inference_mode()
@@ -120,17 +117,10 @@ class TorchRunner(PooledRunner[KvPool]):
         """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
         self._use_threads()
         layers = self._model.part(part)
-        if self.one_path:
-            return self._run(layers, x_TD, plan, Path.PROMPT) if len(x_TD) else x_TD
-        paths = [path for path in Path if (plan.path_S == path).any()]
-        if len(paths) == 1:
-            return self._run(layers, x_TD, plan, paths[0])
-        out_TD = x_TD.clone()
-        for path in paths:
-            its_plan, rows = of_path(plan, path)
-            chosen = torch.from_numpy(rows)
-            out_TD[chosen] = self._run(layers, x_TD[chosen], its_plan, path)
-        return out_TD
+        if not len(x_TD):
+            return x_TD
+        step = CpuStep(plan, self._model.spec, self._pool, self._rope)
+        return run_watched(layers, x_TD, step, plan.watch)
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -140,19 +130,15 @@ class TorchRunner(PooledRunner[KvPool]):
             return np.zeros((0, self._model.spec.vocab), np.float32)
         self._use_threads()
         h_RD = edges.norm(x_TD[torch.from_numpy(rows_R.astype(np.int64))])
-        return edges.head(h_RD, Path.GENERATED).float().numpy()
+        return edges.head(h_RD).float().numpy()
 
     def from_wire(self, x_TD: WireBits) -> Tensor:
         return from_bits(x_TD)
 
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
-        self._model = TorchModel(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)
+        self._model = TorchModel(self._model.spec, LayerRange(0, 0), (), None)
         self._pool = KvPool(0, 0, self.block_size, self._pool.n_kv, self._pool.head_dim)
-
-    def _run(self, layers: Sequence[Layer], x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
-        step = CpuStep(plan, path, self._model.spec, self._pool, self._rope)
-        return run_watched(layers, x_TD, step, plan.watch)
 
     def _use_threads(self) -> None:
         if torch.get_num_threads() != self._threads:

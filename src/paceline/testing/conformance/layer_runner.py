@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from paceline.backends.numerics import SeededWeights
-from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import OutOfMemory
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
@@ -49,7 +49,6 @@ class RunnerCase:
     load: Load
     spec: ModelSpec
     weights: WeightsFormat
-    prompt_weights: PromptWeights | None = None
 
     def source(self) -> CountedSource:
         return CountedSource(SeededWeights(self.spec))
@@ -57,9 +56,7 @@ class RunnerCase:
     def runner(
         self, *, layers: LayerRange | None = None, edges: bool = True, threads: int = 1, source: WeightSource | None = None
     ) -> LayerRunner[Any]:
-        options = LoadOptions(
-            layers or self.spec.all_layers, self.weights, TOKENS // 16, threads=threads, edges=edges, prompt_weights=self.prompt_weights
-        )
+        options = LoadOptions(layers or self.spec.all_layers, self.weights, TOKENS // 16, threads=threads, edges=edges)
         return self.load(source or self.source(), options)
 
 
@@ -372,7 +369,7 @@ class LayerRunnerSuite:
 
     def test_progress_is_told_in_bytes(self, case: RunnerCase) -> None:
         told: list[tuple[int, int]] = []
-        options = LoadOptions(case.spec.all_layers, case.weights, 16, prompt_weights=case.prompt_weights)
+        options = LoadOptions(case.spec.all_layers, case.weights, 16)
         source = case.source()
         case.load(source, options, lambda done, total: told.append((done, total))).close()
         total = sum(source.nbytes(name) for name in source.names())
@@ -396,7 +393,7 @@ class LayerRunnerSuite:
         assert len(runner.numerics_id) == 16
 
     def test_a_pool_larger_than_memory_is_refused(self, case: RunnerCase) -> None:
-        options = LoadOptions(case.spec.all_layers, case.weights, 1 << 36, prompt_weights=case.prompt_weights)
+        options = LoadOptions(case.spec.all_layers, case.weights, 1 << 36)
         with pytest.raises(OutOfMemory, match=r"KV pool of \d+ tokens.*--kv-tokens"):
             case.load(case.source(), options)
 

@@ -14,7 +14,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu.forms import Form
 from paceline.backends.cpu.padding import PaddedHeads, padded
 from paceline.backends.ggml.dequantise import TYPES
-from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, part_bytes, torch_formats
+from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, mlx_formats, part_bytes
 from paceline.backends.numerics import SeededWeights, small
 from paceline.backends.options import LoadOptions
 from paceline.backends.quantize import to_blocks, to_float32
@@ -49,12 +49,12 @@ def test_other_types_lose_little_beside_what_their_file_lost(name: str) -> None:
     [("Q4_K", "int4"), ("Q4_0", "int4"), ("Q3_K", "int4"), ("Q5_0", "int8"), ("Q5_K", "int8"), ("Q6_K", "int8"), ("IQ4_XS", "int8"),
      ("Q8_0", "int8"), ("F16", "bf16"), ("BF16", "bf16")],
 )  # fmt: skip
-def test_torch_holds_each_matrix_in_the_nearest_format_and_five_bits_never_become_four(name: str, expected: str) -> None:
-    formats = torch_formats(SPEC, WeightsFormat.STORED, lambda tensor: "Q6_K" if "v_proj" in tensor or "embed" in tensor else name)
+def test_mlx_holds_each_matrix_in_the_nearest_format_and_five_bits_never_become_four(name: str, expected: str) -> None:
+    formats = mlx_formats(SPEC, WeightsFormat.STORED, lambda tensor: "Q6_K" if "v_proj" in tensor or "embed" in tensor else name)
     mixed = "int8" if expected == "bf16" else expected  # a model is in bf16 as a whole or not at all
     assert (formats["model.layers.1.mlp.down_proj.weight"], formats["model.layers.1.self_attn.v_proj.weight"]) == (mixed, "int8")
     assert (formats[EMBEDDING], formats[HEAD], formats_of_products(formats)) == ("int8", "int8", sorted({mixed, "int8"}))
-    whole = torch_formats(SPEC, WeightsFormat.STORED, lambda _: name)
+    whole = mlx_formats(SPEC, WeightsFormat.STORED, lambda _: name)
     assert formats_of_products(whole) == [expected]
     assert whole[EMBEDDING] == ("bf16" if expected == "bf16" else "int8")
 

@@ -16,7 +16,7 @@ from tests.fakes.engines import UnsteadySource
 from tests.fakes.null_backend import ByteVocabulary
 from tests.fakes.pipelines import Machine, MemoryRouter
 
-from paceline.backends import cpu, torch
+from paceline.backends import cpu
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
@@ -45,7 +45,7 @@ BLOCKS = 96
 
 def load(layers: LayerRange, *, edges: bool = True) -> LayerRunner[Any]:
     options = LoadOptions(layers, WeightsFormat.INT4, BLOCKS, edges=edges)
-    return (cpu.load if cpu.runs_here() else torch.load)(SeededWeights(SPEC), options)
+    return cpu.load(SeededWeights(SPEC), options)
 
 
 @pytest.fixture(scope="module")

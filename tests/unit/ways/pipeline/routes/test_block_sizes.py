@@ -52,7 +52,7 @@ def loads(block_size: int) -> LoadsLayers:
 
 
 def load_here(load: Callable[..., LayerRunner[Any]], layers: LayerRange) -> LayerRunner[Any]:
-    return load(SeededWeights(SPEC), LoadOptions(layers, WeightsFormat.INT4, TOKENS // 16))
+    return load(SeededWeights(SPEC), LoadOptions(layers, WeightsFormat.BF16, TOKENS // 16))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ async def over_hosts(head: LayerRunner[Any], sizes: tuple[int, int, int], kills:
         User(net) as user,
     ):
         hosts: dict[NodeId, Hosting] = {host.node_id: host for host in (a, b, c)}
-        asked = wanted(2, 6, weights=WeightsFormat.INT4, n_blocks=TOKENS // 16, least_blocks=16, max_rows=128)
+        asked = wanted(2, 6, weights=WeightsFormat.BF16, n_blocks=TOKENS // 16, least_blocks=16, max_rows=128)
         opener = RouteOpener(Eyes(user, hosts), user.ends, asked, SPEC.hidden, head.block_size, loop)
         routes = Routes(opener, [[part("a", 2, 4), part("b", 4, 6)], [part("a", 2, 4), part("c", 4, 6)]], loop)
         limits = PipelineLimits(stall_s=BOUND_S, search_s=BOUND_S, max_rows=128)
@@ -165,7 +165,7 @@ def test_any_sizes_give_the_bytes_of_one_node(torch_alone: dict[str, list[int]],
 @pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 def test_compiled_kernels_and_torch_meet_whatever_their_blocks() -> None:
     head = load_here(cpu.load, OWN)
-    rest = torch.load(SeededWeights(SPEC), LoadOptions(LayerRange(2, 6), WeightsFormat.INT4, TOKENS // 16, edges=False))
+    rest = torch.load(SeededWeights(SPEC), LoadOptions(LayerRange(2, 6), WeightsFormat.BF16, TOKENS // 16, edges=False))
     router = MemoryRouter([Machine("alike", rest, SPEC.hidden)], [LayerRange(2, 6)])
     alike = PipelineExecutor(head, SPEC.n_layers, router, PipelineLimits(stall_s=BOUND_S, max_rows=128), SystemClock())
     expected = run_all(alike, prefix_cache=False).tokens
