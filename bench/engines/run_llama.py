@@ -5,7 +5,6 @@ Settings are those of its context that matter on a CPU: flash attention, and whe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ MICRO_BATCH = 512
 
 class LlamaEngine:
     def __init__(self, job: Job) -> None:
+        self._now = job.now
         llama_cpp.llama_backend_init()
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
@@ -48,17 +48,17 @@ class LlamaEngine:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         arrivals: list[list[float]] = [[] for _ in prompts]
         tokens = [0] * len(prompts)
-        started_s = time.perf_counter()
+        started_s = self._now()
         for group in _groups(prompts):
             rows = [(token, at, which, at == len(prompts[which]) - 1) for which in group for at, token in enumerate(prompts[which])]
             lasts = [row for row, (_, _, _, wanted) in enumerate(rows) if wanted]
             for which, token in zip(group, self._decode(rows, lasts), strict=True):
                 tokens[which] = token
-                arrivals[which].append(time.perf_counter())
+                arrivals[which].append(self._now())
         for step in range(answer_tokens - 1):
             rows = [(token, len(prompts[which]) + step, which, True) for which, token in enumerate(tokens)]
             tokens = self._decode(rows, range(len(rows)))
-            now_s = time.perf_counter()
+            now_s = self._now()
             for stamps in arrivals:
                 stamps.append(now_s)
         return Times(started_s, arrivals)

@@ -15,6 +15,11 @@ from paceline.machine.settings import NodeSettings
 from paceline.machine.speed import drive
 
 
+class JobClock(SystemClock):
+    def __init__(self, job: Job) -> None:
+        self.monotonic = job.now
+
+
 class PacelineEngine:
     def __init__(self, job: Job) -> None:
         self.built = build_engine(
@@ -29,7 +34,7 @@ class PacelineEngine:
                 prefix_cache=False,
             )
         )
-        self._clock = SystemClock()
+        self._clock = JobClock(job)
 
     def run(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Times:
         timing = drive(self.built.engine, [tuple(prompt) for prompt in prompts], answer_tokens, self._clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ def read(words: npt.NDArray[np.int64]) -> int:
 
 class ReadEngine:
     def __init__(self, job: Job) -> None:
+        self._now = job.now
         tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(Path(job.model)).tensors}
         if HEAD in tensors:
             # Of which a token takes one row.
@@ -39,11 +39,11 @@ class ReadEngine:
         read(words[:8])
 
     def run(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Times:
-        started_s = time.perf_counter()
+        started_s = self._now()
         arrivals: list[float] = []
         for _ in range(answer_tokens):
             list(self._pool.map(read, self._shares))
-            arrivals.append(time.perf_counter())
+            arrivals.append(self._now())
         return Times(started_s, [arrivals for _ in prompts])
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,16 @@ class Job:
     """Longest prompt and answer together."""
     device: str = ""
     """Kernels of ours to run, as `--device` names them; empty: the processor's own."""
+    processor_time: bool = False
+    """Stamp tokens with what the process has computed so far, not with the time of day: of one thread, beside other work."""
+
+    def now(self) -> float:
+        return time.process_time() if self.processor_time else time.perf_counter()
 
 
 @dataclass(frozen=True)
 class Times:
-    """When a run began, and when each token of each sequence was there, on this process's monotonic clock."""
+    """When a run began, and when each token of each sequence was there, by its job's clock."""
 
     started_s: float
     arrivals_s: Sequence[Sequence[float]]
