@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
@@ -20,6 +20,9 @@ from paceline.engine.local import blocks_for
 from paceline.machine.settings import NodeSettings, Sampled
 from paceline.machine.speed import PromptMaker, Spread, Timing, drive
 from paceline.node.ways import plain
+
+if TYPE_CHECKING:
+    from paceline.machine.build import Spread as LoadsRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,17 @@ class BenchReport:
         return plain(asdict(self))
 
 
-def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Callable[[str], None] | None = None) -> BenchReport:
+def run_bench(
+    settings: NodeSettings,
+    plan: BenchPlan | None = None,
+    on_run: Callable[[str], None] | None = None,
+    spread: LoadsRanks | None = None,
+) -> BenchReport:
     """Load a model and measure it.
 
     Args:
         settings: the model and how to hold it; the bench decides what else would change what is measured.
+        spread: what loads tensor ranks; None: those of this machine are.
 
     Raises:
         ConfigError: the plan does not fit the model.
@@ -87,7 +96,7 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     tell(f"loading {settings.model}")
     clock = SystemClock()
     longest = max(plan.prompt_tokens + plan.answer_tokens, plan.prefill_tokens + 1)
-    built = build_engine(with_room(settings, max(plan.concurrency), longest), spread=load_group)
+    built = build_engine(with_room(settings, max(plan.concurrency), longest), spread=spread or load_group)
     try:
         if longest > built.model.max_context:
             raise ConfigError(

@@ -37,6 +37,7 @@ from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
+from paceline.ways.tensor.hosting import RankPlace
 
 Answer = TypeVar("Answer")
 
@@ -141,6 +142,11 @@ class BenchNode:
             return build_engine_over(settings, order, self._access, tensor_ends(self._whole.fleet), self._loop.loop, self._clock)
         except (ExecutorUnavailable, PipelineError) as error:
             raise PlacementError(error.message, error.hint) from error
+
+    def rank_place(self, name: str) -> RankPlace:
+        """Of a tensor rank of a group that this node has."""
+        assert self._whole is not None, "a closed node has no groups"
+        return RankPlace(NodeId(name), self._whole.fleet, self._loop.loop)
 
     def warm(self, node_id: NodeId, like: StageRequest) -> None:
         """Have a machine load layers, as for a session that then is not used.
