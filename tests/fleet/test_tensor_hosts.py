@@ -1,10 +1,16 @@
-"""`paceline up --ways tensor`: the plan picks a machine of the fleet for the other rank, and answers are those of one machine, also once it is gone."""
+"""Tensor ranks of real nodes: the plan picks a machine of the fleet for one, or they share a stage of a pipeline; answers are those of one machine, also once one
+is gone."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.fakes.shallow_model import MODEL as SHALLOW
+from tests.fakes.shallow_model import write_shallow
 from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import MODEL, client_of
 from tests.fleet.test_pipeline import found_fleet
@@ -34,14 +40,41 @@ def test_a_machine_of_the_fleet_runs_the_other_rank(tmp_path: Path) -> None:
         until(lambda: (card := b.card_of("b")) is not None and any(offer.digest for offer in card.models))
         a.node.stop()
         a.up("--ways", "tensor", "--fleet-port", str(port), *SMALL)
-        assert ranks_at(b) == 1
+        assert len(ranks_at(b)) == 1
         assert answer(a, 1) == alone[0]
         b.node.kill()
         assert answer(a, 2) == alone[1]
 
 
-def ranks_at(machine: Machine) -> int:
+def ranks_at(machine: Machine) -> list[int]:
     """Processes that a machine's node has started to be ranks."""
     children = Path(f"/proc/{machine.node.process.pid}/task").glob("*/children")
-    commands = [Path(f"/proc/{child}/cmdline").read_text() for found in children for child in found.read_text().split()]
-    return sum("paceline.ways.tensor.rank" in command for command in commands)
+    pids = [int(child) for found in children for child in found.read_text().split()]
+    return [pid for pid in pids if "paceline.ways.tensor.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_a_stage_of_a_pipeline_that_ranks_share_loses_one_and_the_answer_goes_on(tmp_path: Path) -> None:
+    model = str(write_shallow(tmp_path))
+    pipelined = ("--pipeline", "--own-layers", "1", "--context", "512", "--kv-tokens", "2048", "--threads", "1", "--draft", "off")
+    with machines(tmp_path, Home.from_environment().kernels, "alone", "o", "h") as (alone, o, h):
+        alone.up("--model", model, "--fleet-port", "0", *pipelined[3:])
+        expected = text_of(alone)
+        alone.node.stop()
+        found_fleet(o, h)
+        port = free_port()
+        h.up("--no-model", "--serve-shards", "--tensor", "2", "--threads", "2", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
+        o.up("--model", model, "--fleet-port", str(port), *pipelined)
+        (rank,) = ranks_at(h)
+        assert text_of(o, lambda: os.kill(rank, signal.SIGKILL)) == expected
+        assert ranks_at(h)
+        assert rank not in ranks_at(h)
+
+
+def text_of(machine: Machine, strike: Callable[[], None] = lambda: None) -> str:
+    """An answer; `strike` is called in its middle."""
+    asked = {"model": SHALLOW, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 60}
+    with client_of(machine).completions.create(**asked, stream=True) as chunks:
+        pieces = (chunk.choices[0].text for chunk in chunks if chunk.choices)
+        text = "".join(next(pieces) for _ in range(5))
+        strike()
+        return text + "".join(pieces)

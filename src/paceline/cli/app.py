@@ -252,6 +252,8 @@ def up(
         ways=ways,
         allow_unlike=allow_unlike,
         role=role,
+        threads=threads,
+        tensor=(1.0,) if settings.tensor_on else settings.tensor,
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers

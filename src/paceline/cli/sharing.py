@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from paceline.cli.enrolment import seconds
@@ -73,6 +74,10 @@ class SharingOptions:
     allow_unlike: bool | None = None
     role: PrefillRole | None = None
     """None: what config.toml says."""
+    threads: int | None = None
+    """Of layers for others; None: one a core."""
+    tensor: tuple[float, ...] = (1.0,)
+    """Speeds of the processes of this machine that share each layer for others."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -158,7 +163,11 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     of_all = settings or NodeSettings()  # models may be loaded later
     model = "" if of_all.draft in (*DRAFTS, FLEET) else of_all.draft  # empty: any
     wanted = Constraints(_ways(sharing, pipelines, of_all.draft, of_all.draft_on, spread=asked), order, model)
-    hosting = hosting_of(pipelines, None if settings is None else settings.threads, sharing.kv_disk_bytes)
+    hosting = hosting_of(pipelines, sharing.threads, sharing.kv_disk_bytes)
+    if hosting is not None and len(sharing.tensor) > 1:
+        from paceline.ways.tensor import load_stage
+
+        hosting = replace(hosting, load=partial(load_stage, sharing.tensor), ranks=len(sharing.tensor))
     run_up(settings, api, sharing=sharing, greet=greet, fleet=fleet, asked=wanted, hosting=hosting)
 
 

@@ -150,6 +150,11 @@ class SomeTensors:
             raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
         return self._weights.read(name, rows, columns)
 
+    @property
+    def path(self) -> Path:
+        """As `TensorFiles.path`."""
+        return self._weights.path
+
 
 class PartWeights(SomeTensors):
     """The tensors of a model that are here."""
@@ -354,6 +359,13 @@ class ArrivingWeights(SomeTensors):
         super().__init__(weights, digest, (name for name in weights.names() if part.needs(name)))
         self._folder, self._arrivals = folder, arrivals
 
+    @property
+    def path(self) -> Path:
+        """As `TensorFiles.path`, once all of them are here."""
+        for name in self._names:
+            self._await(name)
+        return super().path
+
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
         """One tensor, once all of it is here.
 
@@ -362,12 +374,15 @@ class ArrivingWeights(SomeTensors):
             PacelineError: the fetch ended before it came.
         """
         if name in self._names:
-            self._arrivals.wait(
-                (at.path.relative_to(self._folder).as_posix(), piece)
-                for at in self._weights.places[name].ranges
-                for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE))
-            )
+            self._await(name)
         return super().read(name, rows, columns)
+
+    def _await(self, name: str) -> None:
+        self._arrivals.wait(
+            (at.path.relative_to(self._folder).as_posix(), piece)
+            for at in self._weights.places[name].ranges
+            for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE))
+        )
 
 
 def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWeights:
@@ -382,3 +397,15 @@ def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWe
     models = gguf_models(entry.name for entry in manifest.files)
     weights = open_weights(folder / next(iter(models)) if models else folder, DigestCache(home))
     return ArrivingWeights(weights, manifest.digest, part, folder, arrivals)
+
+
+def path_of(source: WeightSource) -> Path:
+    """What other processes of this machine open weights by. Waits for what is on its way.
+
+    Raises:
+        ModelNotFound: they are in no files here.
+        PacelineError: the fetch ended before all came.
+    """
+    if not isinstance(source, TensorFiles | SomeTensors):
+        raise ModelNotFound("These weights are in no files of this machine", "Pull the model here.")
+    return source.path

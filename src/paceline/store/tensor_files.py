@@ -239,6 +239,11 @@ class TensorFiles:
         self._permuted: Final = {"q_proj": spec.n_heads, "k_proj": spec.n_kv_heads} if neighbours else {}
 
     @property
+    def path(self) -> Path:
+        """What `store.catalog.open_weights` opens them by."""
+        return self.files[0].parent if self._beside else self.files[0]
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
         if self._digest is None:

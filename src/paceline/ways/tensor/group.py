@@ -7,7 +7,7 @@ Shapes: L layers, H heads, B bytes of a head's block; others as `engine.local`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,27 +25,27 @@ from paceline.core.errors import ExecutorLost
 from paceline.core.generation import Notice
 from paceline.core.ids import BlockId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
-from paceline.engine.config import EngineConfig
+from paceline.core.weights import WeightSource
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LocalExecutor, RowPlan
-from paceline.machine.setup import Setup
-from paceline.store.home import Home
+from paceline.machine.settings import NodeSettings
 from paceline.ways.tensor import rank as protocol
-from paceline.ways.tensor.away import AwayRank
-from paceline.ways.tensor.hosting import RankPlace
 from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
+from paceline.ways.tensor.process import Rank
 from paceline.ways.tensor.rank import RankOrder, block_request
 from paceline.ways.tensor.ranks import RankProcesses
 
 
 class TensorGroup:
-    """A `LayerRunner` made of the ranks that a model's settings name. Loads all of them at once.
+    """A `LayerRunner` made of ranks that share each layer. Loads all of them at once.
 
     Args:
-        n_blocks: of KV.
-        config: of the engine that will run it.
+        source: of weights.
+        settings: of the model, for all ranks: its path, format and kernels are decided; and the ranks' speeds.
+        options: of this process's share, with the threads of all ranks that run here.
+        logits_rows: of a batch, at most; 0: a stage of a pipeline has no head.
         progress: called with bytes read and bytes to read, of this process's share.
-        places: of ranks that run on other machines.
+        away: has ranks run on other machines.
 
     Raises:
         UserError: a rank can't be loaded.
@@ -56,37 +56,33 @@ class TensorGroup:
 
     def __init__(
         self,
-        setup: Setup,
-        n_blocks: int,
-        config: EngineConfig,
+        source: WeightSource,
+        settings: NodeSettings,
+        options: LoadOptions,
+        logits_rows: int,
         progress: LoadProgress | None = None,
-        places: Mapping[int, RankPlace] = MappingProxyType({}),
+        away: Mapping[int, Callable[[GroupMemory, RankOrder, float], Rank]] = MappingProxyType({}),
     ) -> None:
-        spec, speeds = setup.opened.spec, setup.settings.tensor
-        here = sum(speed for rank, speed in enumerate(speeds) if rank not in places)
-        threads = [max(1, round(setup.threads * min(1.0, speed / here))) for speed in speeds]
+        assert settings.device is not None, "decided for all ranks"
+        spec, speeds, n_blocks = source.spec, settings.tensor, options.n_blocks
+        here = sum(speed for rank, speed in enumerate(speeds) if rank not in away)
+        threads = [max(1, round(options.threads * min(1.0, speed / here))) for speed in speeds]
         max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)
-        self._sizes = GroupSizes(spec, deal(spec, speeds), config.max_rows, max_blocks, config.max_logits_rows)
+        self._sizes = GroupSizes(spec, deal(spec, speeds), options.max_rows, max_blocks, logits_rows)
         self._memory_fd = make_memory(self._sizes)
         self._memory = GroupMemory(self._memory_fd, self._sizes)
-        # The weights' format and the kernels are decided here, for all.
-        settings = replace(setup.settings, model=str(setup.opened.location.path), weights=setup.weights, device=setup.kernels)
-        orders = [RankOrder(rank, settings, self._sizes, spec.all_layers, n_blocks, threads[rank]) for rank in range(1, len(speeds))]
-        exchange = Exchange(spec, self._sizes.shares, 0, self._memory.exchange, config.max_rows)
-        options = LoadOptions(
-            spec.all_layers,
-            setup.weights,
-            n_blocks,
-            threads=threads[0],
-            max_rows=config.max_rows,
-            kernel_cache=Home.from_environment().kernels,
-        )
+        orders = [
+            RankOrder(rank, settings, self._sizes, options.layers, n_blocks, threads[rank], edges=options.edges)
+            for rank in range(1, len(speeds))
+        ]
+        exchange = Exchange(spec, self._sizes.shares, 0, self._memory.exchange, options.max_rows)
         with ExitStack() as undo:
             undo.callback(os.close, self._memory_fd)
-            away = {rank: partial(AwayRank, place, setup, self._memory) for rank, place in places.items()}
-            self._ranks = RankProcesses(self._memory, self._memory_fd, orders, away)
+            starts = {rank: partial(start, self._memory) for rank, start in away.items()}
+            self._ranks = RankProcesses(self._memory, self._memory_fd, orders, starts)
             undo.callback(self._ranks.close)
-            self._runner = cpu.load(setup.opened.weights, options, progress, lowering=setup.kernels.lowering, exchange=exchange)
+            own = replace(options, threads=threads[0])
+            self._runner = cpu.load(source, own, progress, lowering=settings.device.lowering, exchange=exchange)
             undo.callback(self._runner.close)
             self._ranks.check_numerics(self._runner.numerics_id)
             self._ranks.await_loads()

@@ -68,6 +68,8 @@ class RankOrder:
     threads: int
     is_away: bool = False
     """Its leader is another machine, to which it proves that it computes the same bytes."""
+    edges: bool = True
+    """With a part of the head; a stage of a pipeline has none."""
     lent: Path | None = None
     """Folder that has no more of the model's files than their heads: what else they hold, it asks whoever started it for. None: all is here."""
 
@@ -107,6 +109,7 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
         order.n_blocks,
         threads=order.threads,
         max_rows=sizes.max_rows,
+        edges=order.edges,
         kernel_cache=home.kernels,
     )
     weights, talking = open_weights(Path(settings.model), DigestCache(home)), threading.Lock()

@@ -291,6 +291,8 @@ class NodeShardHost:
 
         def ended() -> None:
             self._live.discard(session)
+            if session.lost_layers:
+                self.warm.discard(shard)
             self.warm.release(shard, claim)
             self._ended.set()
 

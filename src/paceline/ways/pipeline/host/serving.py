@@ -22,7 +22,7 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.devices import local_devices, usable_cores
 from paceline.machine.kv_spans import KvMover
 from paceline.machine.kv_tier import KvDiskLimits
-from paceline.machine.sizing import FETCH_BYTES, load_bytes
+from paceline.machine.sizing import FETCH_BYTES, RANK_BYTES, load_bytes
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.machine.weights import dial_through
 from paceline.net.member.node import FleetNode, Service
@@ -32,7 +32,7 @@ from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
-from paceline.ways.pipeline.host.loading import FleetWeights, load_layers
+from paceline.ways.pipeline.host.loading import FleetWeights, LoadsLayers, load_layers
 from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.session_kv import StageDisk
 from paceline.ways.pipeline.host.shard import Shard
@@ -112,6 +112,9 @@ class Hosting:
     """Raises NotTrusted for members that are not served."""
     kv_disk_bytes: int = 0
     """For KV of members' prompts and answers, on this machine's disk; 0: none is kept."""
+    load: LoadsLayers = load_layers
+    ranks: int = 1
+    """Processes that this shares each layer among."""
 
 
 class ShowsShards(Protocol):
@@ -141,7 +144,7 @@ class ShardServing:
     ) -> None:
         self._fleet, self._portrait = fleet, portrait
         threads = self._threads = hosting.threads or usable_cores()
-        self._home = home
+        self._home, self._ranks = home, hosting.ranks
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
         self._weights = FleetWeights(
@@ -151,7 +154,7 @@ class ShardServing:
         self._changed = asyncio.Event()
         warm = WarmShards(
             self._weights,
-            load_layers,
+            hosting.load,
             hosting.limits,
             devices=devices,
             load_bytes=self._load_bytes,
@@ -170,7 +173,9 @@ class ShardServing:
 
     def _load_bytes(self, kernels: Kernels) -> int:
         """None of it is a GPU's memory."""
-        return load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES if kernels.device is DeviceKind.CPU else 0
+        if kernels.device is not DeviceKind.CPU:
+            return 0
+        return load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES + (self._ranks - 1) * RANK_BYTES
 
     def left_bytes(self) -> int:
         """What further layers for others may take of the memory that processors use."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     BadPipelineRequest,
+    ExecutorLost,
     FleetError,
     PipelineError,
     PipelineStalled,
@@ -182,6 +183,8 @@ class Session:
         self.stopping = False
         self.holds_kv = True
         """What ran was run to its end: another session may go on with its KV."""
+        self.lost_layers = False
+        """Some process that shares its layers is gone: they run no more, and all their KV is void."""
         self.fault: PipelineFault | None = None
         self._latencies = Latencies()
         self._received = self._computed = self._sent = 0
@@ -305,6 +308,9 @@ class Session:
                 raise _Ended(PipelineFault(source.peer, error.code, error.message)) from error
             except PipelineError as error:
                 raise _Ended(PipelineFault(None, error.code, error.message)) from error
+            except ExecutorLost as error:
+                self.lost_layers = True
+                raise _Ended(PipelineFault(None, ShardUnavailable.code, error.message)) from error
             self._computed += 1
             # The next stage may be as slow as this machine was, and busy with more than one.
             slowest_s = max(0.99 * slowest_s, now() - arrived)

@@ -25,7 +25,7 @@ from paceline.core.weights import WeightSource
 from paceline.fleet.plan import LEAST_ROWS
 from paceline.machine.devices import LocalDevice, running
 from paceline.machine.sizing import model_shape, weights_bytes
-from paceline.ways.pipeline.executor.route import StageRequest
+from paceline.ways.pipeline.executor.route import PipelineFault, StageRequest
 from paceline.ways.pipeline.host.loading import (
     FailedLoads,
     FindsWeights,
@@ -159,9 +159,19 @@ class WarmShards:
 
     def release(self, shard: Shard, claim: ShardClaim) -> None:
         shard.used_at = now = self._clock.monotonic()
-        shard.end(claim, None if self._closed else now + self._limits.kept_s)
+        shard.end(claim, None if self._closed or shard.gone else now + self._limits.kept_s)
+        if shard.gone and shard.is_idle:
+            self._leaving.start(self._evict(shard))
         shard.change.set()
         self._on_change()
+
+    def discard(self, shard: Shard) -> None:
+        """Its layers run no more. Whoever asks for them has them loaded anew; its sessions end, and then its memory is free."""
+        self._forget(shard)
+        for claim in shard.claims:
+            if claim.session is not None:
+                claim.session.fail(PipelineFault(None, ShardUnavailable.code, f"{shard.shard_id} is loaded anew"))
+                claim.session.stop()
 
     async def evict_idle(self) -> None:
         """Evict shards that have been idle for long; where the machine is short of memory, all idle ones."""
@@ -179,6 +189,8 @@ class WarmShards:
         """Give up what loads and free what is loaded. Claims must be released before, or their shards stay."""
         self._closed = True
         await end_tasks(*(shard.loading for shard in self._shards))
+        while self._leaving:
+            await asyncio.wait(self._leaving)
         for shard in [shard for shard in self._shards if not shard.claims]:
             await self._evict(shard, count=False)
 
