@@ -278,8 +278,10 @@ class FleetNode:
         match effect:
             case Restarted(card):
                 self.pool.drop(card.node_id)
-            case Left(node_id) | Expired(node_id):
+            case Left(node_id):
                 self.pool.drop(node_id)
+            case Expired():
+                pass  # its news are late, and calls that it answers go on: those of a machine that is gone end by their own silence
             case Revoked(node_id, not_after):
                 self._guard.revoked(node_id, not_after)
                 if self._tensors is not None:

@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
+from paceline.fleet.messages import Expired
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
@@ -347,6 +348,22 @@ def test_what_is_aborted_in_the_middle_leaves_the_group_whole(model: Path, alone
             built.engine.abort(request)
         assert answers(built, "after") == alone
         assert rank_of(built) is lose_none
+
+
+def test_a_node_whose_news_are_late_keeps_its_rank(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
+    """Its card expires, and it answers."""
+
+    async def expire() -> None:
+        for node, late in zip(hosts.nodes, ("b", "a"), strict=False):
+            node.news(Expired(NodeId(late)))
+            await asyncio.gather(*node.pool._closing)
+
+    with group(model, hosts.places("b"), 1.0, 1.0) as built:
+        lose_none = rank_of(built)
+        assert answers(built, "late", strike=lambda: asyncio.run_coroutine_threadsafe(expire(), hosts.loop).result(BOUND_S)) == alone
+        assert answers(built, "after") == alone
+        assert rank_of(built) is lose_none
+        assert group_of(built).losses == 0
 
 
 def test_a_node_that_leaves_for_good_leaves_its_rank_here(model: Path, alone: list[list[int]], hosts: Hosts) -> None:
