@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
 from paceline.backends.cpu.padding import padded
-from paceline.backends.cpu.shares import deal
+from paceline.backends.cpu.shares import RANK_BYTES, deal
 from paceline.backends.holding import kv_group, mlx_formats, part_bytes, working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
@@ -95,7 +95,9 @@ class Setup:
             logits = most.max_logits_rows if edges else 0
             return working_bytes(self.kernels, spec, max_rows=most.max_rows, threads=self.threads, n_blocks=n_blocks, logits_rows=logits)
 
-        free = free_bytes(self.kernels, self.threads, Home.from_environment().kernels) - settings.bound.promised_bytes
+        ranks = len(settings.tensor) - sum(node is not None for node in settings.tensor_on)
+        taken = settings.bound.promised_bytes + (ranks - 1) * RANK_BYTES
+        free = free_bytes(self.kernels, self.threads, Home.from_environment().kernels) - taken
         return plan_kv(
             replace(spec, n_kv_heads=heads),
             free_bytes=free if settings.bound.most_bytes is None else min(free, settings.bound.most_bytes),

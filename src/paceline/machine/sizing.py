@@ -33,9 +33,6 @@ KERNELS_BYTES: Final = 110 * MIB
 """Numba, and kernels that lie compiled. Source: a process with 8 layers of a small model, before and after: some 105 MiB."""
 COMPILER_BYTES: Final = 210 * MIB
 """The same where they must be compiled first."""
-RANK_BYTES: Final = 80 * MIB
-"""A tensor rank's process beside its share: the interpreter, Numba, kernels that lie compiled. What it maps of files, who started it has mapped too. Source:
-`own_bytes` of ranks of a tiny model (77 MiB), and of the bundled one (128 MiB, 48 of them its half)."""
 TORCH_BYTES: Final = 250 * MIB
 """Torch, and the compiled functions beside it."""
 

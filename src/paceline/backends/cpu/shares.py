@@ -20,6 +20,9 @@ from paceline.core.weights import GROUP
 
 MOST_SEGMENTS = 16
 LANES = 16
+RANK_BYTES = 80 << 20
+"""A rank's process beside its share: the interpreter, Numba, kernels that lie compiled. What it maps of files, who started it has mapped too. Source:
+`own_bytes` of ranks of a tiny model (77 MiB), and of the bundled one (128 MiB, 48 of them its half)."""
 _SUPERBLOCK = 256
 """Inputs that K-quants hold together."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backends import cpu, table
 from paceline.backends.cpu.padding import padded
+from paceline.backends.cpu.shares import RANK_BYTES
 from paceline.backends.holding import working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind
@@ -280,7 +281,7 @@ class RankHost:
         kv = request.n_blocks * BLOCK_TOKENS * replace(padded(spec), n_kv_heads=heads).kv_bytes_per_token(spec.all_layers)
         rows = working_bytes(kernels, share.of(spec), max_rows=request.max_rows, threads=self._threads, n_blocks=request.n_blocks)
         order = RankOrder(request.rank, settings, sizes, spec.all_layers, request.n_blocks, self._threads, is_away=True, lent=lent)
-        return order, weights + kv + rows + group_bytes(sizes)
+        return order, RANK_BYTES + weights + kv + rows + group_bytes(sizes)
 
 
 class Lender:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import combinations, permutations
 from typing import Final
 
-from paceline.backends.cpu.shares import LANES, Share, deal, segment_bounds, subtrees
+from paceline.backends.cpu.shares import LANES, RANK_BYTES, Share, deal, segment_bounds, subtrees
 from paceline.core.errors import ImpossiblePin
 from paceline.core.weights import GROUP
 from paceline.fleet import choices
@@ -112,7 +112,8 @@ class _Group:
         machine = self.machines[place]
         layer = machine.shape.layer_bytes * self.weights(part)
         edges = machine.shape.edge_bytes * (1.0 if place == 0 else part.head)
-        return int(machine.shape.n_layers * (layer + part.attention * machine.kv_layer_bytes) + edges) + machine.working_bytes
+        process = RANK_BYTES if place else 0
+        return int(machine.shape.n_layers * (layer + part.attention * machine.kv_layer_bytes) + edges) + machine.working_bytes + process
 
     def kv_tokens(self, place: int, part: _Part) -> int:
         """What a machine has room for: what was asked, and half of what is left beside it, as a machine alone takes unasked."""

@@ -23,6 +23,7 @@ from tests.unit.net.member.nodes import make_node, until_seen
 from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _recall, _until, alone, answers, engine, group_of, model
 
 from paceline.backends import cpu
+from paceline.backends.memory import own_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
@@ -291,6 +292,14 @@ def test_memory_that_a_rank_is_to_take_is_nobody_else_s(model: Path, hosts: Host
         needed = host.used_bytes
         assert seen == [needed]
         assert 0 < host.coming_bytes < needed
+
+
+def test_what_the_process_of_a_rank_takes_is_counted(model: Path, hosts: Hosts, hosted: list[HostedRank]) -> None:
+    """Of a small model it is most of it."""
+    with group(model, hosts.places("b"), 1.0, 1.0):
+        taken = own_bytes(hosted[0].process.pid)
+        assert taken is not None
+        assert taken <= hosts.ranks[0].used_bytes
 
 
 def test_a_rank_whose_weights_come_slowly_says_how_far_they_are_and_ends_with_its_caller(

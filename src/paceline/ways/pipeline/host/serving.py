@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from paceline.backends.cpu.shares import RANK_BYTES
 from paceline.backends.memory import total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
@@ -22,7 +23,7 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.devices import local_devices, usable_cores
 from paceline.machine.kv_spans import KvMover
 from paceline.machine.kv_tier import KvDiskLimits
-from paceline.machine.sizing import FETCH_BYTES, RANK_BYTES, load_bytes
+from paceline.machine.sizing import FETCH_BYTES, load_bytes
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.machine.weights import dial_through
 from paceline.net.member.node import FleetNode, Service

@@ -106,6 +106,8 @@ class Shard:
         self.lock = FairLock()
         self.loading: asyncio.Task[None] | None = None
         self.meter = LoadMeter()
+        self.promised_bytes = 0
+        """What it is to take, once that is known."""
         self.loaded: LoadedLayers | None = None
         self.leases = Leases(0)
         self._kept: dict[KvName, tuple[Place, float]] = {}
@@ -142,7 +144,13 @@ class Shard:
 
     @property
     def memory_bytes(self) -> int:
-        return 0 if self.loaded is None else self.loaded.memory_bytes
+        """What it takes, or is about to."""
+        return self.promised_bytes if self.loaded is None else self.loaded.memory_bytes
+
+    @property
+    def coming_bytes(self) -> int:
+        """What of that the system still calls free, while it loads."""
+        return max(0, self.promised_bytes - self.meter.packed.done) if self.loaded is None else 0
 
     def holds(self, model: ModelRef, layers: LayerRange) -> bool:
         mine = self.layers

@@ -101,7 +101,8 @@ class WarmShards:
     def left_bytes(self, device: LocalDevice) -> int:
         """What further shards may take of a device's memory."""
         beside, coming = self.beside()
-        free = device.free_bytes() - (coming if device.kernels.device is DeviceKind.CPU else 0)
+        own = sum(shard.coming_bytes for shard in self._shards if shard.weights in device.weights)
+        free = device.free_bytes() - own - (coming if device.kernels.device is DeviceKind.CPU else 0)
         bound = self._limits.memory_bytes
         most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes - beside
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
@@ -295,10 +296,10 @@ class WarmShards:
             edges=False,
             kernel_cache=self._kernel_cache,
         )
+        shard.promised_bytes = held = fixed + -(-n_blocks // group) * group * a_block
         runner = await load_in_thread(self._load, found, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
         shape = model_shape(spec, request.weights, found.source.type_of, kernels)
-        held = fixed + -(-n_blocks // group) * group * a_block
         return LoadedLayers(found.name, spec, shape, runner, options.max_rows, held, size)
 
     def _fixed_bytes(self, found: FoundWeights, request: StageRequest) -> int:
