@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.fakes.shallow_model import MODEL as SHALLOW
@@ -72,7 +73,13 @@ def test_a_stage_of_a_pipeline_that_ranks_share_loses_one_and_the_answer_goes_on
 
 def text_of(machine: Machine, strike: Callable[[], None] = lambda: None) -> str:
     """An answer; `strike` is called in its middle."""
-    asked = {"model": SHALLOW, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 60}
+    asked: dict[str, Any] = {
+        "model": SHALLOW,
+        "prompt": "The history of bicycle racing begins",
+        "temperature": 1,
+        "seed": 5,
+        "max_tokens": 60,
+    }
     with client_of(machine).completions.create(**asked, stream=True) as chunks:
         pieces = (chunk.choices[0].text for chunk in chunks if chunk.choices)
         text = "".join(next(pieces) for _ in range(5))

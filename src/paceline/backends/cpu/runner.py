@@ -243,13 +243,17 @@ class CpuRunner:
         embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out, spec.scales.embedding)
         return out
 
-    def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
-        rows = len(x_TD)
-        part = self.layers if part is None else part
+    def check_batch(self, rows: int, part: LayerRange) -> None:
+        """Raise ValueError for what `run_layers` does not run."""
         if part.start < self.layers.start or part.stop > self.layers.stop:
             raise ValueError(f"layers {part}; this runner holds {self.layers}")
         if rows > self._max_rows:
             raise ValueError(f"a batch of {rows} rows; this runner takes {self._max_rows}")
+
+    def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
+        rows = len(x_TD)
+        part = self.layers if part is None else part
+        self.check_batch(rows, part)
         if len(plan.tables_SB) == 0 or not part:
             return x_TD
         self._describe(x_TD, plan, part.start, part.stop)

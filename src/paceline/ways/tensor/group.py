@@ -144,6 +144,7 @@ class TensorGroup:
             ExecutorLost: a rank is lost; what was run, and all KV, is void.
         """
         part = self.layers if part is None else part
+        self._runner.check_batch(len(x_TD), part)  # before any rank begins: one that refuses it would end
         if len(plan.tables_SB) == 0 or not part:
             return x_TD
         self._memory.give_layers(x_TD, plan, part, self._runner.exchange_number)
