@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -39,7 +38,6 @@ from paceline.backends.options import LoadOptions
 from paceline.backends.quantize import to_blocks, to_float32
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import DenseTensor, StoredTensor
-from paceline.engine import executor
 from paceline.engine.local import LayerRunner
 from paceline.testing.conformance.layer_runner import Rows, run
 
@@ -215,24 +213,18 @@ def greedy_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], lis
     return ids[len(prompt) :], leads
 
 
-def skip_what_is_the_same(runner: LayerRunner[Any], path: executor.Path) -> None:
-    """Positions of answers, where they run the kernels that prompts' run."""
-    if runner.one_path and path is not executor.Path.PROMPT:
-        pytest.skip("these kernels have one path")
-
-
-def ours(runner: LayerRunner[Any], ids: list[int], path: executor.Path) -> Logits:
+def ours(runner: LayerRunner[Any], ids: list[int]) -> Logits:
     """Our logits of every token, float32 [T, V]."""
     table = list(range(-(-len(ids) // runner.block_size)))
-    return run(runner, Rows(ids, 0, table, path))[0].logits_TV
+    return run(runner, Rows(ids, 0, table))[0].logits_TV
 
 
 def our_greedy(runner: LayerRunner[Any], prompt: list[int], count: int) -> list[int]:
-    """Our greedy continuation: the prompt on the prompt path, then token by token."""
+    """Our greedy continuation: the prompt, then token by token."""
     table = list(range(-(-(len(prompt) + count) // runner.block_size)))
     answer = [int(run(runner, Rows(prompt, 0, table))[0].logits_TV[-1].argmax())]
     while len(answer) < count:
-        rows = Rows(answer[-1:], len(prompt) + len(answer) - 1, table, executor.Path.GENERATED)
+        rows = Rows(answer[-1:], len(prompt) + len(answer) - 1, table)
         answer.append(int(run(runner, rows)[0].logits_TV[0].argmax()))
     return answer
 

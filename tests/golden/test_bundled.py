@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from paceline.backends import cpu
 from paceline.backends import torch as portable
 from paceline.core.model import WeightsFormat
-from paceline.engine.executor import Path as KernelPath
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
@@ -85,17 +84,13 @@ def series(bundled: OpenedModel, exact: Any) -> list[tuple[list[int], list[int],
     return [(ids, *hf.greedy_of(exact, ids, 8)) for ids in prompts]
 
 
-@pytest.mark.parametrize("path", list(KernelPath))
-def test_logits_over_real_prompts(
-    runner: Any, weights: WeightsFormat, prompts: list[list[int]], exact_logits: list[hf.Logits], path: KernelPath
-) -> None:
+def test_logits_over_real_prompts(runner: Any, weights: WeightsFormat, prompts: list[list[int]], exact_logits: list[hf.Logits]) -> None:
     """In standard deviations of the logits.
 
     Kernels err 0.01 to 0.02 where activations are bf16 or int16. Our own int4 takes them as int8, as llama.cpp does, and errs 0.03
     (docs/performance.md has both over longer texts). 4-bit groups held as int8 are rounded once more.
     """
-    hf.skip_what_is_the_same(runner, path)
-    pairs = list(zip([hf.ours(runner, ids, path) for ids in prompts], exact_logits, strict=True))
+    pairs = list(zip([hf.ours(runner, ids) for ids in prompts], exact_logits, strict=True))
     errors = np.concatenate([np.sqrt(np.square(found - theirs).mean(1)) / theirs.std() for found, theirs in pairs])
     agree = np.concatenate([found.argmax(1) == theirs.argmax(1) for found, theirs in pairs])
     # As stored, the bundled model is in four bits.

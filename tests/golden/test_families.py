@@ -22,7 +22,6 @@ from paceline.backends import torch as portable
 from paceline.core.errors import UnsupportedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import WeightSource
-from paceline.engine.executor import Path as KernelPath
 from paceline.store.catalog import OpenedModel
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import SafetensorsWeights
@@ -98,7 +97,7 @@ def test_what_differs_in_little_is_that_of_transformers(family: str, tmp_path: P
     logits = hf.logits_of(exact, ids)
     stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
     loaded = cpu.load(source, hf.options(source.spec, WeightsFormat.BF16, kernel_cache))
-    found = hf.ours(loaded, ids, KernelPath.PROMPT)
+    found = hf.ours(loaded, ids)
     loaded.close()
     assert float(np.median(row_errors(found, logits))) < STRAY * stray
 
@@ -118,15 +117,13 @@ def test_longer_contexts_turn_by_the_longer_rope(tmp_path: Path, kernel_cache: P
     stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
     for weights, is_theirs in ((opened.weights, True), (source, False)):
         loaded = cpu.load(weights, hf.options(source.spec, WeightsFormat.BF16, kernel_cache))
-        found = hf.ours(loaded, ids[:640], KernelPath.PROMPT)
+        found = hf.ours(loaded, ids[:640])
         loaded.close()
         assert (float(np.median(row_errors(found, logits[:640]))) < STRAY * stray) == is_theirs
 
 
-@pytest.mark.parametrize("path", list(KernelPath))
-def test_logits_are_those_of_transformers(runner: Any, golden: Golden, path: KernelPath) -> None:
-    hf.skip_what_is_the_same(runner, path)
-    found = hf.ours(runner, golden.ids, path)
+def test_logits_are_those_of_transformers(runner: Any, golden: Golden) -> None:
+    found = hf.ours(runner, golden.ids)
     stray = STRAY_INT8 if golden.weights is WeightsFormat.INT4 else STRAY
     assert float(np.median(row_errors(found, golden.logits))) < stray * golden.stray
     assert float((found.argmax(1) == golden.logits.argmax(1)).mean()) > 0.8

@@ -1,6 +1,6 @@
 """The numerics id of a backend, and whether its kernels hold the rules of byte identity (rule 7).
 
-One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each path and each thread count in use; where sums over keys have
+One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each thread count in use; where sums over keys have
 segments, once more behind as many keys as show them. Where every cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids,
 equal bytes. Where they don't, the id covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
 
@@ -59,15 +59,14 @@ def measure(
         label: names kernels and weights format: different ones never share an id.
         behind: position from which the rows run a second time, a whole number of blocks; 0: they don't.
     """
-    answers: dict[tuple[Path, int], set[bytes]] = {}
+    answers: dict[int, set[bytes]] = {}
     for count in sorted(set(threads)):
         runner = make(source, count)
         try:
             ids = np.arange(ROWS, dtype=np.int32) * 7 % source.spec.vocab
-            for path in (Path.PROMPT,) if runner.one_path else Path:
-                for first in (0, behind) if behind else (0,):
-                    found = answers.setdefault((path, first), set())
-                    found.update(answer(runner, runner.embed(ids), path, to_bytes, cut, logits=True, behind=first) for cut in CUTS)
+            for first in (0, behind) if behind else (0,):
+                found = answers.setdefault(first, set())
+                found.update(answer(runner, runner.embed(ids), to_bytes, cut, logits=True, behind=first) for cut in CUTS)
         finally:
             runner.close()
     digest = hashlib.sha256(label.encode())
@@ -82,7 +81,7 @@ def together(ids: Sequence[str]) -> str:
 
 
 def answer(
-    runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool, behind: int = 0
+    runner: LayerRunner[Any], x_TD: Any, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool, behind: int = 0
 ) -> bytes:
     """Bytes of the residual, then of the logits if asked for, of one sequence, run in pieces. The runner's first blocks are used.
 
@@ -101,7 +100,7 @@ def answer(
     residual, head = list[bytes](), list[bytes]()
     first = 0
     for count in cut:
-        start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, behind + first, path))
+        start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, behind + first, Path.PROMPT))
         out = runner.run_layers(x_TD[first : first + count], RowPlan(start, n_rows, position, kind, table))
         residual.append(to_bytes(out))
         if logits:

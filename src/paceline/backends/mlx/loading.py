@@ -36,7 +36,6 @@ from paceline.backends.table import MLX_MODULES, mlx_refuses
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, GROUP, HEAD, DenseTensor, StoredTensor, WeightSource
-from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
 
 BITS = {WeightsFormat.INT4: 4, WeightsFormat.INT8: 8}
@@ -244,7 +243,7 @@ def _first_layer_holds(model: MlxModel, options: LoadOptions) -> bool:
     few = LoadOptions(first.held, options.weights, -(-rows // options.block_size), options.block_size)
     runner = _runner(first, few, Numerics("", holds_identity=False))
     x_TD = mx.array(np.random.default_rng(rows).standard_normal((rows, model.spec.hidden), np.float32)).astype(mx.bfloat16)
-    return len({answer(runner, x_TD, Path.PROMPT, _bytes, cut, logits=False) for cut in cuts}) == 1
+    return len({answer(runner, x_TD, _bytes, cut, logits=False) for cut in cuts}) == 1
 
 
 def _bytes(x_TD: mx.array) -> bytes:

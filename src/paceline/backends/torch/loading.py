@@ -33,7 +33,6 @@ from paceline.backends.torch.runner import Edges, TorchModel, TorchRunner, wire_
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
-from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
 FEW = range(1, 66)
@@ -166,7 +165,7 @@ def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
 
 def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]]) -> bool:
     """Whether rows give the same bytes however many run at a time."""
-    return len({answer(runner, x_TD, Path.PROMPT, tensor_bytes, cut, logits=False) for cut in cuts}) == 1
+    return len({answer(runner, x_TD, tensor_bytes, cut, logits=False) for cut in cuts}) == 1
 
 
 def seeded_rows(rows: int, hidden: int) -> Tensor:

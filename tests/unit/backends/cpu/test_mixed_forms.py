@@ -14,7 +14,6 @@ from paceline.backends.numerics import answer
 from paceline.backends.quantize import round_to_bf16
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import EMBEDDING, HEAD, BlockTensor, DenseTensor, StoredTensor, columns_of, tensor_shapes
-from paceline.engine.executor import Path
 
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
@@ -94,7 +93,7 @@ def answers(source: Mixed, threads: int, cuts: Iterable[tuple[int, ...]]) -> lis
     )
     try:
         x = runner.embed(np.arange(ROWS, dtype=np.int32) * 7 % source.spec.vocab)
-        return [answer(runner, x, Path.PROMPT, lambda x_TD: x_TD.tobytes(), cut, logits=True) for cut in cuts]
+        return [answer(runner, x, lambda x_TD: x_TD.tobytes(), cut, logits=True) for cut in cuts]
     finally:
         runner.close()
 
