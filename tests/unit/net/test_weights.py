@@ -288,6 +288,6 @@ def test_a_node_that_comes_no_further_is_not_waited_for(sign_of_life: Callable[[
 
     async def use(channel: grpc.aio.Channel) -> None:
         with pytest.raises(SourceLost, match="come no further"):
-            await WeightsClient(channel, "node", idle_s=0.1).describe(DIGEST, lambda done, total: None)
+            await WeightsClient(channel, "node", idle_s=0.5).describe(DIGEST, lambda done, total: None)
 
     asyncio.run(served(Library(), use, Stalling))
