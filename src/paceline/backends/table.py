@@ -107,6 +107,12 @@ def gpu_refuses(device: DeviceKind, spec: ModelSpec) -> str | None:
     return mlx_refuses(spec) if device is DeviceKind.MLX else torch_refuses(spec)
 
 
+def check_torch_holds(weights: WeightsFormat) -> None:
+    """Raises ConfigError for a format of few bits: torch holds bf16."""
+    if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
+        raise ConfigError(f"--weights {weights} was asked for on torch, which holds bf16", "Leave --weights out.")
+
+
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
     """Pick an entry.
 
@@ -146,8 +152,7 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             f"No compiled kernels run this model: {reason}",
             f"Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: {how_to_install('paceline[torch]')}",
         )
-    if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
-        raise ConfigError(f"--weights {weights} was asked for on torch, which holds bf16", "Leave --weights out.")
+    check_torch_holds(weights)
     if (missing := torch_refuses(spec)) is not None and asked is not None:
         raise ConfigError(f"--device {asked} can't run this model: {missing}", "Leave --device out.")
     if missing is not None:

@@ -247,9 +247,11 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         device = DeviceKind.CPU
     weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
     kernels = table.choose(spec, weights, asked=asked, device=device)
-    if weights is WeightsFormat.STORED and not kernels.compiled:
-        kept = sorted(set(mlx_formats(spec, weights, type_of).values())) if kernels is Kernels.MLX else ["bf16"]
+    if weights is WeightsFormat.STORED and kernels is Kernels.MLX:
+        kept = sorted(set(mlx_formats(spec, weights, type_of).values()))
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
+    elif weights is WeightsFormat.STORED and not kernels.compiled:
+        notes.append(f"{kernels} holds all matrices in bf16, whatever the file has")
     return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
 
 

@@ -25,7 +25,7 @@ from paceline.backends.holding import part_bytes, torch_bytes
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.backends.table import torch_refuses
+from paceline.backends.table import check_torch_holds, torch_refuses
 from paceline.backends.torch.attention import KEYS, CpuStep, KvPool, Rope
 from paceline.backends.torch.families import Layer, TensorReader
 from paceline.backends.torch.linear import Linear, multiplies_bf16, onednn_isa
@@ -100,8 +100,7 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
             f"torch does not run this model: {reason}",
             "Serve it on a processor with compiled kernels: x86 since AVX2, ARM with the dot product.",
         )
-    if options.weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
-        raise ConfigError(f"--weights {options.weights} was asked for on torch, which holds bf16", "Leave --weights out.")
+    check_torch_holds(options.weights)
     reader = TensorReader(source, device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [Layer(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]

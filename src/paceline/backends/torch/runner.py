@@ -1,5 +1,6 @@
 """A range of layers on this machine's CPU through torch: weights, a KV pool, nothing of scheduling.
- torch's thread count is the process's; it is set before each batch, where another runner changed it.
+
+torch's thread count is the process's; it is set before each batch, where another runner changed it.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
