@@ -188,7 +188,9 @@ class Engine:
     def submit(self) -> None:
         """Keep the executor full. Raises as `collect` does."""
         self._ready = self._is_ready()
-        while self._ready and len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
+        if not self._ready:
+            return
+        while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
             self._times.submitted(planned.load)
             self._recallable = planned if planned.may_recall else None
