@@ -14,7 +14,7 @@ import platform
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -124,26 +124,12 @@ def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, pati
     return Measured(median(scenario.value(timing) for timing in timings), timings, share, os.getloadavg()[0])
 
 
-def enter(
-    kind: Kind,
-    model: Path,
-    folder: Path,
-    threads: int,
-    settings: tuple[str, ...],
-    logs: Path,
-    nice: int,
-    sequences: int = 16,
-    device: str = "",
-    *,
-    processor_time: bool = False,
-) -> Entrant:
+def enter(kind: Kind, job: Job, settings: tuple[str, ...], logs: Path, nice: int) -> Entrant:
     """Start an engine with each of its settings."""
-    path = str(model if kind.reads_gguf else folder)
     contenders: dict[str, Contender] = {}
     for setting in settings:
         print(f"loading {kind.name} {setting}".rstrip(), file=sys.stderr)
-        job = Job(path, setting, threads, sequences, CONTEXT, device, processor_time)
-        contenders[setting] = Contender(kind, job, logs / f"{kind.name}.log", nice)
+        contenders[setting] = Contender(kind, replace(job, setting=setting), logs / f"{kind.name}.log", nice)
     return Entrant(kind, contenders)
 
 
@@ -210,6 +196,8 @@ def main() -> int:
     opened = open_model(options.model)
     available = kinds(options.peers_venv.absolute(), options.threads)
     scenarios = tuple(each for each in (AT_SIZE if options.at_size else SCENARIOS) if options.only in each.name)
+    if not scenarios:
+        sys.exit(f"--only {options.only}: no scenario has that in its name")
     sequences = max(each.sequences for each in scenarios)
     prompts = PromptMaker(opened.tokenizer)
     patience = Patience(options.patience, options.disturbance)
@@ -222,18 +210,8 @@ def main() -> int:
             try:
                 folder = model if kind.reads_gguf else bf16_folder(options.model, options.cache)
                 settings = (options.weights,) if name == OURS else kind.settings[: 1 if options.first_setting else None]
-                entrant = enter(
-                    kind,
-                    model,
-                    folder,
-                    options.threads,
-                    settings,
-                    options.logs,
-                    options.nice,
-                    sequences,
-                    options.device,
-                    processor_time=options.processor_time,
-                )
+                job = Job(str(folder), "", options.threads, sequences, CONTEXT, options.device, options.processor_time)
+                entrant = enter(kind, job, settings, options.logs, options.nice)
                 try_settings(entrant, scenarios, prompts, patience)
                 entrants.append(entrant)
             except (ContenderError, OSError) as error:

@@ -15,7 +15,7 @@ from contender import Contender, Kind
 from engines.worker import Job
 from paceline.machine.speed import PromptMaker
 from paceline.store.catalog import open_model
-from peers import Scenario, compare, enter, result, try_settings
+from peers import CONTEXT, Scenario, compare, enter, result, try_settings
 from quiet import Patience
 from size_builds import Build
 from size_rows import Row, spread
@@ -35,10 +35,10 @@ def beside_llama(ours: Build, llama: Kind, model: Path, scratch: Path, *, thread
     """Both hold the model at once, and take turns; the one that waits is suspended."""
     engines = [Kind("paceline", "run_paceline.py", ("",), Path(sys.executable), True, {"PYTHONPATH": str(ours.source)}), llama]
     prompts = PromptMaker(open_model(str(model)).tokenizer)
-    entrants = []
+    entrants, sequences = [], max(scenario.sequences for scenario in SCENARIOS)
     try:
         for kind in engines:
-            entrant = enter(kind, model, model, threads, kind.settings, scratch, 0)
+            entrant = enter(kind, Job(str(model), "", threads, sequences, CONTEXT), kind.settings, scratch, 0)
             try_settings(entrant, SCENARIOS, prompts, patience)
             entrants.append(entrant)
         compare(entrants, SCENARIOS, rounds, prompts, patience)
