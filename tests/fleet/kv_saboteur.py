@@ -14,7 +14,7 @@ A deed is done once, to the first stream of blocks that it sends which comes so 
 `clock_s` says how far its clock is off. A peer that failed is asked again at once.
 
 Law, looked after here: a block that is free holds poison until it is handed out; one that is known by name, and idle, holds what it held when its last
-user went. What breaks it is written to `violations`.
+user went; and what a session of a pipeline leaves in its blocks stays there until another has them. What breaks it is written to `violations`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from paceline.ways.kv import giving, lease, prefilling, pushing, service
 from paceline.ways.kv.fetching import send_block
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender
+from paceline.ways.pipeline.executor.route import StageRequest
+from paceline.ways.pipeline.host import warm
+from paceline.ways.pipeline.host.session import Place
+from paceline.ways.pipeline.host.shard import KvName, Shard, ShardClaim
 
 HOME = Path(os.environ.get("PACELINE_HOME", ""))
 NOT_A_NUMBER = b"\xc0\x7f"
@@ -75,13 +79,53 @@ class Poisoned(BlockPool):
     def _look(self, block: BlockId) -> None:
         due = self._sums.pop(block, None)
         if due is not None and self._sum_of(block) != due:
-            with (HOME / "violations").open("a") as file:
-                file.write(f"block {block} was written while nobody used it\n")
+            violation(f"block {block} was written while nobody used it")
 
     def _sum_of(self, block: BlockId) -> int:
         data = memoryview(bytearray(self.runner.block_bytes))
         self.runner.export_block(block, data)
         return zlib.crc32(data)
+
+
+class WatchedShard(Shard):
+    """Looks at what ended sessions left whenever one begins."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.left: dict[int, int] = {}
+        """Blocks that no session has, and what they held."""
+
+    def end(self, claim: ShardClaim, until: float | None) -> None:
+        super().end(claim, until)
+        if claim.session is not None and self.loaded is not None:
+            lease = claim.session.place.lease
+            self.left.update({block: self._sum_of(block) for block in range(lease.base, lease.base + lease.n_blocks)})
+
+    def place(self, request: StageRequest) -> Place:
+        return self._begun(super().place(request))
+
+    def resume(self, request: StageRequest, name: KvName) -> Place | None:
+        place = super().resume(request, name)
+        return None if place is None else self._begun(place)
+
+    def _begun(self, place: Place) -> Place:
+        for block, due in self.left.items():
+            if self._sum_of(block) != due:
+                violation(f"block {block} of {self.shard_id} was written after its session")
+        for block in range(place.lease.base, place.lease.base + place.lease.n_blocks):
+            self.left.pop(block, None)
+        return place
+
+    def _sum_of(self, block: int) -> int:
+        assert self.loaded is not None, "it had a session"
+        data = memoryview(bytearray(self.loaded.runner.block_bytes))
+        self.loaded.runner.export_block(BlockId(block), data)
+        return zlib.crc32(data)
+
+
+def violation(what: str) -> None:
+    with (HOME / "violations").open("a") as file:
+        file.write(f"{what}\n")
 
 
 def taken(names: set[str], sent: int, becomes: str) -> str:
@@ -163,7 +207,7 @@ if __name__ == "__main__":  # and not where a process of its own is begun
     read, make, wall = PeerKv.read, PeerKv.__init__, SystemClock.wall
     PeerKv.read, PeerKv.__init__ = read_badly, made  # type: ignore[method-assign]
     SystemClock.wall = lambda self: wall(self) + number_in("clock_s", 0.0)  # type: ignore[method-assign]
-    scheduler.BlockPool = Poisoned  # type: ignore[misc]
+    scheduler.BlockPool, warm.Shard = Poisoned, WatchedShard  # type: ignore[misc]
     prefilling.send_block = giving.send_block = send_badly
     # It stays as fast as its home says.
     StepCosts.seen_prefill = lambda self: number_in("prompts_per_s", 0.0)  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from openai import APIError
 from tests.fleet.kv_machines import Saboteur, prefilled, pushed, saboteurs
 from tests.fleet.machines import SHALLOW, Machine, until
 from tests.fleet.test_forwarding import client_of, metric
@@ -20,7 +21,9 @@ from paceline.ways.kv.pushing import PushEnd
 
 STORY = " ".join(f"On day {day} the riders went {day * 7 % 31} miles and drank {day * 5 % 11} cups of tea." for day in range(1, 25))
 PUSHED = 'paceline_kv_peer_blocks_total{what="pushed"}'
+LEAST = 'paceline_kv_push_least_tokens{node="p"}'
 NUMBERS = count()
+LOST = (PushEnd.WRITE_FAILED, PushEnd.SILENT, PushEnd.WATCHDOG, PushEnd.HANDSHAKE_FAILED)
 SPEEDS = {"d": 5.0, "h": 5000.0, "p": 5000.0, "o": 5.0}
 
 
@@ -59,6 +62,12 @@ class Fleet:
         assert answer.usage.prompt_tokens_details is not None
         return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0
 
+    def waits_for_p(self, at: Machine) -> None:
+        """A machine would have prompts computed by P. How fast a pipeline is with prompts is known once it has run."""
+        while not counted(at, LEAST) and at.name == "o":
+            self.ask(at, STORY[:200], cache_salt=str(next(NUMBERS)))
+        until(lambda: counted(at, LEAST) > 0)
+
     def alike(self, said: str, answer: tuple[str, int]) -> None:
         assert self.ask(self.d, said, cache_salt="computed anew")[0] == answer[0]
 
@@ -74,21 +83,17 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with saboteurs(tmp_path_factory.mktemp("spans"), SPEEDS, start) as (d, h, p, o):
         made = Fleet(d, h, p, o)
-        # How fast a pipeline is with prompts is known once it has run.
-        while not counted(o, 'paceline_kv_push_least_tokens{node="p"}'):
-            made.ask(o, STORY[:200], cache_salt=str(next(NUMBERS)))
         yield made
 
 
 @pytest.mark.parametrize("name", ["d", "o"])
 def test_a_pipeline_computes_a_prompt_for_another_and_may_be_lost_meanwhile(fleet: Fleet, name: str) -> None:
     at = fleet.d if name == "d" else fleet.o
-    ready = lambda: until(lambda: counted(at, 'paceline_kv_push_least_tokens{node="p"}') > 0)  # noqa: E731
-    ready()
+    fleet.waits_for_p(at)
     # One that fails by being late, as on a machine that does much else, is tried again.
     cached = 0
     while cached <= 16 * 20:
-        ready()
+        fleet.waits_for_p(at)
         said = f"{next(NUMBERS)}. {STORY}"
         answer = fleet.ask(at, said)
         fleet.alike(said, answer)
@@ -100,7 +105,7 @@ def test_a_pipeline_computes_a_prompt_for_another_and_may_be_lost_meanwhile(flee
     fleet.at_rest()
 
     # P is stopped while D asks.
-    ready()
+    fleet.waits_for_p(at)
     fleet.p.node.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(fleet.ask, at, said := f"{next(NUMBERS)}. {STORY}")
@@ -109,4 +114,31 @@ def test_a_pipeline_computes_a_prompt_for_another_and_may_be_lost_meanwhile(flee
         fleet.p.node.process.send_signal(signal.SIGCONT)
         answer = asking.result()
     fleet.alike(said, answer)
+    fleet.at_rest()
+
+
+@pytest.mark.parametrize("lost", ["p", "d", "o"])
+def test_one_that_is_killed_in_the_middle_leaves_no_byte_and_no_lease(fleet: Fleet, lost: str) -> None:
+    at = fleet.d if lost == "d" else fleet.o
+    before, left = sum(pushed(at, end) for end in LOST), prefilled(fleet.p, LeaseEnd.LEFT)
+    fleet.p.will("hold 3")
+    with ThreadPoolExecutor(1) as pool:
+        while not fleet.p.did:  # one that fails by being late is tried again
+            fleet.waits_for_p(at)
+            asking = pool.submit(fleet.ask, at, said := f"{next(NUMBERS)}. {STORY}")
+            until(lambda asking=asking: fleet.p.did or asking.done())
+        (fleet.p if lost == "p" else at).node.kill()
+        if lost == "p":
+            answer = asking.result()
+            fleet.alike(said, answer)
+            assert sum(pushed(at, end) for end in LOST) > before
+        else:
+            with pytest.raises(APIError):
+                asking.result()
+            until(lambda: prefilled(fleet.p, LeaseEnd.LEFT) > left)
+    fleet.p.goes_on()
+    start(fleet.p if lost == "p" else at)
+    fleet.waits_for_p(at)
+    said = f"{next(NUMBERS)}. {STORY}"
+    fleet.alike(said, fleet.ask(at, said))
     fleet.at_rest()
