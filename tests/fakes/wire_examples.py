@@ -378,6 +378,7 @@ def shard_examples() -> Iterator[Example]:
         yield plain("rich", message)
         yield plain("minimal", type(message)())
     yield plain("minimal", shard_pb2.ConnectStageResponse())
+    yield plain("wrong", shard_pb2.KvBlocksResponse(n_blocks=2, is_wrong=True))
 
 
 def weights_examples() -> Iterator[Example]:
@@ -444,6 +445,7 @@ def kv_examples() -> Iterator[Example]:
     yield plain("routed", kv_pb2.PrefillRequest(request_id="r", remote_engine_id="p", remote_request_id="s", remote_tp_size=1))
     yield plain("pushed in parts", kv_pb2.WatchPrefixesResponse(version=7, spans=[span], prefills_in_parts=True, prompts_per_s=400.0))
     yield plain("of a prompt", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), prefill=bytes(32)))
+    yield plain("that hears of loss", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), hears_of_loss=True))
     yield plain("in parts", kv_pb2.PrefillRequest(request_id="r", epoch=7, ticket=bytes(32), in_parts=True))
     yield plain("has all", kv_pb2.PrefillRequest(request_id="r", epoch=7, has_all=True))
 

@@ -83,6 +83,15 @@ def n_alike(held: PartBlocks, n_bytes: int, blocks: Sequence[BlockId]) -> int:
     return len(blocks)
 
 
+class MovedBlocks(KvFetch, Protocol):
+    """Blocks that come from another node."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """The next one was another block than the one asked for, or damaged."""
+        ...
+
+
 class KvMover(Protocol):
     """A node's, for the blocks of its stages. On the event loop."""
 
@@ -95,7 +104,7 @@ class KvMover(Protocol):
         blocks: Sequence[BlockId],
         within_s: float,
         wake: Callable[[], None],
-    ) -> KvFetch:
+    ) -> MovedBlocks:
         """Begin to fill blocks with what another node has. Nothing is written once it was cancelled.
 
         Args:
@@ -133,11 +142,11 @@ class KvSpread(ClosableKv, Protocol):
         """Whether those machines fetch blocks of prompts that are still being computed."""
         ...
 
-    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> KvFetch:
+    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> MovedBlocks:
         """Have each fill its part of blocks. For the engine's thread."""
         ...
 
-    def compare_parts(self, blocks: Sequence[BlockId]) -> KvFetch:
+    def compare_parts(self, blocks: Sequence[BlockId]) -> MovedBlocks:
         """Have each compare its part of blocks, as `GivenBlocks.alike`. For the engine's thread."""
         ...
 
@@ -152,14 +161,18 @@ when a fetch is over, and what a whole block is."""
 
 
 class PartsFetch:
-    """Implements `engine.kv_source.KvFetch`: blocks whose parts come apart. One stands once all its parts do."""
+    """Implements `MovedBlocks`: blocks whose parts come apart. One stands once all its parts do."""
 
-    def __init__(self, parts: Sequence[KvFetch], given: GivenBlocks | None = None) -> None:
+    def __init__(self, parts: Sequence[MovedBlocks], given: GivenBlocks | None = None) -> None:
         self._parts, self.given = parts, given
 
     @property
     def filled(self) -> int:
         return min(part.filled for part in self._parts)
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(part.is_wrong for part in self._parts)
 
     @property
     def is_over(self) -> bool:

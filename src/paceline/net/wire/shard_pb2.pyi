@@ -545,16 +545,20 @@ class KvBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     N_BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_WRONG_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
     """Found, restored, copied, fetched, given or alike, from the first on. Those behind it may hold anything, where they were to be restored or fetched."""
+    is_wrong: _builtins.bool
+    """fetch: the one behind these was another block than the one asked for, or damaged."""
     def __init__(
         self,
         *,
         n_blocks: _builtins.int = ...,
+        is_wrong: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_blocks", b"n_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_wrong", b"is_wrong", "n_blocks", b"n_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

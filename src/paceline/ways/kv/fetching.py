@@ -18,12 +18,12 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.errors import ExecutorLost, NixlFailed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError
+from paceline.core.errors import ExecutorLost, NixlFailed, StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError
 from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
 from paceline.engine.kv_source import GivenBlocks, KvFetch
-from paceline.machine.kv_spans import KvPart, PartsFetch
+from paceline.machine.kv_spans import KvPart, MovedBlocks, PartsFetch
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.net.tensor.listener import ExpectedStream
@@ -84,7 +84,7 @@ class PromptPush:
 
 
 class PeerFetch:
-    """Implements `engine.kv_source.KvFetch`: blocks that come in order.
+    """Implements `machine.kv_spans.MovedBlocks`: blocks that come in order.
 
     Args:
         part: that is wanted of each.
@@ -181,7 +181,7 @@ class JoinedFetch:
 
 
 class StagesTurns:
-    """Implements `engine.kv_source.KvFetch`: stages fetch what is computed elsewhere in turns, of as many blocks as come together: what they do can't be
+    """Implements `machine.kv_spans.MovedBlocks`: stages fetch what is computed elsewhere in turns, of as many blocks as come together: what they do can't be
     ended in the middle of one. Begun by `PushedParts`.
 
     Args:
@@ -193,7 +193,7 @@ class StagesTurns:
 
     def __init__(
         self,
-        ask: Callable[[int, int, float], KvFetch],
+        ask: Callable[[int, int, float], MovedBlocks],
         n_blocks: int,
         at_once: int,
         patience: Patience,
@@ -202,9 +202,9 @@ class StagesTurns:
     ) -> None:
         self._ask, self._n_blocks, self._at_once = ask, n_blocks, at_once
         self._patience, self._most_s, self._now = patience, most_s, now
-        self._turn: KvFetch | None = None
+        self._turn: MovedBlocks | None = None
         self._asked = self.filled = 0
-        self.is_begun = self.is_late = self._is_cancelled = self._is_over = False
+        self.is_begun = self.is_late = self.is_wrong = self._is_cancelled = self._is_over = False
 
     @property
     def is_over(self) -> bool:
@@ -218,7 +218,7 @@ class StagesTurns:
         """Take what came, and begin the next turn. Returns whether there is none."""
         while self._turn is None or self._turn.is_over:
             if self._turn is not None:
-                came, self._turn = self._turn.filled, None
+                came, self.is_wrong, self._turn = self._turn.filled, self._turn.is_wrong, None
                 self.filled += came
                 for _ in range(came):
                     self._patience.came(self._now())
@@ -276,10 +276,6 @@ class PushedParts(PartsFetch):
     def is_late(self) -> bool:
         return any(fetch.is_late for fetch in self.own) or (self._stages is not None and self._stages.is_late)
 
-    @property
-    def is_wrong(self) -> bool:
-        return any(fetch.is_wrong for fetch in self.own)
-
     def begin(self, begin: Callable[[PeerFetch], None]) -> None:
         """The peer has taken the registration."""
         for fetch in self.own:
@@ -333,9 +329,9 @@ def _behind(n_blocks: int, peer: KvFetch | None) -> GivenBlocks | None:
 
 
 class ComparedBlocks:
-    """Implements `engine.kv_source.KvFetch`: so many blocks, from the first on, hold what the first one holds."""
+    """Implements `machine.kv_spans.MovedBlocks`: so many blocks, from the first on, hold what the first one holds."""
 
-    given, is_over = None, True
+    given, is_over, is_wrong = None, True, False
 
     def __init__(self, n_alike: int) -> None:
         self.filled = n_alike
@@ -432,6 +428,8 @@ class Receiving:
         """
         self._receiver = self._expected.wait(time.perf_counter() + OPEN_S)
         if self._receiver.peer != (sender or fetch.peer.node_id):
+            if self._receiver.peer == fetch.peer.node_id:
+                raise StreamClosed(f"{sender} can't send KV for {fetch.peer.node_id}")
             raise StreamCorrupt(f"{self._receiver.peer} sends KV that {fetch.peer.node_id} was asked for")
         if fetch.is_over:
             return
@@ -468,4 +466,5 @@ def fetch_request(fetch: PeerFetch, port: int, receiving: Receiving) -> wire.Fet
         ticket=receiving.ticket,
         nixl=None if offered is None else offered.message,
         prefill=fetch.prefill,
+        hears_of_loss=True,
     )

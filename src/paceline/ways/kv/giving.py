@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -167,6 +167,9 @@ class KvServicer(KvServiceServicer):
                 blocks = [loan.blocks[key] for key in keys[:n_blocks]]
                 sending = asyncio.wrap_future(kv.spread.give_part(move, keys[:n_blocks], blocks, GIVE_S))
                 lent, loan, rest = loan, None, over.pop_all()
+                if request.hears_of_loss:
+                    opened = self._owner.dial(caller, request.tensor_port, request.ticket, None, kv.block_bytes)
+                    sending.add_done_callback(partial(self._tell_loss, opened))
                 sending.add_done_callback(lambda _: kv.loans.give_back(lent))
                 sending.add_done_callback(lambda done: _sent(rest, done))
                 return wire.FetchBlocksResponse(n_blocks=n_blocks, from_node_id=holder.node_id, in_turns=True)
@@ -270,6 +273,17 @@ class KvServicer(KvServiceServicer):
             if coming is not None:
                 kv.loans.leave(coming)
             self._owner.given(sent, sent * part.block_bytes, transport)
+
+    def _tell_loss(self, open_sender: Callable[[], BlockSender], sending: asyncio.Future[int]) -> None:
+        """Who asked waits for no stage that sends nothing: its stream is opened in that one's place, and ends."""
+
+        def tell() -> None:
+            with suppress(FleetError):  # the stage has opened it, or nobody waits
+                open_sender().close()
+
+        if sending.cancelled() or sending.exception() is not None or not sending.result():
+            with suppress(RuntimeError):  # it is closed
+                self._threads.submit(tell)
 
     @contextmanager
     def _serving(self, caller: Member) -> Generator[None]:

@@ -13,7 +13,6 @@ from concurrent.futures import Executor
 
 from paceline.core.errors import FleetError
 from paceline.core.ids import BlockId, NodeId
-from paceline.engine.kv_source import KvFetch
 from paceline.fleet.eligibility import Use
 from paceline.machine.kv_spans import KvMove, KvPart, PartBlocks, PartsFetch
 from paceline.net.member.node import FleetNode
@@ -57,7 +56,7 @@ class StageMoves:
         blocks: Sequence[BlockId],
         within_s: float,
         wake: Callable[[], None],
-    ) -> KvFetch:
+    ) -> PartsFetch:
         """See `KvMover`."""
         live = self._fleet.view().get(move.node_id)
         fetches: list[PeerFetch] = []

@@ -23,7 +23,7 @@ from paceline.core.inference import ChunkStream
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.kv_source import GivenBlocks, KvFetch, KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
-from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, PartsFetch, n_alike
+from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, MovedBlocks, PartsFetch, n_alike
 from paceline.machine.kv_tier import DiskTier, part_of
 from paceline.machine.settings import PrefillRole
 from paceline.net.tensor.frames import TICKET_BYTES
@@ -256,7 +256,7 @@ class PeerKv:
             return self._under_way(self._pushed_in_parts(peer, keys, blocks, expected, push), is_routed=False)
         own, routed = self._runner.layers, push is not None and push.leg is not None
         at_once = 1 if push is None or peer.prefill is None else peer.prefill.last_blocks
-        parts: list[KvFetch] = []
+        parts: list[MovedBlocks] = []
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
             layers = None if part.layers == own else part.layers
             write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
@@ -288,7 +288,7 @@ class PeerKv:
         stages = None
         if (spread := self.spread) is not None:
 
-            def ask(first: int, n_blocks: int, within_s: float) -> KvFetch:
+            def ask(first: int, n_blocks: int, within_s: float) -> MovedBlocks:
                 move = KvMove(peer.node_id, self.layout, peer.stops, n_blocks, ticket=push.ticket)
                 return spread.fetch_parts(move, keys[first : first + n_blocks], blocks[first : first + n_blocks], within_s)
 
@@ -304,7 +304,7 @@ class PeerKv:
 
     def _alike(self, blocks: Sequence[BlockId]) -> KvFetch:
         """See `GivenBlocks`."""
-        parts: list[KvFetch] = [ComparedBlocks(n_alike(self._runner, self._runner.block_bytes, blocks))] if self._runner.layers else []
+        parts: list[MovedBlocks] = [ComparedBlocks(n_alike(self._runner, self._runner.block_bytes, blocks))] if self._runner.layers else []
         if self.spread is not None:
             parts.append(self.spread.compare_parts(blocks))
         return PartsFetch(parts)

@@ -27,6 +27,7 @@ from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
 from paceline.ways.pipeline.codec import read_event, write_blocks, write_connect, write_open, write_warm
 from paceline.ways.pipeline.executor.route import (
     BlocksAsked,
+    BlocksDone,
     BlocksUse,
     NextStage,
     PipelineFault,
@@ -86,8 +87,8 @@ class RemoteStage:
 
     async def use_blocks(
         self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float, move: KvMove | None = None
-    ) -> int:
-        """Find, restore or keep blocks on the disk of the stage's node, move them, or compare them. Returns how many were, from the first on.
+    ) -> BlocksDone:
+        """Find, restore or keep blocks on the disk of the stage's node, move them, or compare them.
 
         Raises:
             FleetError: it is not known what the stage does with them.
@@ -95,8 +96,15 @@ class RemoteStage:
         asked = BlocksAsked(self.request.session_id, use, keys, blocks, within_s, move)
         with _heard(self.node_id):
             beside_s = FIND_CALL_S if use is BlocksUse.FIND else CALL_S
-            said = await self._stub.KvBlocks(write_blocks(asked), timeout=within_s + beside_s)
-        return min(said.n_blocks, len(keys))
+            call = asyncio.ensure_future(self._stub.KvBlocks(write_blocks(asked), timeout=within_s + beside_s))
+            try:
+                await asyncio.wait({call, self._follower}, return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    raise PipelineError(f"The session with {self.node_id} ended meanwhile")
+                said = call.result()
+            finally:
+                call.cancel()
+        return BlocksDone(min(said.n_blocks, len(keys)), said.is_wrong)
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""

@@ -27,7 +27,7 @@ from paceline.engine.kv_source import KvFetch
 from paceline.machine.kv_spans import KvMove
 from paceline.machine.kv_tier import part_of
 from paceline.ways.kv.source import PeerKv
-from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
+from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksDone, BlocksUse
 from paceline.ways.pipeline.host.session_kv import SessionKv
 from paceline.ways.pipeline.routes.stage_kv import StagesMove
 
@@ -89,19 +89,25 @@ class Stage:
         self.kv = SessionKv(
             self.held, DIGEST, len(WHOLE), first.node_id, None, host.sharing.moves, SystemClock(), lambda _: None  # type: ignore[arg-type]
         )  # fmt: skip
-        self.is_lost = False
+        self._lost = asyncio.Event()
 
-    async def use(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float, move: KvMove) -> int:
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.is_set()
+
+    async def use(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float, move: KvMove) -> BlocksDone:
         """As `StagesKv` asks one of its route's."""
         asked = BlocksAsked(b"", use, tuple(keys), tuple(blocks), within_s, move)
-        done = 0 if self.is_lost else await self.kv.use(asked)
+        done, lost = asyncio.create_task(self.kv.use(asked)), asyncio.create_task(self._lost.wait())
+        await asyncio.wait({done, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
         if self.is_lost:  # before it was asked, or meanwhile: its answer does not come
             raise FleetError("the session is over")
-        return done
+        return done.result()
 
     def lose(self) -> None:
         """Its machine is gone, or its session over: it touches no block any more."""
-        self.is_lost = True
+        self._lost.set()
         self.kv.fence()
 
 
@@ -121,24 +127,25 @@ class Route:
         lost = any(stage.is_lost for stage in self.stages)
         return () if lost else [LayerSpan(stage.host.node_id, stage.held.layers) for stage in self.stages]
 
-    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> KvFetch:
-        async def ask(stage: Stage) -> int:
+    def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> StagesMove:
+        async def ask(stage: Stage) -> BlocksDone:
             try:
                 return await stage.use(BlocksUse.FETCH, keys, blocks, within_s, move)
             except FleetError:
-                return 0
+                return BlocksDone(0)
 
-        async def answers() -> list[int]:
-            return await asyncio.gather(*map(ask, self.stages))
+        async def answers() -> BlocksDone:
+            return BlocksDone.of_all(await asyncio.gather(*map(ask, self.stages)))
 
         asked = asyncio.run_coroutine_threadsafe(answers(), self.loop)
         asked.add_done_callback(lambda _: self.wake())
         return StagesMove(self, asked)  # type: ignore[arg-type]
 
     def compare_parts(self, blocks: Sequence[BlockId]) -> KvFetch:
-        async def answers() -> list[int]:
+        async def answers() -> BlocksDone:
             keys = [bytes(16)] * len(blocks)
-            return [await stage.kv.use(BlocksAsked(b"", BlocksUse.COMPARE, keys, tuple(blocks), 5.0)) for stage in self.stages]
+            asked = BlocksAsked(b"", BlocksUse.COMPARE, keys, tuple(blocks), 5.0)
+            return BlocksDone.of_all([await stage.kv.use(asked) for stage in self.stages])
 
         asked = asyncio.run_coroutine_threadsafe(answers(), self.loop)
         asked.add_done_callback(lambda _: self.wake())
@@ -149,7 +156,10 @@ class Route:
             for stage in self.stages:
                 span = stage.held.layers
                 if not stage.is_lost and span.start <= move.layers.start and move.layers.stop <= span.stop:
-                    return await stage.use(BlocksUse.GIVE, keys, blocks, within_s, move)
+                    try:
+                        return (await stage.use(BlocksUse.GIVE, keys, blocks, within_s, move)).n_blocks
+                    except FleetError:
+                        return 0
             return 0
 
         return asyncio.run_coroutine_threadsafe(give(), self.loop)

@@ -24,12 +24,13 @@ WHOLE = KvPart("d" * 64, "n", bytes(16), LayerRange(0, 30), 1_000)
 
 @dataclass
 class Part:
-    """Implements `KvFetch`."""
+    """Implements `MovedBlocks`."""
 
     filled: int = 0
     given: None = None
     is_over: bool = False
     cancelled: bool = False
+    is_wrong: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True

@@ -109,9 +109,7 @@ async def test_parts_that_come_wrong_or_not_at_all_are_computed(
         answer = await d.answer("1", PROMPT)
         assert answer.token_ids == alone(PROMPT)
         assert answer.cached_tokens <= 4 * FIRST
-        # A stage says how far it came, and not why no further.
-        # A stage says how far it came, and not why no further.
-        await until(lambda: d.sharing.meter.pushes in ({end: 1}, {"write_failed": 1}))
+        await until(lambda: d.sharing.meter.pushes == {end: 1})
         await at_rest(*made)
         monkeypatch.undo()
         other = PROMPT[::-1]
@@ -136,6 +134,24 @@ async def test_a_stage_that_is_lost_meanwhile_gives_and_takes_no_more(tmp_path: 
         assert (answer.token_ids, answer.cached_tokens < ROWS) == (alone(PROMPT), True)
         await at_rest(*made)
         assert len(stage.held.written) <= written + 1, "what was being written when it went"
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@in_loop
+async def test_a_stage_that_is_lost_before_its_first_block_is_not_waited_for(tmp_path: Path, gate: threading.Event, kind: str) -> None:
+    async with pushes(tmp_path, kind) as (p, d, made):
+        dialling = threading.Event()
+        stage = p.route.stages[0]
+        moves: Any = stage.host.sharing.moves
+        moves._dial = lambda *_: lambda: (dialling.set(), gate.wait(60))
+        asking = asyncio.create_task(d.answer("1", PROMPT))
+        await until(dialling.is_set)
+        stage.lose()
+        answer = await asking
+        assert (answer.token_ids, answer.cached_tokens) == (alone(PROMPT), 0)
+        await until(lambda: d.sharing.meter.pushes == {"write_failed": 1})
+        gate.set()
+        await at_rest(*made)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -162,7 +162,7 @@ class BlocksUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksAsked:
-    """Blocks of a session's layers, by name. The answer is how many were found, restored, copied, moved or alike, from the first on."""
+    """Blocks of a session's layers, by name."""
 
     session_id: bytes
     use: BlocksUse
@@ -172,6 +172,21 @@ class BlocksAsked:
     within_s: float = 1.0
     move: KvMove | None = None
     """From whom, or to whom, where they are to be fetched or given."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDone:
+    """What came of it."""
+
+    n_blocks: int
+    """Found, restored, copied, moved or alike, from the first on."""
+    is_wrong: bool = False
+    """The next one was fetched, and another block than the one asked for, or damaged."""
+
+    @staticmethod
+    def of_all(stages: Sequence[BlocksDone]) -> BlocksDone:
+        """As far as all stages have them."""
+        return BlocksDone(min((done.n_blocks for done in stages), default=0), any(done.is_wrong for done in stages))
 
 
 @dataclass(frozen=True, slots=True)

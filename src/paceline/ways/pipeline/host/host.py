@@ -44,6 +44,7 @@ from paceline.ways.pipeline.executor.route import (
     KV_BLOCKS_VERSION,
     KV_MOVES_VERSION,
     BlocksAsked,
+    BlocksDone,
     NextStage,
     PipelineFault,
     StageEvent,
@@ -232,8 +233,8 @@ class NodeShardHost:
             raise ShardUnavailable(error.message) from error
         session.begin(to, sink)
 
-    async def use_blocks(self, asked: BlocksAsked, caller: Member) -> int:
-        """Find, restore, keep or move blocks of a session. Returns how many were, from the first on.
+    async def use_blocks(self, asked: BlocksAsked, caller: Member) -> BlocksDone:
+        """Find, restore, keep or move blocks of a session.
 
         Raises:
             BadPipelineRequest: the caller has no such session, or it has not the blocks, or keeps none on a disk and moves none.
@@ -370,10 +371,10 @@ class ShardServicer(ShardServiceServicer):
 
     async def KvBlocks(self, request: wire.KvBlocksRequest, context: Context) -> wire.KvBlocksResponse:
         try:
-            n_blocks = await self._host.use_blocks(read_blocks(request), self._admitted(context))
+            done = await self._host.use_blocks(read_blocks(request), self._admitted(context))
         except PacelineError as error:
             await abort(context, error)
-        return wire.KvBlocksResponse(n_blocks=n_blocks)
+        return wire.KvBlocksResponse(n_blocks=done.n_blocks, is_wrong=done.is_wrong)
 
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
         del request

@@ -22,7 +22,7 @@ from paceline.core.ids import BlockId, NodeId
 from paceline.engine.kv_source import KvFetch
 from paceline.machine.kv_spans import KvMove, KvMover, n_alike
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, part_of
-from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
+from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksDone, BlocksUse
 from paceline.ways.pipeline.executor.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class SessionKv:
         """Blocks of this session, by what became of them."""
         return Counter() if self._tier is None else Counter(self._tier.counts)
 
-    async def use(self, asked: BlocksAsked) -> int:
-        """Do what is asked, of a session that is connected. Returns how many blocks were found, restored, copied or moved, or are alike, from the first on.
+    async def use(self, asked: BlocksAsked) -> BlocksDone:
+        """Do what is asked, of a session that is connected.
 
         Raises:
             BadPipelineRequest: of blocks, or layers, that the session has not.
@@ -89,18 +89,18 @@ class SessionKv:
         if asked.move is not None:
             return await self._move(asked.use, asked.move, keys, blocks, until)
         if asked.use is BlocksUse.COMPARE:
-            return await asyncio.to_thread(self._alike, blocks)
+            return BlocksDone(await asyncio.to_thread(self._alike, blocks))
         tier = await self._opened(until)
         if tier is None:
-            return 0
+            return BlocksDone(0)
         match asked.use:
             case BlocksUse.FIND:
-                return tier.run_of(keys)
+                return BlocksDone(tier.run_of(keys))
             case BlocksUse.RESTORE:
-                return await self._restore(tier, keys, blocks, until)
+                return BlocksDone(await self._restore(tier, keys, blocks, until))
             case _:
                 async with self._keeping:
-                    return await self._keep(tier, keys, blocks, until)
+                    return BlocksDone(await self._keep(tier, keys, blocks, until))
 
     def fence(self) -> None:
         """Nothing is read or written any more once this returns. In any thread; does not wait for a disk. Idempotent."""
@@ -167,15 +167,15 @@ class SessionKv:
                 tier.reset()
         return next((place for place, block in enumerate(blocks) if block in left), len(blocks))
 
-    async def _move(self, use: BlocksUse, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> int:
+    async def _move(self, use: BlocksUse, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> BlocksDone:
         held, within_s = self._stage.blocks, until - self._loop.time()
         part = part_of(self._digest, held.numerics_id, held.kv_layout, held.block_size, held.layers, held.layer_bytes, self._n_layers)
         if self._mover is None or not held.are_whole or part.layout != move.layout:
-            return 0
+            return BlocksDone(0)
         if use is BlocksUse.FETCH:
             with self._lock:
                 if self._is_fenced:
-                    return 0
+                    return BlocksDone(0)
                 fetch = self._mover.fetch(part, held, move, keys, blocks, within_s, self._wake)
                 self._fetches.add(fetch)
             try:
@@ -185,7 +185,7 @@ class SessionKv:
                 with self._lock:
                     self._fetches.discard(fetch)
             self._stage.note_filled(blocks[: fetch.filled])
-            return fetch.filled
+            return BlocksDone(fetch.filled, fetch.is_wrong)
         if not (part.layers.start <= move.layers.start < move.layers.stop <= part.layers.stop):
             raise BadPipelineRequest("Layers are to be given that this session has not")
 
@@ -195,7 +195,7 @@ class SessionKv:
                     held.export_block(blocks[place], into, move.layers)
                 return not self._is_fenced
 
-        return await self._mover.give(replace(part, layers=move.layers), move, keys, read, within_s)
+        return BlocksDone(await self._mover.give(replace(part, layers=move.layers), move, keys, read, within_s))
 
     def _alike(self, blocks: Sequence[BlockId]) -> int:
         held = self._stage.blocks

@@ -27,7 +27,7 @@ from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.codec import KEY_BYTES, MAX_KEYS
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksUse, PipelineFault, Route
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksDone, BlocksUse, PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBlocks
 from paceline.ways.pipeline.routes.opening import FleetRoute
 
@@ -51,7 +51,7 @@ class StagesFetch:
         self._kv, self._keys, self._blocks = kv, keys, blocks
         self._found = kv.ask_stages(BlocksUse.FIND, keys, (), FIND_S)
         self._own: DiskFetch | None = None
-        self._restored: Future[list[int]] | None = None
+        self._restored: Future[BlocksDone] | None = None
         self._is_cancelled = self._is_over = False
         self._n = self.filled = 0
         self.given = None
@@ -71,7 +71,7 @@ class StagesFetch:
         if self._restored is None:
             if not self._found.done():
                 return False
-            self._n = 0 if self._is_cancelled else min(self._found.result())
+            self._n = 0 if self._is_cancelled else self._found.result().n_blocks
             if not self._n:
                 return True
             keys, blocks = self._keys[: self._n], self._blocks[: self._n]
@@ -84,23 +84,27 @@ class StagesFetch:
         if not self._restored.done():
             # What a route that broke leaves in the blocks is of no use: the next batch finds that it did, before it names them.
             return self._kv.is_broken
-        filled = min(self._restored.result())
+        filled = self._restored.result().n_blocks
         self.filled = filled if self._own is None else min(filled, self._own.filled)
         self._kv.everywhere.update(read=self.filled, missed=self._n - self.filled)
         return True
 
 
 class StagesMove:
-    """Implements `engine.kv_source.KvFetch`: all stages fill their parts of blocks with what another node has, or compare them."""
+    """Implements `machine.kv_spans.MovedBlocks`: all stages fill their parts of blocks with what another node has, or compare them."""
 
     given = None
 
-    def __init__(self, kv: StagesKv, answers: Future[list[int]]) -> None:
+    def __init__(self, kv: StagesKv, answers: Future[BlocksDone]) -> None:
         self._kv, self._answers = kv, answers
 
     @property
     def filled(self) -> int:
-        return min(self._answers.result()) if self._answers.done() else 0
+        return self._answers.result().n_blocks if self._answers.done() else 0
+
+    @property
+    def is_wrong(self) -> bool:
+        return self._answers.done() and self._answers.result().is_wrong
 
     @property
     def is_over(self) -> bool:
@@ -154,7 +158,7 @@ class StagesKv:
         """Those that are not to be copied at all."""
         self._batch: list[tuple[bytes, BlockId]] = []
         """To be told the stages."""
-        self._sent: tuple[Future[list[int]], list[BlockId]] | None = None
+        self._sent: tuple[Future[BlocksDone], list[BlockId]] | None = None
         self._look_at_route()
 
     def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
@@ -185,7 +189,7 @@ class StagesKv:
         copied = [] if self.own is None else list(self.own.kept())
         if self._sent is not None and self._sent[0].done():
             copied += self._sent[1]
-            self.everywhere["written"] += min(self._sent[0].result())
+            self.everywhere["written"] += self._sent[0].result().n_blocks
             self._sent = None
         for block in copied:
             self._users[block] -= 1
@@ -229,7 +233,7 @@ class StagesKv:
             for session in () if route is None else route.sessions:
                 span = session.request.layers
                 if route is not None and span.start <= layers.start and layers.stop <= span.stop:
-                    return await self._answer(route, session, BlocksUse.GIVE, keys, blocks, within_s, move)
+                    return (await self._answer(route, session, BlocksUse.GIVE, keys, blocks, within_s, move)).n_blocks
             return 0
 
         return asyncio.run_coroutine_threadsafe(give(), self._loop)
@@ -261,8 +265,8 @@ class StagesKv:
         if self.own is not None:
             self.own.close()
 
-    def ask_stages(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[list[int]]:
-        """Have every stage of the route do something; what each answers."""
+    def ask_stages(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[BlocksDone]:
+        """Have every stage of the route do something; what all of them did."""
         return self._ask(self._asked, use, keys, blocks, within_s)
 
     def _ask(
@@ -273,10 +277,12 @@ class StagesKv:
         blocks: Sequence[BlockId],
         within_s: float,
         move: KvMove | None = None,
-    ) -> Future[list[int]]:
-        async def answers() -> list[int]:
+    ) -> Future[BlocksDone]:
+        async def answers() -> BlocksDone:
             sessions = () if route is None else route.sessions
-            return await asyncio.gather(*(self._answer(route, each, use, keys, blocks, within_s, move) for each in sessions)) or [0]
+            return BlocksDone.of_all(
+                await asyncio.gather(*(self._answer(route, each, use, keys, blocks, within_s, move) for each in sessions))
+            )
 
         asked = asyncio.run_coroutine_threadsafe(answers(), self._loop)
         asked.add_done_callback(lambda _: self._wake())
@@ -291,14 +297,14 @@ class StagesKv:
         blocks: Sequence[BlockId],
         within_s: float,
         move: KvMove | None,
-    ) -> int:
+    ) -> BlocksDone:
         try:
             return await session.use_blocks(use, keys, blocks, within_s, move)
         except FleetError as error:
             if route is not None and use not in (BlocksUse.FIND, BlocksUse.COMPARE):
                 said = f"{session.node_id} does not say what it did with blocks: {error.message}"
                 route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
-            return 0
+            return BlocksDone(0)
 
     def _look_at_route(self) -> None:
         """Go with the route that is in use."""

@@ -42,8 +42,8 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
     async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net) as user, User(net, "other") as other:
         stage, _ = await begun(a, user, 2, 5)
         assert stage.opened.kv_blocks == KV_BLOCKS_VERSION
-        assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 0
-        assert await stage.use_blocks(BlocksUse.KEEP, KEYS[:2], (2, 5), WITHIN_S) == 2
+        assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 0
+        assert (await stage.use_blocks(BlocksUse.KEEP, KEYS[:2], (2, 5), WITHIN_S)).n_blocks == 2
         runner = a.loads.runners[0]
         was = [bytearray(runner.block_bytes) for _ in range(2)]
         for data, block in zip(was, (2, 5), strict=True):
@@ -52,13 +52,13 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
         await until(lambda: a.host.sessions == 0 and a.host.kept_blocks.get("written") == 2)
 
         stage, route = await begun(a, user, 0)
-        assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 2
-        assert await stage.use_blocks(BlocksUse.RESTORE, KEYS[:2], (6, 1), WITHIN_S) == 2
+        assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 2
+        assert (await stage.use_blocks(BlocksUse.RESTORE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 2
         assert [runner.kv[6], runner.kv[1]] == was
         # Alike are those that hold the same bytes, whatever their names.
-        assert await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S) == 1
+        assert (await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 1
         runner.kv[1] = runner.kv[6]
-        assert await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S) == 2
+        assert (await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 2
         runner.kv[1] = bytes(was[1])
         # A sequence may begin with them, and only with them.
         await route.run(batch_of(1, rows=1, first=32, blocks=(6, 1, 3), sequence=7), rows_of(1))
@@ -67,7 +67,7 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
         # Nothing of it for other callers, or other layers.
         for stranger, first in ((other, 0), (user, 1)):
             stage, _ = await begun(a, stranger, first=first)
-            assert await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S) == 0
+            assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 0
 
 
 @in_loop
