@@ -16,7 +16,6 @@ CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_t
 PLAIN = {"model": "echo", "prompt": "hi", "max_tokens": 1}
 
 PLAIN_FIELDS = [
-    ("model", None, "model"),
     ("model", 3, "model"),
     ("prompt", None, "prompt"),
     ("prompt", "", "prompt"),

@@ -68,7 +68,8 @@ def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_ke
     schemas.update(definitions["$defs"])
     if names:
         for request in BODIES:
-            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(names)}
+            named = {"anyOf": [{"type": "string", "enum": list(names)}, {"type": "null"}], "title": "Model"}
+            schemas[request.__name__]["properties"]["model"] = schemas[request.__name__]["properties"]["model"] | named
     if encoder is not None:
         for request in EMBEDDING_BODIES:
             schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": [encoder]}

@@ -194,12 +194,15 @@ class Intake:
         """See `find_model`; where no name is given, the first that writes text.
 
         Raises:
-            UnknownModel, ModelAway: as there.
+            UnknownModel, ModelAway: as there; or no name is given, and none is served.
             InvalidRequest: it is an encoder.
         """
-        if name is None and (models := self._inference.models()):
-            return models[0]
-        name = name or ""
+        if name is None:
+            if models := self._inference.models():
+                return models[0]
+            raise UnknownModel(
+                "No model is served here now, and the request names none", "Name one: /v1/models lists those that would be loaded."
+            )
         try:
             return find_model(name, self._inference, self._aliases)
         except (UnknownModel, ModelAway) as error:
@@ -251,7 +254,7 @@ class Intake:
         if asked.stream_options is not None and not asked.stream:
             raise InvalidRequest("stream_options: only together with stream: true", field="stream_options")
         defaults = model.tokenizer.sampling_defaults if self._uses_model_sampling else {}
-        sampling = _sampling(asked, logprobs, model.tokenizer.size, defaults)
+        sampling = sampling_of(asked, logprobs, model.tokenizer.size, defaults)
         call_id = shape.id_prefix + uuid4().hex
         n = asked.n or 1
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
@@ -379,7 +382,7 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
     return most
 
 
-def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: Mapping[str, float]) -> SamplingParams:
+def sampling_of(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: Mapping[str, float]) -> SamplingParams:
     """The client's fields, where missing the model's own, where it has none OpenAI's defaults."""
 
     def chosen(name: str, value: float | None, otherwise: float) -> float:

@@ -149,6 +149,7 @@ class ExtendedSampling(SamplingFields):
 
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+FIRST_SERVED = "Where missing: the first one served."
 
 
 class KvTransferFields(Strict):
@@ -167,7 +168,7 @@ class KvTransferFields(Strict):
 class Sampling(ExtendedSampling):
     """What chat and plain completions share."""
 
-    model: ModelName
+    model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)

@@ -24,7 +24,7 @@ class ServerSettings:
     """Settings of one server. The defaults suit a machine that serves a household or a team."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Asked of every path but /health when set (as `Authorization: Bearer`, or as `x-api-key`)."""
+    """Asked of every path but / and /health when set (as `Authorization: Bearer`, or as `x-api-key`)."""
     owner_key: str | None = field(default=None, repr=False)
     """Asked of what only this machine's owner may do, in a header of its own; None: it is not served."""
     allow_hosts: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.text import Tokenizer
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
-from paceline.server.requests import ChatCompletionRequest, ModelName, TokenId
+from paceline.server.requests import FIRST_SERVED, ChatCompletionRequest, ModelName, TokenId
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenizeRequest(Strict):
     """A text (vLLM's `prompt`, llama-server's `content`) or a chat."""
 
-    model: ModelName | None = Field(default=None, description="Where missing: the first one served.")
+    model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     prompt: str | None = None
     content: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None

@@ -23,6 +23,19 @@ def complete(**fields: object) -> Call:
     return INTAKE.completion(orjson.dumps({"model": "echo", "prompt": "ab"} | fields))
 
 
+def test_a_request_that_names_no_model_means_the_first_that_is_served() -> None:
+    for body in ({"prompt": "ab"}, {"prompt": "ab", "model": None}):
+        assert INTAKE.completion(orjson.dumps(body)).model.name == "echo"
+    assert INTAKE.chat(orjson.dumps({"messages": [{"role": "user", "content": "ab"}]})).model.name == "echo"
+
+    class Idle(ScriptedInference):
+        def models(self) -> tuple[ServedModel, ...]:
+            return ()
+
+    with pytest.raises(UnknownModel, match="No model is served here now, and the request names none"):
+        Intake(Idle(), SystemClock()).completion(b'{"prompt": "ab"}')
+
+
 def test_defaults_are_openais() -> None:
     request = complete().requests[0]
     assert request.sampling == SamplingParams()

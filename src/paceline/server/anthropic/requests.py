@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, 
 from pydantic_core import PydanticCustomError
 
 from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, only_types, string_or_list
-from paceline.server.requests import ExtendedSampling, ModelName, StopString
+from paceline.server.requests import FIRST_SERVED, ExtendedSampling, ModelName, StopString
 
 IGNORED = "Ignored."
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Ignored: prompts are always computed once.")]
@@ -168,7 +168,7 @@ NOTHING: tuple[object, ...] = ([], {}, False)
 class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens."""
 
-    model: ModelName
+    model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     messages: Annotated[list[MessageTurn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[Annotated[ClientTool, ONLY_CUSTOM]], Field(max_length=MAX_TOOLS)] | None = None

@@ -22,7 +22,15 @@ from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.intake import Intake
 from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
-from paceline.server.requests import ChatCompletionRequest, CompletionRequest, ModelName, SamplingFields, StopString, reasoning_fields
+from paceline.server.requests import (
+    FIRST_SERVED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ModelName,
+    SamplingFields,
+    StopString,
+    reasoning_fields,
+)
 
 _IGNORED = "Ignored."
 
@@ -66,7 +74,7 @@ Think = Annotated[
 class OllamaRequest(Strict):
     """What `/api/chat` and `/api/generate` share."""
 
-    model: ModelName
+    model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     stream: bool | None = Field(default=None, description="Default true.")
     options: Options | None = None
     format: Format = Field(default=None, description='"json", or the JSON schema that the answer is to have.')
