@@ -49,6 +49,8 @@ class RunningEndpoint:
     """File (PEM) that it is known by, where it speaks TLS."""
     owner_key: str = field(default="", repr=False)
     """For what only this machine's owner may do."""
+    home: str = ""
+    """Where it keeps its identity, if it is a node: that of nodes that are only tried is their own."""
 
     @property
     def authority(self) -> Path | None:
@@ -74,11 +76,14 @@ class RunningEndpoint:
 @contextmanager
 def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: str | None) -> Generator[None]:
     """Leave a note of this process's endpoint while the block runs."""
-    place = Home.from_environment().running / f"{os.getpid()}.json"
+    home = Home.from_environment()
+    place = home.running / f"{os.getpid()}.json"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         known_by = "" if certificate is None else str(certificate.absolute())
-        write_file(place, json.dumps(asdict(RunningEndpoint(url, os.getpid(), has_key, known_by, owner_key or ""))).encode())
+        write_file(
+            place, json.dumps(asdict(RunningEndpoint(url, os.getpid(), has_key, known_by, owner_key or "", str(home.root)))).encode()
+        )
     except OSError as error:
         logger.warning("%s can't be written (%s): chat and status will not find this endpoint by themselves", place, error.strerror)
     try:
@@ -106,7 +111,7 @@ def _read(place: Path) -> RunningEndpoint | None:
     fields = read_json_object(place) or {}
     match fields:
         case {"url": str(url), "process": int(process), "has_key": bool(has_key), "certificate": str(certificate)} if process > 0:
-            return RunningEndpoint(url, process, has_key, certificate, str(fields.get("owner_key", "")))
+            return RunningEndpoint(url, process, has_key, certificate, *(str(fields.get(each, "")) for each in ("owner_key", "home")))
         case _:
             return None
 
@@ -234,6 +239,8 @@ class EndpointLoad:
     """None: it keeps none there."""
     kv_peers: KvPeerLoad | None = None
     """None: nothing came or went."""
+    home: str = ""
+    """As `RunningEndpoint` has it."""
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
@@ -277,7 +284,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if not last:
-        return EndpointLoad(one.url, one.process, state, models)
+        return EndpointLoad(one.url, one.process, state, models, home=one.home)
 
     peers = ("peer_fetched", "peer_missed", "peer_given", "peer_pushed")
 
@@ -318,6 +325,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         )
         if any(last[what] for what in (*peers, "leases"))
         else None,
+        home=one.home,
     )
 
 
@@ -409,6 +417,15 @@ def _endpoints() -> list[RunningEndpoint]:
 
 def _in_use(one: RunningEndpoint) -> list[Use]:
     return cast("list[Use]", _ask(one, "models", None)["models"])
+
+
+def loaded_here() -> frozenset[str]:
+    """Names of the models that endpoints of this machine have loaded."""
+    found = set[str]()
+    for one in running(Home.from_environment()):
+        with suppress(EndpointError):
+            found |= {str(use["name"]) for use in _in_use(one) if use["state"] == "loaded"}
+    return frozenset(found)
 
 
 def _ask(one: RunningEndpoint, what: str, body: dict[str, Any] | None) -> dict[str, Any]:

@@ -103,16 +103,19 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         )
     from paceline.bench.fleet import LocalFleet, become_first
     from paceline.cli.models import lies_elsewhere
+    from paceline.server.serve import bind
 
-    read_pipeline_settings(Home.from_environment())  # what is wrong there is said before anything starts
+    # What is wrong is said before anything starts.
+    read_pipeline_settings(Home.from_environment())
+    api.check()
+    bind(api.host, api.port).close()
     local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()))
     become_first(local)
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
     if others:
-        home = f"PACELINE_HOME={os.environ['PACELINE_HOME']}"
         # Of two, the one that is left has only its own layers.
-        lost = " Kill one in the middle of an answer: it goes on." if len(local.pids) > 1 else ""
-        print(f"On this machine: local-1 and {others}.{lost} To look: {home} paceline status")
+        lost = " Kill one of the others in the middle of an answer: it goes on." if len(local.pids) > 1 else ""
+        print(f"Nodes of this machine: local-1 (this process), {others}.{lost} paceline status shows them, once all is ready.")
     settings = replace(settings, threads=local.threads)
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
@@ -124,6 +127,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.cli.up import run_up
 
     _check_names(settings, sharing.propose)
+    age_s = None if sharing.max_revocation_age is None else seconds(sharing.max_revocation_age, "--max-revocation-age")
     if settings is None and (sharing.pipeline or sharing.pins):
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
     asked = bool(sharing.pipeline or sharing.pins or sharing.own_layers is not None)
@@ -150,8 +154,8 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.ways.pipeline.routes.build import PipelineOrder
 
     fleet = replace(fleet, tensor_port=said.pipeline.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
-    if sharing.max_revocation_age is not None:
-        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
+    if age_s is not None:
+        fleet = replace(fleet, max_revocation_age_s=age_s)
     pipelines = said.pipeline.overridden(
         enabled=False if in_ranks else sharing.pipeline,
         serve_shards=sharing.serve_shards,

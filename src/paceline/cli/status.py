@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.text import Text
 from paceline.backends.memory import human
 from paceline.cli.running import EndpointLoad, endpoints_here, show_endpoints
 from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
-from paceline.core.errors import PlacementError, UserError
+from paceline.core.errors import MembershipError, PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
@@ -33,55 +34,67 @@ WATCH_S = 1.0
 
 
 def run_status(*, as_json: bool, watch: bool) -> None:
-    """Print this machine's endpoints and its fleet, once or whenever the fleet changes.
+    """Print this machine's endpoints and its fleet, once or whenever either changes.
 
     Raises:
-        UserError: nothing runs here: no endpoint, and no node of a fleet.
+        UserError: nothing runs here: no endpoint, and no node of a fleet; or this machine's node does not.
     """
-    console = Terminal()
-    home = Home.from_environment()
-    endpoints = endpoints_here(home)
-    if endpoints and not home.is_in_fleet:
-        if as_json:
-            print_json({"endpoints": [asdict(one) for one in endpoints]})
-        else:
-            show_endpoints(endpoints, console)
-            console.print(
-                "This machine is in no fleet: paceline init, or paceline join, makes one of several.", style="dim", soft_wrap=True
+    console, home = Terminal(), Home.from_environment()
+    last: object = None
+    while True:
+        endpoints = endpoints_here(home)
+        looked, error = asyncio.run(_look(_folders(home, endpoints)))
+        facts = _facts(looked, endpoints)
+        if facts != last:
+            last = facts
+            _print(looked, endpoints, console, as_json=as_json, watch=watch, alone=error is None)
+        if error is not None and not looked:
+            raise error
+        if not endpoints and not looked:
+            raise UserError(
+                "Nothing runs here: no endpoint, and this machine is in no fleet",
+                "Start an endpoint: paceline up. Begin a fleet: paceline init, or join one: paceline join.",
             )
-        return
-    if not home.is_in_fleet:
-        raise UserError(
-            "Nothing runs here: no endpoint, and this machine is in no fleet",
-            "Start an endpoint: paceline up. Begin a fleet: paceline init, or join one: paceline join.",
-        )
-
-    async def show_changes() -> None:
-        last: object = None
-        while True:
-            looked = await look(FleetFolder(home.fleet))
-            said = _said(looked, []) if as_json else _facts(looked)
-            if said != last:
-                last = said
-                _print(looked, endpoints_here(home), console, as_json=as_json, watch=True)
-            await asyncio.sleep(WATCH_S)
-
-    if watch:
-        asyncio.run(show_changes())
-    else:
-        _print(asyncio.run(look(FleetFolder(home.fleet))), endpoints, console, as_json=as_json, watch=False)
+        if not watch:
+            return
+        time.sleep(WATCH_S)
 
 
-def _print(looked: Looked, endpoints: list[EndpointLoad], console: Console, *, as_json: bool, watch: bool) -> None:
+def _folders(home: Home, endpoints: list[EndpointLoad]) -> list[FleetFolder]:
+    """Of this machine's own node, and of nodes that are tried here beside it (`paceline up --local-nodes`)."""
+    homes = dict.fromkeys([home, *(Home(Path(one.home)) for one in endpoints if one.home)])
+    return [FleetFolder(each.fleet) for each in homes if each.is_in_fleet]
+
+
+async def _look(folders: list[FleetFolder]) -> tuple[list[Looked], MembershipError | None]:
+    """What the nodes that run see of their fleets, and why the first that does not answer does not."""
+    found: list[Looked] = []
+    missing: MembershipError | None = None
+    for folder in folders:
+        try:
+            found.append(await look(folder))
+        except MembershipError as error:
+            missing = missing or error
+    return found, missing
+
+
+def _print(looked: list[Looked], endpoints: list[EndpointLoad], console: Console, *, as_json: bool, watch: bool, alone: bool) -> None:
+    """Args: alone: this machine is in no fleet, where none was seen."""
     if as_json:
-        print_json(_said(looked, endpoints), on_one_line=watch)
-    else:
-        show_endpoints(endpoints, console)
-        _show(looked, console)
+        if looked or endpoints:
+            print_json(_said(looked[0] if looked else None, endpoints), on_one_line=watch)
+        return
+    show_endpoints(endpoints, console)
+    for each in looked:
+        _show(each, console)
+    if endpoints and not looked and alone:
+        print_lines(console, "This machine is in no fleet: paceline init, or paceline join, makes one of several.", style="dim")
 
 
-def _said(looked: Looked, endpoints: list[EndpointLoad]) -> dict[str, Any]:
+def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any]:
     """The whole of it, for programs."""
+    if looked is None:
+        return {"endpoints": [asdict(one) for one in endpoints]}
     view = looked.sight.view
     return {
         "endpoints": [asdict(one) for one in endpoints],
@@ -111,16 +124,20 @@ def _said(looked: Looked, endpoints: list[EndpointLoad]) -> dict[str, Any]:
     }
 
 
-def _facts(looked: Looked) -> object:
+def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
     """What is worth showing anew: anything but the passing of time."""
-    view = looked.sight.view
-    drafting = [(use.by, use.node_id, use.model_id, use.trouble) for use in looked.sight.drafts]
     return (
-        view.cards,
-        view.revoked,
-        drafting,
-        [clash.node_id for clash in view.clashes],
-        [failure.address for failure in looked.sight.failures],
+        [(one.url, one.state, one.models, one.requests, one.running, one.waiting) for one in endpoints],
+        [
+            (
+                each.sight.view.cards,
+                each.sight.view.revoked,
+                [(use.by, use.node_id, use.model_id, use.trouble) for use in each.sight.drafts],
+                [clash.node_id for clash in each.sight.view.clashes],
+                [failure.address for failure in each.sight.failures],
+            )
+            for each in looked
+        ],
     )
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.fakes.fleets import TestFleet
+from tests.fakes.scripted_inference import ScriptedInference
+from tests.fakes.served import Served
+from tests.unit.net.member.nodes import in_loop, make_node, running
 
-from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, show_endpoints
-from paceline.cli.status import _show
+from paceline.cli import status
+from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, show_endpoints
+from paceline.cli.status import _show, run_status
+from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
@@ -17,6 +26,8 @@ from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.net.discovery import AddressBook
 from paceline.net.member.state import Looked, Sight
+from paceline.net.trust.folder import FleetFolder
+from paceline.store.home import Home
 
 
 def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() -> None:
@@ -156,3 +167,49 @@ def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ())) == ["http://127.0.0.1:1/v1: ok, serves no model now"]
     assert "asks for a key" in shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok"))[0]
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "gone")) == ["http://127.0.0.1:1/v1: gone"]
+
+
+@in_loop
+async def test_nodes_that_are_tried_here_are_shown_in_a_fleet_or_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, mine, tried = TestFleet(), tmp_path / "mine", tmp_path / "local-1"
+    node, served = make_node(fleet, tmp_path, "local-1"), Served(ScriptedInference())
+    (mine / "running").mkdir(parents=True)
+    (tried / "running").symlink_to(mine / "running")
+    look = partial(asyncio.to_thread, partial(run_status, as_json=False, watch=False))
+    try:
+        async with running(node):
+            monkeypatch.setenv("PACELINE_HOME", str(tried))
+            with announced(served.url, has_key=False, certificate=None, owner_key=None):
+                monkeypatch.setenv("PACELINE_HOME", str(mine))
+                await look()
+                assert "seen by local-1" in capsys.readouterr().out
+                folder = FleetFolder(Home(mine).fleet)
+                folder.write_secret(folder.identity_file, fleet.member("desk").to_pem())
+                await look()
+                assert "seen by local-1" in capsys.readouterr().out
+        with announced(served.url, has_key=False, certificate=None, owner_key=None):
+            with pytest.raises(MembershipError, match="desk"):
+                await look()
+            assert served.url in capsys.readouterr().out, "what runs is shown all the same"
+    finally:
+        served.close()
+
+
+def test_in_no_fleet_endpoints_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(status, "WATCH_S", 0.0)
+    seen = iter([EndpointLoad("http://127.0.0.1:1", 1, state, ("m",)) for state in ("ok", "ok", "stopping")])
+
+    def endpoints(_: Home) -> list[EndpointLoad]:
+        try:
+            return [next(seen)]
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(status, "endpoints_here", endpoints)
+    with pytest.raises(KeyboardInterrupt):
+        run_status(as_json=False, watch=True)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("http")]
+    assert shown == ["http://127.0.0.1:1/v1: ok, serves m", "http://127.0.0.1:1/v1: stopping, serves m"]
