@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from paceline.cli.running import loaded_here
 from paceline.cli.terminal import print_json, table_of
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
@@ -48,7 +49,7 @@ def run_plan(
         proposer=None if draft_on is None else NodeId(draft_on),
         allows_unlike=allows_unlike,
     )
-    made = explained(request, view, sharers)
+    made = explained(request, view, sharers, loaded_here() if view is None else ())
     if as_json:
         print_json(made.as_json())
     else:

@@ -167,7 +167,8 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
     found = [(card, offer) for card, offer in layered if _is_named(offer, request.model) or offer.digest in digests]
     if not found:
         others = sorted({offer.model_id for _, offer in layered})
-        hint = f"Offered here: {', '.join(others[:8])}." if others else "`paceline pull` gets a model."
+        hint = f"Offered: {', '.join(others[:8])}. " if others else ""
+        hint += "A file or folder is, once `paceline pull` or `paceline up --model` on its machine was told of it."
         raise PlacementError(f"No machine of the fleet has the model {request.title!r}", hint)
     wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
     if not wanted:

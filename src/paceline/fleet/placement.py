@@ -189,7 +189,10 @@ def _nothing(
         linked = any(links.between(first, machine.node_id) for machine in hosts)
     else:
         linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
-    if all(each.spreads for each in ways) and first is None and len({machine.node_id for machine in machines}) == 1:
+    if len(fleet.cards) > 1 and not any(machine.offer.digest for machine in machines):
+        where = " and ".join(sorted({machine.node_id for machine in machines})[:4])
+        hint = f"Its files are still being read on {where}, and until that is done no other machine can share it: ask again in a minute."
+    elif all(each.spreads for each in ways) and first is None and len({machine.node_id for machine in machines}) == 1:
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
     elif first is not None and all(machine.node_id in fleet.barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
@@ -352,7 +355,7 @@ def _part(stage: PlannedStage) -> str:
 
 
 def _layers(stage: PlannedStage) -> str:
-    return f"[{stage.layers.start}..{stage.layers.stop - 1}]" if len(stage.layers) else "[no layers]"
+    return f"[{stage.layers.start}..{stage.layers.stop - 1}]" if len(stage.layers) else "[embedding and head]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,19 +46,22 @@ class Explained:
         return plain(asdict(self.plan)) | {"explanation": list(self.lines)}
 
 
-def explained(request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None) -> Explained:
+def explained(
+    request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None, loaded: Collection[str] = ()
+) -> Explained:
     """Plan a request and say why.
 
     Args:
         request: what for. Its model may be named as on this machine (an alias, a path).
         view: the fleet; default: this machine alone, as it sees itself.
         sharers: nodes that may share KV with one another; None: all.
+        loaded: models that run on this machine now, where there is no view.
 
     Raises:
         PlacementError: there is no plan.
     """
     location = _known_here(request.model)
-    cards = this_machine(location) if view is None else view()
+    cards = this_machine(location, loaded) if view is None else view()
     named = {offer.model_id for card in cards for offer in card.models}
     if request.model not in named and location is not None:
         # This machine may call it otherwise: an alias, a path.
@@ -77,13 +80,14 @@ def explained(request: PlanRequest, view: View | None = None, sharers: Collectio
     return Explained(made, tuple(lines))
 
 
-def this_machine(beside: ModelLocation | None = None) -> Sequence[NodeCard]:
-    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home."""
+def this_machine(beside: ModelLocation | None = None, loaded: Collection[str] = ()) -> Sequence[NodeCard]:
+    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home, and those that run now."""
     from paceline.machine.capability import CapabilityReport, own_name
 
     portrait = CapabilityReport(NodeId(own_name()), Home.from_environment())
     portrait.look(beside=() if beside is None else (beside,))
-    return (portrait.card(),)
+    card = portrait.card()
+    return (replace(card, models=tuple(replace(offer, warm=offer.warm or offer.model_id in loaded) for offer in card.models)),)
 
 
 def parse_ways(text: str) -> frozenset[Way] | None:

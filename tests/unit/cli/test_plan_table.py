@@ -12,6 +12,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import PlanRequest
 from paceline.node.ways import explained
+from paceline.store.catalog import BUNDLED
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
 OFFER = ModelOffer("[red]m[/red]", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, shape=SHAPE)
@@ -54,3 +55,8 @@ def test_pins_and_ways_are_read() -> None:
         run_plan("[red]m[/red]", **{**DEFAULTS, "ways": "alone, draft", "pins": ("ant", "bee")}, view=lambda: FLEET)
     with pytest.raises(ConfigError, match="relay"):
         run_plan("m", **{**DEFAULTS, "ways": "relay"}, view=lambda: FLEET)
+
+
+def test_what_runs_here_already_is_not_said_to_be_loaded_first() -> None:
+    said = [" ".join(explained(PlanRequest(BUNDLED), loaded=loaded).lines) for loaded in ((), (BUNDLED,))]
+    assert ["loads the model first" in each for each in said] == [True, False]

@@ -525,12 +525,26 @@ def sharing(**changes: dict[str, object]) -> list[NodeCard]:
 ORCHESTRATED = PlanRequest("m", ways=frozenset({PIPELINE}), orchestrator=NodeId("ant"))
 
 
+def test_that_files_are_still_being_read_is_said() -> None:
+    ant = node("ant", offer(digest=""), free=1 << 20, serves_shards=True, shard_memory_bytes=1 << 20)
+    with pytest.raises(PlacementError) as refused:
+        plan([ant, node("bee", serves_shards=True)], PlanRequest("m"))
+    assert "Its files are still being read on ant" in refused.value.hint
+
+
+def test_a_file_that_no_node_was_told_of_is_said_to_be_one() -> None:
+    with pytest.raises(PlacementError, match=r"No machine of the fleet has the model 'big.gguf'") as refused:
+        plan(sharing(), PlanRequest("big.gguf"))
+    assert refused.value.hint.startswith("Offered: m. ")
+    assert "paceline up --model" in refused.value.hint
+
+
 def test_an_orchestrator_goes_first_even_where_it_holds_nothing_but_the_edges() -> None:
     made = plan(sharing(ant={"memory_free_bytes": SHAPE.edge_bytes * 6 // 5}), ORCHESTRATED)
     assert made.chosen.stages[0].node_id == "ant"
     assert made.chosen.stages[0].layers == LayerRange(0, 0)
     assert made.chosen.stages[-1].layers.stop == 24
-    assert "ant [no layers] -> " in next(line for line in explain(made) if line.startswith("plan: "))
+    assert "ant [embedding and head] -> " in next(line for line in explain(made) if line.startswith("plan: "))
 
 
 @pytest.mark.parametrize(
