@@ -196,8 +196,14 @@ class NotOpened(Exception):
     """A route can't be had as chosen."""
 
     def __init__(self, refusals: Mapping[NodeId, FleetError]) -> None:
-        super().__init__("; ".join(f"{node_id}: {error.message}" for node_id, error in refusals.items()))
+        super().__init__(refusals_said(refusals))
         self.refusals = refusals
+
+
+def refusals_said(refusals: Mapping[NodeId, FleetError]) -> str:
+    """Who is in the way, and why. Errors of calls name the node themselves."""
+    named = ((node_id, error.message, error.message.startswith((f"{node_id} ", f"{node_id}: "))) for node_id, error in refusals.items())
+    return "; ".join(said if has_name else f"{node_id}: {said}" for node_id, said, has_name in named)
 
 
 class RouteOpener:

@@ -30,7 +30,7 @@ from paceline.ways.pipeline.executor.route import KV_NAME_BYTES, Opening, Pipeli
 from paceline.ways.pipeline.executor.search import TOLD
 from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, choose
-from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads, refusals_said
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ class FleetRouter:
             except PipelineError as error:
                 if not refusals:
                     raise
-                said = "; ".join(f"{node_id}: {refusal.message}" for node_id, refusal in refusals.items())
+                said = refusals_said(refusals)
                 # Where all refuse for one reason, it is the reason.
                 kind = next((kind for kind in TOLD if all(isinstance(refusal, kind) for refusal in refusals.values())), ShardUnavailable)
                 raise kind(f"{error.message} ({said})", error.hint) from error

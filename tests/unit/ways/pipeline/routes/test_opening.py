@@ -14,11 +14,11 @@ from tests.unit.net.member.nodes import BOUND_S, in_loop, until
 from tests.unit.ways.pipeline.host.hosts import SPEC, Hosting, Net, User, hosting, in_thread, wanted
 from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 
-from paceline.core.errors import StreamStalled, UnsupportedModel
+from paceline.core.errors import FleetError, NodeUnreachable, StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
 from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.host.ends import ExpectedInput, StreamSource
-from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, refusals_said
 
 
 @dataclass(slots=True)
@@ -170,3 +170,9 @@ async def test_a_stage_may_blame_its_neighbours_and_nobody_else(named: str, held
         assert (fault.node_id, fault.code) == (held, "shard_corrupt")
         route.close()
         await fleet.nothing_is_left()
+
+
+def test_a_node_is_named_once_in_what_it_refuses() -> None:
+    refusals = {NodeId("b"): NodeUnreachable("b can't be reached (nothing listens there)"), NodeId("c"): FleetError("busy")}
+    assert refusals_said(refusals) == "b can't be reached (nothing listens there); c: busy"
+    assert refusals_said({NodeId("b"): FleetError("b: no memory"), NodeId("a"): FleetError("ab is gone")}) == "b: no memory; a: ab is gone"
