@@ -81,6 +81,7 @@ class Discovery:
         from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
+        _hear_zeroconf()
         interfaces = [self._host] if self._host else InterfaceChoice.All
         problem: Exception | None = None
         for version in (IPVersion.All, IPVersion.V4Only):
@@ -162,6 +163,27 @@ class Discovery:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.hold(in_background(work, "mDNS"))
+
+
+class _Reworded(logging.Handler):
+    """What zeroconf logs of sockets, in our words. A network card over which nothing can be sent is no error: others are found over the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._said:
+            self._said = True
+            logger.info("mDNS does not work on all networks of this machine (%s): give nodes there with --peer", record.getMessage())
+
+
+def _hear_zeroconf() -> None:
+    """Its own lines go nowhere else, for the whole process."""
+    theirs = logging.getLogger("zeroconf")
+    if not any(isinstance(each, _Reworded) for each in theirs.handlers):
+        theirs.addHandler(_Reworded())
+        theirs.propagate = False
 
 
 MAX_FAILURES = 256

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+import pytest
 from zeroconf import ServiceStateChange, Zeroconf
 
 from paceline.core.ids import NodeId
-from paceline.net.discovery import MOST_RESOLVING, SERVICE, Discovery
+from paceline.net.discovery import MOST_RESOLVING, SERVICE, Discovery, _hear_zeroconf
 
 
 def test_of_a_flood_of_services_only_some_are_looked_at() -> None:
@@ -36,3 +38,14 @@ def test_the_longest_node_id_can_be_announced() -> None:
         assert all(len(label) <= 63 for label in (*info.name.split("."), *(info.server or "").split(".")))
 
     asyncio.run(main())
+
+
+def test_what_the_library_says_of_sockets_is_said_once_and_in_our_words(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        _hear_zeroconf()
+        logging.getLogger("zeroconf").warning("Error with socket 12 (%s): %s", ("::", 5353), "Network is unreachable")
+    ours = [record for record in caplog.records if "mDNS does not work on all networks" in record.getMessage()]
+    assert [(record.name, record.levelname) for record in ours] == [("paceline.net.discovery", "INFO")]
+    assert "Network is unreachable" in ours[0].getMessage()
+    assert not [record for record in caplog.records if record.name == "zeroconf"]
