@@ -98,9 +98,11 @@ class Setup:
         ranks = len(settings.tensor) - sum(node is not None for node in settings.tensor_on)
         taken = settings.bound.promised_bytes + (ranks - 1) * RANK_BYTES
         free = free_bytes(self.kernels, self.threads, Home.from_environment().kernels) - taken
+        allowed = free if settings.bound.most_bytes is None else min(free, settings.bound.most_bytes)
         return plan_kv(
             replace(spec, n_kv_heads=heads),
-            free_bytes=free if settings.bound.most_bytes is None else min(free, settings.bound.most_bytes),
+            free_bytes=allowed,
+            bounded=allowed < free,
             weights_bytes=weights,
             working=working,
             max_running=settings.max_running,

@@ -172,6 +172,7 @@ def plan_kv(
     kv_tokens: int | None,
     layers: LayerRange | None = None,
     most: int | None = None,
+    bounded: bool = False,
 ) -> KvPlan:
     """Divide memory.
 
@@ -184,6 +185,7 @@ def plan_kv(
         kv_tokens: as asked; None: enough for everyday use, at most `KV_SHARE` of what is left.
         layers: whose KV it is; None: all.
         most: tokens that there is room for elsewhere, where others keep their parts of it.
+        bounded: `free_bytes` is what a person allowed, and more is free.
 
     Raises:
         ConfigError: what was asked contradicts itself or the model.
@@ -196,6 +198,7 @@ def plan_kv(
         )
     if context is not None and kv_tokens is not None and kv_tokens < context:
         raise ConfigError(f"--kv-tokens {kv_tokens} can't hold one context of {context} tokens", f"Raise it to {context} or more.")
+    is_free, more = ("is left of --models-memory", "Raise --models-memory") if bounded else ("of memory is free", "Close other programs")
     token_bytes = max(1, spec.kv_bytes_per_token(spec.all_layers if layers is None else layers))
     group_tokens = group * block_size
     # With as many blocks as there could be: fewer take less.
@@ -205,15 +208,14 @@ def plan_kv(
     if left <= 0:
         beside = f" and work on them {human(working_bytes)}" if working_bytes else ""
         raise OutOfMemory(
-            f"The weights need {human(weights_bytes)}{beside}, and {human(max(free_bytes, 0))} of memory is free",
-            "Close other programs, choose a smaller model, or a smaller --weights format.",
+            f"The weights need {human(weights_bytes)}{beside}, and {human(max(free_bytes, 0))} {is_free}",
+            f"{more}, choose a smaller model, or a smaller --weights format.",
         )
     if kv_tokens is not None:
         pool_bytes = -(-kv_tokens // group_tokens) * group_tokens * token_bytes
         if pool_bytes > left:
             raise OutOfMemory(
-                f"--kv-tokens {kv_tokens} needs {human(pool_bytes)}; "
-                f"{human(left)} of memory is free beside the weights ({human(weights_bytes)})",
+                f"--kv-tokens {kv_tokens} needs {human(pool_bytes)}; {human(left)} {is_free} beside the weights ({human(weights_bytes)})",
                 f"Ask for {left // token_bytes // group_tokens * group_tokens} or fewer.",
             )
         affordable = kv_tokens
@@ -229,8 +231,8 @@ def plan_kv(
     granted = context if context is not None else min(spec.max_context, affordable)
     if granted < MIN_CONTEXT and context is None and kv_tokens is None:
         raise OutOfMemory(
-            f"Only {human(max(left, 0))} of memory is free beside the weights ({human(weights_bytes)}): room for {affordable} tokens",
-            "Close other programs, or choose a smaller model.",
+            f"Only {human(max(left, 0))} {is_free} beside the weights ({human(weights_bytes)}): room for {affordable} tokens",
+            f"{more}, or choose a smaller model.",
         )
     tokens = kv_tokens if kv_tokens is not None else min(affordable, max(granted, max_running * min(granted, TYPICAL_TOKENS)))
     shortened_from = spec.max_context if context is None and granted < spec.max_context else None

@@ -67,6 +67,16 @@ def test_too_little_memory_is_said_with_numbers() -> None:
         plan(100 * MIB + 1000 * TOKEN, kv_tokens=1001)
 
 
+def test_memory_that_a_person_bounds_is_not_said_to_be_all_there_is() -> None:
+    for free in (10 * MIB, 100 * MIB + 100 * TOKEN):
+        with pytest.raises(OutOfMemory, match=r"(10|108) MiB is left of --models-memory|Only .* is left of --models-memory") as refused:
+            plan_kv(
+                SPEC, free_bytes=free, weights_bytes=100 * MIB, max_running=1, block_size=16, context=None, kv_tokens=None, bounded=True
+            )
+        assert "Raise --models-memory" in refused.value.hint
+        assert "of memory is free" not in refused.value.message
+
+
 @given(
     free=st.integers(0, 4000 * MIB),
     context=st.none() | st.integers(16, 8192),
