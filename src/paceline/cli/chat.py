@@ -55,7 +55,7 @@ def run_chat(
     load_here: bool,
     model: str | None,
     system: str | None,
-    temperature: float,
+    temperature: float | None,
     seed: int | None,
     api_key: str | None,
     tls_ca: Path | None = None,

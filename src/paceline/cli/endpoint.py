@@ -15,7 +15,7 @@ from uuid import uuid4
 import httpx
 
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.text import printable
@@ -86,7 +86,7 @@ class EndpointClient:
         model: str,
         messages: Sequence[Mapping[str, str]],
         *,
-        temperature: float,
+        temperature: float | None,
         seed: int | None,
         max_tokens: int | None = None,
     ) -> Generator[str, None, bool]:
@@ -96,7 +96,8 @@ class EndpointClient:
             EndpointError: it can't be reached, refused, or the answer broke off.
             ContextOverflow: the conversation has outgrown the context.
         """
-        body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True, "temperature": temperature}
+        body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True}
+        body |= {"temperature": temperature} if temperature is not None else {}
         body |= {"seed": seed} if seed is not None else {}
         body |= {"max_tokens": max_tokens} if max_tokens is not None else {}
         try:
@@ -148,7 +149,15 @@ class EndpointClient:
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:
-        return EndpointError(f"Cannot reach {self._url}: {error}", "Start one with `paceline up`, or correct --url.")
+        said, rest = str(error), self._url.partition("://")[2]
+        hint = "Start one with `paceline up`, or correct --url."
+        if "CERTIFICATE_VERIFY_FAILED" in said:
+            hint = "Its certificate is not known here: --tls-ca FILE, with the file that `paceline up --tls` names there."
+        elif "SSL" in said:
+            hint = f"Where it speaks no TLS: --url http://{rest}"
+        elif isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and self._url.startswith("http://"):
+            hint = f"Where it speaks TLS: --url https://{rest} --tls-ca FILE"
+        return EndpointError(f"Cannot reach {self._url}: {said}", hint)
 
 
 class LocalChat:
@@ -165,7 +174,7 @@ class LocalChat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._runner.close()
 
-    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float, seed: int | None) -> Generator[str, None, bool]:
+    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float | None, seed: int | None) -> Generator[str, None, bool]:
         """Stream the answer's text; returns whether it was cut for want of room. Closing the generator ends the generation.
 
         Raises:
@@ -175,7 +184,11 @@ class LocalChat:
         prompt = tuple(self._model.tokenizer.render_chat(messages))
         if len(prompt) >= self._model.max_context:
             raise ContextOverflow(f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it.")
-        sampling = SamplingParams(temperature=temperature, seed=seed)
+        from paceline.server.intake import sampling_of
+        from paceline.server.requests import Sampling
+
+        vocabulary = self._model.tokenizer
+        sampling = sampling_of(Sampling(temperature=temperature, seed=seed), None, vocabulary.size, vocabulary.sampling_defaults)
         request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, None, sampling)
         stream = self._inference.generate(self._model.name, request)
         cut = False

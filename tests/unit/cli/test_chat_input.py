@@ -1,12 +1,16 @@
-"""Messages of one and many lines."""
+"""Messages of one and many lines, and what is asked with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
+from tests.fakes.served import Served
 
 from paceline.cli.chat import read_message
+from paceline.cli.endpoint import EndpointClient, LocalChat
+from paceline.core.generation import GenerationChunk, GenerationRequest, SamplingParams
 
 
 def lines(*texts: str) -> Callable[[str], str]:
@@ -38,3 +42,39 @@ def test_messages(typed: list[str], message: str) -> None:
 def test_the_end_of_input_inside_a_text_is_the_end() -> None:
     with pytest.raises(EOFError):
         read_message(lines('"""', "unfinished"), "")
+
+
+class Recommending(ByteTokenizer):
+    defaults = {"temperature": 0.2, "top_k": 20}  # noqa: RUF012
+
+
+class Recording(ScriptedInference):
+    """Keeps how answers are to be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizer=Recommending())
+        self.drawn: list[SamplingParams] = []
+
+    def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
+        self.drawn.append(request.sampling)
+        return super().generate(model, request)
+
+
+def test_a_chat_that_says_no_temperature_is_drawn_as_the_model_s_maker_says() -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    served = Served(Recording())
+    try:
+        with EndpointClient(served.url, None) as endpoint:
+            for temperature in (None, 0.7):
+                assert "".join(endpoint.say("echo", hello, temperature=temperature, seed=1, max_tokens=2)) == "hi"
+    finally:
+        served.close()
+    expected = [SamplingParams(temperature=each, top_k=20, seed=1) for each in (0.2, 0.7)]
+    assert served.inference.drawn == expected
+    local = Recording()
+    with LocalChat(local, local.models()[0]) as chat:
+        for temperature in (None, 0.7):
+            texts = chat.say(hello, temperature=temperature, seed=1)
+            assert next(texts) == "h"
+            texts.close()
+    assert local.drawn == expected
