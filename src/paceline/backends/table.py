@@ -161,8 +161,9 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             "Serve it on a processor with compiled kernels: x86 since AVX2, ARM with the dot product.",
         )
     if find_spec("torch") is None:
+        needed = f"This model needs torch here ({reason})" if asked is None else f"--device {asked} was asked for"
         raise UnsupportedModel(
-            f"This model needs torch here ({reason}), and torch is not installed",
+            f"{needed}, and torch is not installed",
             f"Install it with: {how_to_install('paceline[torch]')}",
         )
     return Kernels.TORCH

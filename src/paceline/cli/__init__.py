@@ -6,9 +6,9 @@ import gc
 import os
 import sys
 
-from paceline.cli.terminal import EXIT_INTERRUPTED
+__all__ = ["EXIT_INTERRUPTED", "main"]
 
-__all__ = ["main"]
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:

@@ -204,6 +204,8 @@ def up(
     first, *more = model or [DEFAULT_MODEL]
     if first in more or len(set(more)) < len(more):
         raise ConfigError("--model names a model twice", "Once is enough.")
+    if no_model and model:
+        raise ConfigError(f"--model {first} loads a model, and --no-model asked for none", "Leave one of them out.")
     if no_model and (draft != "auto" or pin_draft is not None):
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     if no_model and served_name:
@@ -295,7 +297,9 @@ def chat(
     load: Annotated[bool, typer.Option("--load", help="Load the model here, even where an endpoint runs.")] = False,
     model: Annotated[str | None, typer.Option("--model", "-m", help=f"Default: the endpoint's first, or {DEFAULT_MODEL}.")] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.")] = None,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, max=2.0, help="0: the likeliest tokens. Default: as the model's files say.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers.")] = None,
     weights: Weights = None,
     device: Device = None,

@@ -18,8 +18,9 @@ from paceline.bench.exercises import ExerciseKind
 from paceline.bench.fault import FaultReport, FaultRow
 from paceline.bench.fleet import BenchNode, LocalFleet, become_first
 from paceline.bench.pipeline import PipelineReport, PipelineRow, StageShare
+from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import lies_elsewhere
-from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now, print_json, print_lines, table_of
+from paceline.cli.terminal import Terminal, counted, interrupts_end_now, print_json, print_lines, table_of
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.fleet.presets import FleetSettings, parse_preset

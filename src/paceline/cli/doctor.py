@@ -35,6 +35,7 @@ from paceline.core.ports import hold_port
 from paceline.core.text import printable, shown
 from paceline.fleet.card import NodeCard
 from paceline.fleet.presets import FLEET_PORT
+from paceline.machine.config_file import CONFIG_FILE, read_settings
 from paceline.machine.devices import usable_cores
 from paceline.net.discovery import own_hosts, own_interfaces
 from paceline.net.member.reach import Barrier, Reach, Setting, barrier_at, own_facts, reach
@@ -142,7 +143,18 @@ def _machine(home: Home) -> Iterator[Finding]:
     yield _disk(home)
     if sys.platform == "darwin":
         yield _rdma(here)
+    yield from _settings(home)
     yield from _apis(home)
+
+
+def _settings(home: Home) -> Iterator[Finding]:
+    """Of the file that a person may write, which every `paceline up` reads first."""
+    place = home.root / CONFIG_FILE
+    try:
+        read_settings(home)
+    except ConfigError as error:
+        what = error.message.removeprefix(str(place)).lstrip(": ")
+        yield Finding("config", Level.PROBLEM, str(place), what, error.hint or "Correct it, or remove it for the defaults.")
 
 
 def _kernels(home: Home, here: str) -> Finding:
@@ -176,7 +188,9 @@ def _disk(home: Home) -> Finding:
     place = next(folder for folder in (home.root, *home.root.absolute().parents) if folder.exists())
     free, where = shutil.disk_usage(place).free, str(home.root)
     if not os.access(place, os.W_OK):
-        return Finding("disk", Level.PROBLEM, where, "it can't be written", "Make it yours, or set PACELINE_HOME to a folder that is.")
+        return Finding(
+            "disk", Level.PROBLEM, where, "it can't be written", "Make it yours and writable, or set PACELINE_HOME to a folder that is."
+        )
     if free < LEAST_DISK:
         todo = "paceline rm removes models; PACELINE_HOME may be on another disk."
         return Finding("disk", Level.PROBLEM, where, f"{human(free)} is free", todo)

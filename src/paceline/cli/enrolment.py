@@ -51,7 +51,7 @@ def init(
     from paceline.node import enrolment
 
     console = Terminal()
-    ttl_s = seconds(ttl)
+    ttl_s = seconds(ttl, "--ttl")
     folder = enrolment.open_folder()
     identity = enrolment.start_fleet(folder, name, join_port)
     made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [])
@@ -92,7 +92,7 @@ def token(
     if list_:
         _list_tokens(console)
         return
-    ttl_s = seconds(ttl)
+    ttl_s = seconds(ttl, "--ttl")
     folder = enrolment.open_folder()
     made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [], trust=trust, join_port=join_port)
     kind = "" if trust is Trust.MEMBER else f" ({trust})"
@@ -248,14 +248,14 @@ def _passphrase(file: Path | None, *, twice: bool) -> str:
     return text
 
 
-def seconds(text: str) -> float:
+def seconds(text: str, option: str) -> float:
     """What 90s, 30m, 1h, 2d or 1h30m is in seconds.
 
     Raises:
         ConfigError: it is none of these.
     """
     if not re.fullmatch(r"(\d{1,6}[smhd])+", text):
-        raise ConfigError(f"{text!r} is no span of time", "Such as 30m, 1h or 2d")
+        raise ConfigError(f"{option} {text!r} is no span of time", "Such as 30m, 1h or 2d.")
     return float(sum(int(number) * UNITS_S[unit] for number, unit in re.findall(r"(\d+)([smhd])", text)))
 
 

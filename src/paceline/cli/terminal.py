@@ -91,7 +91,6 @@ def table_of(*headings: str, left: Collection[str] = (), whole: Collection[str] 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
-EXIT_INTERRUPTED = 130
 
 
 def report(error: PacelineError) -> None:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import ensure
 from paceline.cli.options import ApiOptions
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.running import announced
-from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
+from paceline.cli.terminal import EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
 from paceline.core.errors import ConfigError
 from paceline.core.text import shown
 from paceline.fleet.presets import FleetSettings

@@ -316,7 +316,7 @@ def check_free(folder: FleetFolder) -> None:
             else f"To leave: paceline revoke {folder.identity().node_id} on the machine with the fleet's CA, then remove {folder.root} here",
         )
     if not os.access(_nearest(folder.root), os.W_OK):
-        raise MembershipError(f"{folder.root} can't be written", "PACELINE_HOME names another folder")
+        raise MembershipError(f"{folder.root} can't be written", "Make it yours and writable, or set PACELINE_HOME to a folder that is.")
 
 
 def _nearest(path: Path) -> Path:

@@ -305,7 +305,9 @@ def own_certificate(home: Home, hosts: Sequence[str], now: float) -> TlsFiles:
         write_file(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), durable=True)
         write_file(files.certificate, certificate.public_bytes(Encoding.PEM), durable=True)
     except OSError as error:
-        raise ConfigError(f"{home.api} can't be written: {error.strerror}", "PACELINE_HOME names another folder.") from error
+        raise ConfigError(
+            f"{home.api} can't be written: {error.strerror}", "Make it yours and writable, or set PACELINE_HOME to a folder that is."
+        ) from error
     return files
 
 

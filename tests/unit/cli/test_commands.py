@@ -8,15 +8,19 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from paceline.cli.endpoint import EndpointClient, EndpointError
+from paceline.server.serve import own_certificate
 from paceline.store.families import BY_NAME
+from paceline.store.home import Home
 
 
 def paceline(*args: str, message: str = "Hi.", cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -84,15 +88,16 @@ def test_the_command_line_imports_nothing_heavy(heavy: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
 
-def test_an_interrupt_while_the_command_line_itself_is_imported_is_no_traceback() -> None:
-    code = """
+@pytest.mark.parametrize("module", ["typer", "rich", "paceline.cli.terminal"])
+def test_an_interrupt_while_the_command_line_itself_is_imported_is_no_traceback(module: str) -> None:
+    code = f"""
 import sys
-from paceline.cli import main
 class Interrupted:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
+        if name == {module!r}:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupted())
+from paceline.cli import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
@@ -120,6 +125,11 @@ def test_a_wrong_flag_names_the_near_ones() -> None:
 
 def test_another_name_for_no_model_is_refused() -> None:
     assert_user_error(paceline("up", "--port", "0", "--no-model", "--served-name", "gpt-4"), "--served-name", "--no-model")
+
+
+def test_a_model_beside_no_model_is_refused() -> None:
+    done = paceline("up", "--port", "0", "--no-model", "-m", "some.gguf")
+    assert_user_error(done, "--model some.gguf loads a model, and --no-model asked for none", "Leave one of them out.")
 
 
 def test_drafts_for_no_model_are_refused() -> None:
@@ -276,6 +286,36 @@ def test_chat_with_an_endpoint_that_is_not_there() -> None:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     assert_user_error(paceline("chat", "--url", url), url, "paceline up")
+
+
+@contextmanager
+def served_tls(folder: Path) -> Generator[str]:
+    """What listens as `paceline up --tls` does, and ends what has no TLS."""
+    files = own_certificate(Home(folder), (), time.time())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with suppress(OSError), files.context().wrap_socket(connection, server_side=True) as secured:
+                        secured.recv(1)
+
+        Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_to_do_about_tls_is_said(tmp_path: Path) -> None:
+    with served_tls(tmp_path) as address, served(200, b"{}") as plain:
+        for url, hint in {
+            f"https://{address}": "--tls-ca FILE",
+            address: f"Where it speaks TLS: --url https://{address}/v1 --tls-ca FILE",
+            f"https://{plain}": f"Where it speaks no TLS: --url http://{plain}/v1",
+        }.items():
+            with EndpointClient(url, None) as endpoint, pytest.raises(EndpointError) as refused:
+                endpoint.models()
+            assert hint in refused.value.hint, str(refused.value)
 
 
 @pytest.mark.parametrize("form", ["{}", "http://{}", "http://{}/v1/"])

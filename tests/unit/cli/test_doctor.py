@@ -235,6 +235,16 @@ def test_little_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check for check, _ in problems(list(doctor._machine(Home.from_environment())))} == {"memory", "disk"}
 
 
+def test_a_config_that_up_would_refuse_is_named_and_one_that_is_missing_is_fine(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert list(doctor._settings(home)) == []
+    (tmp_path / "config.toml").write_text("[kv]\nrole = 'everything'\n")
+    (wrong,) = doctor._settings(home)
+    assert (wrong.check, wrong.level, wrong.subject) == ("config", Level.PROBLEM, str(tmp_path / "config.toml"))
+    assert wrong.what == "[kv] role can't be 'everything'"
+    assert '"prefill"' in wrong.todo
+
+
 class Versioned(Still):
     """A portrait of another version's node."""
 

@@ -60,6 +60,11 @@ def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, s
         up(sharing)
 
 
+def test_a_span_of_time_that_is_none_is_said_in_a_fleet_or_out_of_it_with_its_option() -> None:
+    with pytest.raises(ConfigError, match="--max-revocation-age 'x' is no span of time"):
+        up(replace(PLAIN, max_revocation_age="x"))
+
+
 @pytest.mark.parametrize("name", ["", "jacobi:", "ngram", "auto", "fleet"])
 def test_what_drafts_is_a_model(name: str) -> None:
     with pytest.raises(ConfigError, match="names no model") as refused:

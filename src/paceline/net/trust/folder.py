@@ -204,7 +204,9 @@ class FleetFolder:
 
 def _can_not_write(path: Path, error: OSError) -> MembershipError:
     full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-    hint = "Free some space on its disk, and try again" if full else "PACELINE_HOME names another folder"
+    hint = (
+        "Free some space on its disk, and try again." if full else "Make it yours and writable, or set PACELINE_HOME to a folder that is."
+    )
     return MembershipError(f"{path} can't be written: {error.strerror}", hint)
 
 
