@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ ALL_LAYERS = 30
 THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 TOKENS = 400
 """So many last until a machine is struck."""
+SOON_FULL = 60
+"""Fewer answers than one machine takes of another: none moves on for want of room."""
 ASK: dict[str, Any] = {**PLAIN, "model": MODEL}
 LONG: dict[str, Any] = {**ASK, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
 DRAWN = {**LONG, "temperature": 1.0, "seed": 5}
@@ -211,13 +214,15 @@ def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
 
 
 def test_equal_machines_share_what_is_under_way(trio: Trio) -> None:
-    streams = [trio.client.chat.completions.create(**{**LONG, "max_tokens": 1000}, stream=True) for _ in range(12)]
-    for stream in streams:
-        next(iter(stream))
-    # How many, goes by their measured speeds, which differ on a busy machine.
-    assert all(metric(machine, "paceline_requests_running") for machine in trio.runs)
-    for stream in streams:
-        stream.close()
+    with ExitStack() as streams:
+
+        def both_run_some() -> bool:
+            stream = streams.enter_context(trio.client.chat.completions.create(**{**LONG, "max_tokens": 1000}, stream=True))
+            next(iter(stream))
+            return all(metric(machine, "paceline_requests_running") for machine in trio.runs)
+
+        # After how many goes by their measured speeds, which differ on a busy machine; none but the load makes the slower one the better.
+        assert any(both_run_some() for _ in range(SOON_FULL))
 
 
 def test_an_orderly_stop_in_mid_answer_costs_no_byte(trio: Trio) -> None:

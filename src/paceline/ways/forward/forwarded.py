@@ -21,6 +21,9 @@ from paceline.ways.forward.routes import RouteStop
 
 PATIENCE_S = 30.0
 """How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
+LOADING_S = 300.0
+"""And how long where one that it lost runs anew and has the model, which takes as long to load as it is large. Raising it: an answer whose node came
+back without the model ends later."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Before all nodes are asked again; doubled each time."""
 
@@ -42,6 +45,10 @@ class Nodes(Protocol):
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         """At the best node now that is not among those left; None where there is none."""
+        ...
+
+    def is_coming(self) -> bool:
+        """Whether a node that the request left runs anew, and has the model and has not loaded it."""
         ...
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
@@ -132,7 +139,8 @@ class Forwarded:
                 raise self._refusal or NodeUnreachable(
                     "No machine of the fleet has this model loaded any more", "Try again in a few seconds."
                 )
-            if self._clock.monotonic() >= self._until_s:
+            late_s = self._clock.monotonic() - self._until_s
+            if late_s >= 0 and not (late_s < LOADING_S - PATIENCE_S and self._nodes.is_coming()):
                 return False
             self._left.clear()
             await self._sleep(self._pause_s)

@@ -33,7 +33,7 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, routes
+from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
@@ -246,6 +246,14 @@ class FleetInference:
         self._sharing.began(stop.node_id, prompt)
         return Leg(stop, self._stream(name, route, stop, request))
 
+    def is_coming(self, digest: str, left: Mapping[NodeId, bytes]) -> bool:
+        """See `Nodes.is_coming`.
+
+        Args:
+            left: which instance of a node the request left.
+        """
+        return may_be_loading(self._fleet.eligible(Use.ANSWER).cards, digest, left)
+
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
         self._sharing.ended(leg.stop, error)
         if error is not None:
@@ -335,9 +343,15 @@ class _Nodes:
     def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None) -> None:
         self._fleet, self._name = fleet, name
         self._same = None if route is None else (route.meaning, route.stops[0].numerics_id)
+        self._left: dict[NodeId, bytes] = {}
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)
 
+    def is_coming(self) -> bool:
+        return self._same is not None and self._fleet.is_coming(self._same[0].model.digest, self._left)
+
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        if error is not None:
+            self._left[leg.node_id] = leg.stop.instance
         self._fleet.ended(leg, error)

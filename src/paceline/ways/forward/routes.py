@@ -108,6 +108,13 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     return found
 
 
+def may_be_loading(cards: Sequence[NodeCard], digest: str, left: Mapping[NodeId, bytes]) -> bool:
+    """Whether a node of which a request left another instance has a model, and has not loaded it."""
+    anew = [card for card in cards if card.instance != left.get(card.node_id, card.instance)]
+    found = ([offer.warm for offer in card.models if offer.runs_whole and offer.digest == digest] for card in anew)
+    return any(warm and not any(warm) for warm in found)
+
+
 def _answering(card: NodeCard) -> NodeCard:
     return replace(card, models=tuple(replace(offer, role=Role.VERIFIER) if offer.role is Role.PREFILL else offer for offer in card.models))
 

@@ -31,7 +31,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.machine.host import EngineHost
-from paceline.ways.forward.forwarded import Forwarded, Leg
+from paceline.ways.forward.forwarded import LOADING_S, LONGEST_PAUSE_S, PATIENCE_S, Forwarded, Leg
 from paceline.ways.forward.routes import RouteStop
 
 ID = RequestId("r")
@@ -77,6 +77,9 @@ class Scripted:
         self.asked: list[GenerationRequest] = []
         self.told: list[PacelineError] = []
         self.over: list[NodeId] = []
+
+    def is_coming(self) -> bool:
+        return False
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         for place, scripts in enumerate(self._scripts):
@@ -208,6 +211,30 @@ async def test_a_node_that_comes_back_is_asked_again() -> None:
     assert len(await collect(forwarded(nodes=nodes))) == 2 + 4
 
 
+@pytest.mark.parametrize("comes", [False, True])
+@in_loop
+async def test_a_node_that_runs_anew_is_waited_for_while_it_may_load_but_not_for_ever(comes: bool) -> None:
+    class Loading(Scripted):
+        """The only node was lost, and takes no request for as long as it loads: longer than there is patience with a node that is gone."""
+
+        def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+            return super().leg(request, left) if not self.told or (comes and clock.monotonic() - began > 2 * PATIENCE_S) else None
+
+        def is_coming(self) -> bool:
+            return True
+
+    clock = FakeClock()
+    began = clock.monotonic()
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+
+    nodes = Loading([Script([chunk(0), chunk(1)], NodeUnreachable("gone")), whole()])
+    chunks = await collect(Forwarded(REQUEST, nodes, clock, sleep))
+    assert [one.code for one in chunks[2:]] == ([None] * 4 if comes else ["no_machine"] * 2)
+    assert comes or LOADING_S <= clock.monotonic() - began <= LOADING_S + LONGEST_PAUSE_S
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -299,6 +326,9 @@ class Same:
         self.asked.append(request)
         stream = self._host.generate("echo", request)
         return Leg(RouteStop(NodeId(str(len(self.asked))), b"", "", ()), NoRoom(stream) if len(self.asked) == 1 else stream)
+
+    def is_coming(self) -> bool:
+        return False
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
         pass

@@ -196,6 +196,9 @@ class Served:
                 return Leg(RouteStop(name, b"", "n", ()), RemoteStream(lambda channel=channel: channel, name, LOADED, request))
         return None
 
+    def is_coming(self) -> bool:
+        return False
+
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
         self.told += [] if error is None else [f"{leg.node_id}: {error.message}"]
 

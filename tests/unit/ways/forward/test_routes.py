@@ -11,7 +11,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.ways.forward.routes import Meaning, routes
+from paceline.ways.forward.routes import Meaning, may_be_loading, routes
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
@@ -54,6 +54,15 @@ def test_only_models_that_run_and_verify_are_on_a_route() -> None:
     assert order(A, card(B, offer(100, warm=False))) == []
     assert order(A, card(B, offer(100, role=Role.PROPOSER))) == []
     assert order(A, card(B, offer(100, digest=""))) == []
+
+
+def test_what_runs_anew_with_the_model_on_its_disk_alone_may_be_loading_it() -> None:
+    digest, cold, other = ONE.model.digest, offer(100, warm=False), offer(100, OTHER, warm=False)
+    lost, still_there = {B: b"another"}, {B: b"i"}
+    assert may_be_loading((card(A), card(B, cold)), digest, lost)
+    assert not may_be_loading((card(B, cold),), digest, still_there)
+    assert not may_be_loading((card(B), card(C, cold)), digest, lost)
+    assert not may_be_loading((card(B, other), card(B, offer(100)), card(B, cold, offer(100))), digest, lost)
 
 
 def test_a_node_that_is_there_for_prompts_comes_last_and_still_answers_its_own_clients() -> None:
