@@ -98,7 +98,7 @@ class Node:
 
 
 def part(node_id: NodeId, layers: LayerRange) -> str:
-    return f"{node_id} [{layers.start}..{layers.stop - 1}]" if layers else f"{node_id} [no layers]"
+    return f"{node_id} [{layers.start}..{layers.stop - 1}]" if layers else f"{node_id} [embedding and head]"
 
 
 def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[str], str]:
@@ -219,7 +219,7 @@ HOPELESS = {"no memory anywhere", "guests alone could help"}
 def test_settings_of_pipelines_constrain_the_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = dict(FLEETS)
     lines = fleet["this machine holds no layers of its own pipelines"]
-    assert executed(monkeypatch, lines)[1] == "a [no layers] -> b [0..31]"
+    assert executed(monkeypatch, lines)[1] == "a [embedding and head] -> b [0..31]"
     assert executed(monkeypatch, [*lines[:-1], "serve a mid"])[1].startswith("a [0..")
     lines = fleet["as many pipelines begin here as may, so that it runs alone"]
     assert executed(monkeypatch, lines)[1] == "a alone"
@@ -228,7 +228,7 @@ def test_settings_of_pipelines_constrain_the_one_plan(monkeypatch: pytest.Monkey
 
 def test_how_long_a_context_a_machine_serves_parts_no_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = dict(FLEETS)["a slow one that serves a shorter context beside a quick one that has the model on its disk"]
-    assert executed(monkeypatch, lines)[1] == "a [no layers] -> b [0..31]"
+    assert executed(monkeypatch, lines)[1] == "a [embedding and head] -> b [0..31]"
 
 
 @pytest.mark.parametrize(
