@@ -96,7 +96,7 @@ def halved(pids: list[int]) -> Iterator[None]:
 
 def take_turn(options: argparse.Namespace) -> int:
     """One engine's turn, in this process."""
-    threads, cores = ALONE.get(options.turn, (2, CORES[:1]))
+    threads, cores = ALONE.get(options.turn, (1 if options.turn == "tls" else 2, CORES[:1]))
     ranks = () if options.turn in ALONE else (2.0, 1.0) if options.turn == "halved" else (1.0, 1.0)
     settings = NodeSettings(options.model, threads=threads, draft="off", **({"tensor": ranks} if ranks else {}))
     with ExitStack() as ends:

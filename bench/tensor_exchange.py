@@ -27,7 +27,6 @@ from paceline.backends.cpu import places
 from paceline.backends.cpu.exchange import Exchange
 from paceline.backends.cpu.shares import deal
 from paceline.backends.cpu.step import meet
-from paceline.backends.cpu.team import await_word
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
@@ -167,6 +166,7 @@ def _leads(core: int, realtime: bool, commands: int, own: Identity, other: Ident
     _begin(core, realtime)
     memory_fd = make_memory(sizes := _sizes())
     memory, took = GroupMemory(memory_fd, sizes), list[npt.NDArray[np.int64]]()
+    memory.say_crowded(True)
     looping, plan, layers = _Looping(memory, 0), row_plan([rows], [0], [0], np.zeros((1, _blocks()), np.int32)), LayerRange(0, LAYERS)
     with _streams(own, other, pipe) as (sender, receiver):
         pump = GroupPump(memory, 1, sender, receiver, lambda _: None)
@@ -185,13 +185,14 @@ def _follows(core: int, realtime: bool, commands: int, own: Identity, other: Ide
     """The other one, with the pump that a node runs for it."""
     _begin(core, realtime)
     memory = GroupMemory(make_memory(sizes := _sizes()), sizes)
+    memory.say_crowded(True)
     looping, layers = _Looping(memory, 1), LayerRange(0, LAYERS)
     with _streams(own, other, pipe) as (sender, receiver):
         pump = RankPump(cast("RankProcess", _NoProcess()), memory, layers, 1, sender, receiver, lambda _: None)
         pump.start()
         seen = 0
         while seen < WARM + commands:
-            if await_word(memory.number_address, seen):
+            if memory.await_word(memory.number_address, seen):
                 seen = memory.number
                 looping.run(2 * LAYERS)
                 memory.say_done(1, seen)
@@ -219,7 +220,7 @@ def measure(over: str, commands: int, *, realtime: bool) -> ExchangeFigures:
     warm.exchange[:] = 0
     warm.say_arrived(1, 4)
     _Looping(warm, 0).run(2)
-    await_word(warm.number_address, -1)
+    warm.await_word(warm.number_address, -1)
     warm.exchange[:] = 0
     fleet = TestFleet()
     own, other = fleet.member("leads"), fleet.member("follows")

@@ -39,7 +39,9 @@ class Exchange:
 
     @property
     def arrived(self) -> int:
-        """Address of the exchange that each rank has reached, a cache line a rank, and behind them of the word that says to wait no longer."""
+        """Address of the exchange that each rank has reached, a cache line a rank, and behind them of two words: to wait no longer, and that who waits
+        sleeps.
+        """
         return self.memory.ctypes.data
 
     @property

@@ -451,15 +451,24 @@ def meet(sizes, buffers, batch):
     """Say that this rank's part of an exchange is there, and wait for the other ranks'. Returns whether all are; False: the batch was given up, by
     this process or (the word behind all ranks') by another.
     """
-    reached = batch[EXCHANGE]
-    sync.store_release(buffers[ARRIVED] + 8 * sync.WORD * sizes[RANK], reached)
+    reached, arrived = batch[EXCHANGE], buffers[ARRIVED]
+    given_up = arrived + 8 * sync.WORD * sizes[RANKS]
+    crowded = sync.load_acquire(given_up + 8)
+    sync.store_release(arrived + 8 * sync.WORD * sizes[RANK], reached)
+    if crowded:
+        sync.wake_at(arrived + 8 * sync.WORD * sizes[RANK])
     for rank in range(sizes[RANKS]):
-        spins = 0
-        while sync.load_acquire(buffers[ARRIVED] + 8 * sync.WORD * rank) < reached:
-            if sync.load_acquire(buffers[ARRIVED] + 8 * sync.WORD * sizes[RANKS]) or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
+        spins, word = 0, arrived + 8 * sync.WORD * rank
+        while True:
+            seen = sync.load_acquire(word)
+            if seen >= reached:
+                break
+            if sync.load_acquire(given_up) or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
                 return False
             spins += 1
-            if spins > SPINS_BEFORE_YIELD:
+            if crowded:
+                sync.sleep_at(word, seen)
+            elif spins > SPINS_BEFORE_YIELD:
                 sync.give_way()
             else:
                 sync.pause()

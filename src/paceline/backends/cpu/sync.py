@@ -15,10 +15,13 @@ they are little beside weights.
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
@@ -42,6 +45,13 @@ SPINS_BEFORE_YIELD = 4000
 
 give_way = types.ExternalFunction("sched_yield", types.int32())
 """Let another thread have the processor (POSIX)."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+"""Number of the system call; 0: none is known."""
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
+_SLEEP = np.array([0, 1_000_000], np.int64)
+"""How long a thread sleeps at a word at most (struct timespec). Raising it: what else ends its wait, a batch that is given up, is noticed later."""
+_system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 @intrinsic
@@ -75,6 +85,22 @@ def pause(_):
         e.pause()
 
     return lowered(body, types.void)
+
+
+@njit(nogil=True)
+def sleep_at(word, seen):
+    """Let the core go until the word at an address is another than `seen`, for a moment. Processes that have the memory in common may wake one another."""
+    if _FUTEX:
+        _system_call(_FUTEX, word, _FUTEX_WAIT, seen & 0xFFFFFFFF, _SLEEP.ctypes.data, 0, 0)
+    else:
+        give_way()
+
+
+@njit(nogil=True)
+def wake_at(word):
+    """Wake all who sleep at a word, which was changed."""
+    if _FUTEX:
+        _system_call(_FUTEX, word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
 @njit(nogil=True)

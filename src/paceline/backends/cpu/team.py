@@ -28,6 +28,7 @@ _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000
 _WORD_SPINS = 200
 _WORD_YIELDS = 4_000
+_WORD_SLEEPS = 4
 
 
 @njit(nogil=True)
@@ -80,8 +81,16 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
 
 
 @njit(nogil=True, cache=in_use())
-def await_word(address, seen):
-    """Wait until the word at an address is another than `seen`, by turns with who wants the core. False where it stays that for a while."""
+def await_word(address, seen, crowded):
+    """Wait until the word at an address is another than `seen`, by turns with who wants the core; asleep where it is `crowded`. False where it
+    stays that for a while.
+    """
+    if crowded:
+        for _ in range(_WORD_SLEEPS):
+            if sync.load_acquire(address) != seen:
+                return True
+            sync.sleep_at(address, seen)
+        return sync.load_acquire(address) != seen
     for waited in range(_WORD_SPINS + _WORD_YIELDS):
         if sync.load_acquire(address) != seen:
             return True
@@ -93,9 +102,11 @@ def await_word(address, seen):
 
 
 @njit(nogil=True, cache=in_use())
-def set_word(address, value):
-    """Write a word behind all that was written before it."""
+def set_word(address, value, crowded):
+    """Write a word behind all that was written before it, and wake who sleeps at it."""
     sync.store_release(address, value)
+    if crowded:
+        sync.wake_at(address)
 
 
 Words = npt.NDArray[np.int64]

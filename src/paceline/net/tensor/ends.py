@@ -6,7 +6,8 @@ After the greeting nothing goes from the receiver to the sender but a CLOSE, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from math import prod
 
 import numpy as np
@@ -31,6 +32,7 @@ from paceline.net.tensor.frames import (
     tensor_start,
 )
 from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, IncomingBytes, TensorMessage
+from paceline.net.tensor.native import NativeTls
 from paceline.net.tensor.pipe import Pipe, PipeSilence
 
 
@@ -49,6 +51,24 @@ class End:
     @property
     def closed(self) -> bool:
         return self._pipe.closed
+
+    @property
+    def native(self) -> NativeTls | None:
+        """The stream, for compiled code that sends or receives whole tensors between two of this end's own; None: it can't be had."""
+        return self._pipe.native
+
+    @contextmanager
+    def lent(self) -> Generator[int]:
+        """While compiled code uses the stream. Gives the sequence number that is next; `tell_lent` has the one behind what was moved.
+
+        Raises:
+            StreamClosed: it is closed.
+        """
+        with self._pipe:
+            yield self._conversation.next_seq
+
+    def tell_lent(self, next_seq: int) -> None:
+        self._conversation.next_seq = next_seq
 
     def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
         """Idempotent, from any thread; wakes the one that reads or writes.
@@ -127,7 +147,7 @@ class TensorSender(End):
                 self._pipe.send(memoryview(self._joined)[: at + total], deadline)
                 self._conversation.tensor(self._conversation.next_seq, total, total)
         except TensorStreamError as error:
-            raise self._broken(error) from error
+            raise self.broken(error) from error
         return True
 
     def send(self, header: bytes, array: Array, deadline: float) -> None:
@@ -166,7 +186,7 @@ class TensorSender(End):
                     self._put(chunk_start(seq, n), data[at : at + n], silence)
                     at += n
         except TensorStreamError as error:
-            raise self._broken(error) from error
+            raise self.broken(error) from error
 
     def check(self) -> None:
         """Raises TensorStreamError where the other side has ended the stream, or this one. Does not wait."""
@@ -204,7 +224,7 @@ class TensorSender(End):
             raise error_of(event.code, event.message, self.peer)
         return event is not None
 
-    def _broken(self, error: TensorStreamError) -> TensorStreamError:
+    def broken(self, error: TensorStreamError) -> TensorStreamError:
         """Close, for an error or for what the other side gave as its reason, which is returned."""
         told = self._told(error)
         self.fail(told)
@@ -299,31 +319,15 @@ class TensorReceiver(End):
         self._rehearsal.came(event)
         return event
 
-    def receive_expected(self, header: bytes, into: Array, deadline: float) -> bool:
-        """Receive the next tensor into `into` where it is small, has that header, and is of the same dtype and shape: many times as fast as `receive`.
+    @property
+    def at_rest(self) -> bool:
+        """Nothing has come that was not given out: it may be lent."""
+        return self._incoming.empty and self._conversation.between
 
-        Returns:
-            False where something else came, or not all of it: `receive` has it.
-
-        Raises:
-            TensorStreamError: as `receive` does.
-        """
-        start = _start_of_small(self._conversation.next_seq, header, into.dtype, into.shape)
-        if start is None or not into.size or not into.flags.c_contiguous:
-            return False
-        incoming, pipe, data = self._incoming, self._pipe, into.data.cast("B")
-        try:
-            with pipe:
-                if incoming.take_expected(start, data):
-                    return True
-                if incoming.empty:
-                    incoming.filled(pipe.receive(incoming.space(), deadline))
-                return incoming.take_expected(start, data)
-        except StreamStalled as error:
-            raise StreamIdle(error.message) from error
-        except TensorStreamError as error:
-            self.fail(error)
-            raise
+    def put_back(self, data: bytes) -> None:
+        """What was read of a frame while this was lent, from its beginning on."""
+        self._incoming.space()[: len(data)] = data
+        self._incoming.filled(len(data))
 
     def swap(self) -> None:
         """Have the array of the last message stay good until this is called again."""

@@ -15,7 +15,7 @@ TCP bounds, and how long it may take the deadlines of `pipe` (docs/adr/0013).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, IntEnum, auto
 from struct import Struct
 
@@ -102,6 +102,15 @@ def tensor_start(seq: int, header_bytes: int, total: int, dtype: int, shape: Seq
 def chunk_start(seq: int, n_data: int) -> bytes:
     """What comes before a CHUNK's data."""
     return _CHUNK_START.pack(FrameKind.CHUNK, SEQ.size + n_data, seq)
+
+
+def starts(header: bytes, total: int, dtype: int, shape: Sequence[int]) -> Iterator[tuple[bytes, int]]:
+    """What comes before each part of a tensor's data, with 0 for its sequence number, and how much data that is."""
+    n = min(total, MAX_CHUNK_BYTES - len(header))
+    yield tensor_start(0, len(header), total, dtype, shape, n) + header, n
+    for at in range(n, total, MAX_CHUNK_BYTES):
+        n = min(total - at, MAX_CHUNK_BYTES)
+        yield chunk_start(0, n), n
 
 
 def close(code: int, message: str) -> bytes:

@@ -147,16 +147,6 @@ class IncomingBytes:
             if self._conversation.state is not State.INSIDE:
                 return TensorMessage(bytes(self._header), self._array)
 
-    def take_expected(self, start: bytes, into: memoryview) -> bool:
-        """Take a tensor that is all here, where its frame begins with `start`: with the sequence number that is next, and data that fills `into`."""
-        at, data, end = self._start, self._start + len(start), self._start + len(start) + len(into)
-        if self._parts or end > self._end or bytes(self._buffer[at:data]) != start:
-            return False
-        self._conversation.tensor(self._conversation.next_seq, len(into), len(into))
-        into[:] = self._buffer[data:end]
-        self._start = end
-        return True
-
     def _frame(self) -> Happened | None:
         """The next frame: an event of its own, or the parts that it begins are noted."""
         buffer, at, have = self._buffer, self._start, self._end - self._start

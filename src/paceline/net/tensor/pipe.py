@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from paceline.core.errors import StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
+from paceline.net.tensor.native import native_of
 
 CLOSE_WAIT_S = 1.0
 """How long closing waits for the thread that was woken."""
@@ -126,6 +127,8 @@ class Pipe:
         """The monotonic clock of all deadlines."""
         sock.setblocking(False)
         self._sock = sock
+        self.native = native_of(sock)
+        """For compiled code that reads or writes it, inside `with`, instead of this."""
         self._using = threading.Lock()
         self.look_s = 0.0
         """How long a reader looks before it sleeps."""

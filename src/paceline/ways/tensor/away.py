@@ -14,6 +14,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
+from paceline.backends.cpu import crossing
 from paceline.core.errors import ExecutorLost, FleetError, NodeUnreachable, PacelineError, StreamClosed
 from paceline.fleet.eligibility import Use
 from paceline.machine.fetch import in_thread
@@ -169,7 +170,8 @@ class AwayRank:
 
 
 def _opened(dials: Callable[[], TensorSender], expected: ExpectedStream, deadline: float) -> tuple[TensorSender, TensorReceiver]:
-    """Both streams. Blocks. Raises FleetError."""
+    """Both streams, and what moves bytes over them at hand. Blocks. Raises FleetError."""
+    crossing.prepare()
     sender = dials()
     try:
         return sender, expected.wait(deadline)

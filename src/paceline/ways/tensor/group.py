@@ -28,6 +28,7 @@ from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LocalExecutor, RowPlan
+from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
 from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
@@ -71,6 +72,7 @@ class TensorGroup:
         self._sizes = GroupSizes(spec, deal(spec, speeds), options.max_rows, max_blocks, logits_rows)
         self._memory_fd = make_memory(self._sizes)
         self._memory = GroupMemory(self._memory_fd, self._sizes)
+        self._memory.say_crowded(bool(away) and usable_cores() <= sum(each for rank, each in enumerate(threads) if rank not in away))
         orders = [
             RankOrder(rank, settings, self._sizes, options.layers, n_blocks, threads[rank], edges=options.edges)
             for rank in range(1, len(speeds))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from paceline.backends.cpu import crossing
 from paceline.backends.memory import own_bytes
 from paceline.core.errors import ConfigError, PacelineError, ShardUnavailable, StreamClosed, WeightsError
 from paceline.core.ids import NodeId
+from paceline.machine.devices import usable_cores
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.ways.tensor.memory import GroupMemory, make_memory
 from paceline.ways.tensor.process import Lend, RankProcess
@@ -40,6 +42,7 @@ class HostedRank:
         """
         self._memory_fd = make_memory(self._order.sizes)
         self._memory = GroupMemory(self._memory_fd, self._order.sizes)
+        self._memory.say_crowded(usable_cores() <= self._order.threads)
         try:
             self._process = RankProcess(self._order, self._memory, self._memory_fd, patience_s, self._lend)
         except ConfigError as error:
@@ -98,6 +101,7 @@ class HostedRank:
             FleetError: they can't be opened.
         """
         assert self._memory is not None, "it was started"
+        crossing.prepare()
         sender = dial()
         try:
             receiver = accept()

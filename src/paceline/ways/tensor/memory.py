@@ -54,6 +54,8 @@ class _At(IntEnum):
 
 _DONE, _SLEEPS = 0, 1
 """Places of a rank's words: the last command it is done with, and whether it must be woken."""
+_GIVEN_UP, _CROWDED = 0, 1
+"""Places of the words behind those that say how far ranks are (`Exchange.arrived`)."""
 
 
 class GroupMemory:
@@ -74,6 +76,7 @@ class GroupMemory:
         self._tables_SB: Int32 = tables.view(np.int32)[: sizes.max_rows * sizes.max_blocks].reshape(sizes.max_rows, -1)
         self.exchange = exchange
         self._words_at, self._exchange_at = int(self._words.ctypes.data), int(exchange.ctypes.data)
+        self._flags: npt.NDArray[np.int64] = exchange[CACHE_LINE * len(sizes.shares) :][:CACHE_LINE].view(np.int64)
         self._arrived: npt.NDArray[np.int64] = exchange[: CACHE_LINE * len(sizes.shares)].view(np.int64)[::_WORD]
 
     @property
@@ -136,7 +139,7 @@ class GroupMemory:
     def _give(self, command: Command, x_TD: npt.NDArray[np.uint16], exchange: int) -> None:
         self._x_TD[: len(x_TD)] = x_TD
         self._words[[_At.COMMAND, _At.ROWS, _At.EXCHANGE]] = command, len(x_TD), exchange
-        team.set_word(self.number_address, self.number + 1)
+        self._set(self.number_address, self.number + 1)
 
     @property
     def arrived(self) -> list[int]:
@@ -145,31 +148,49 @@ class GroupMemory:
 
     def say_arrived(self, rank: int, exchange: int) -> None:
         """A rank on another machine has reached an exchange; what it leaves there is written."""
-        team.set_word(self._exchange_at + CACHE_LINE * rank, exchange)
+        self._set(self._exchange_at + CACHE_LINE * rank, exchange)
 
     def await_arrival(self, rank: int, exchange: int) -> bool:
         """Wait for a rank to reach an exchange, for a moment. Returns whether it has."""
         arrived = int(self._arrived[rank])
         return arrived >= exchange or (
-            team.await_word(self._exchange_at + CACHE_LINE * rank, arrived) and int(self._arrived[rank]) >= exchange
+            self.await_word(self._exchange_at + CACHE_LINE * rank, arrived) and int(self._arrived[rank]) >= exchange
         )
+
+    def await_word(self, address: int, seen: int) -> bool:
+        """Wait until one of these words is another than `seen`. False where it stays that for a while."""
+        return team.await_word(address, seen, self._flags[_CROWDED])
+
+    def _set(self, address: int, value: int) -> None:
+        team.set_word(address, value, self._flags[_CROWDED])
+
+    @property
+    def is_crowded(self) -> bool:
+        return bool(self._flags[_CROWDED])
+
+    @property
+    def arrived_address(self) -> int:
+        """Where the exchange that the first rank has reached is; the others' follow, a cache line each."""
+        return self._exchange_at
+
+    def say_crowded(self, crowded: bool) -> None:
+        """Whether those who meet here have no core each, and who waits is to sleep: on a core that they share, who yields may get it back for a slice of
+        milliseconds, and the one that is waited for does without.
+        """
+        self._flags[_CROWDED] = crowded
 
     @property
     def is_given_up(self) -> bool:
         """Whether what all ranks are at is void."""
-        return bool(self._given_up[0])
-
-    @property
-    def _given_up(self) -> npt.NDArray[np.int64]:
-        return self.exchange[CACHE_LINE * len(self.sizes.shares) :][:8].view(np.int64)
+        return bool(self._flags[_GIVEN_UP])
 
     def give_up(self) -> None:
         """Have all ranks end what they are at: it is void."""
-        self._given_up[0] = 1
+        self._flags[_GIVEN_UP] = 1
 
     def withdraw(self) -> None:
         """What was given up is over in all ranks."""
-        self._given_up[0] = 0
+        self._flags[_GIVEN_UP] = 0
 
     def done(self, rank: int) -> int:
         """The last command that a rank is done with."""
@@ -180,14 +201,14 @@ class GroupMemory:
         return self._words_at + 8 * (_At.RANKS + _WORD * rank + _DONE)
 
     def say_done(self, rank: int, number: int) -> None:
-        team.set_word(self.done_address(rank), number)
+        self._set(self.done_address(rank), number)
 
     def sleeps(self, rank: int) -> bool:
         """Whether a rank waits to be woken."""
         return bool(self._words[_At.RANKS + _WORD * rank + _SLEEPS])
 
     def say_sleeps(self, rank: int, sleeps: bool) -> None:
-        team.set_word(self._words_at + 8 * (_At.RANKS + _WORD * rank + _SLEEPS), int(sleeps))
+        self._set(self._words_at + 8 * (_At.RANKS + _WORD * rank + _SLEEPS), int(sleeps))
 
 
 def make_memory(sizes: GroupSizes) -> int:

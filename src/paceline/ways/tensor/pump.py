@@ -1,7 +1,8 @@
 """Two threads, one on each side of a pair of tensor streams, that have a rank on another machine meet its group: what each leaves in its own memory, they
 carry to the other's.
 
-At each exchange a side sends what its ranks left and takes what the other's did. Up to `AT_ONCE_BYTES` the system has room for it on its way; what is more
+At each exchange a side sends what its ranks left and takes what the other's did: all of a command's in compiled code (`crossing`), or here, where the
+streams can't be lent to it. Up to `AT_ONCE_BYTES` the system has room for it on its way; what is more
 is sent by a thread beside, so that neither side waits for the other to read, and both ways of a link are full. A group of several machines meets at the
 first: it passes on what it got.
 No other barrier is needed: a plane is written again two exchanges later at the earliest, when its bytes have long been sent.
@@ -13,7 +14,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Final
@@ -23,12 +24,12 @@ import numpy.typing as npt
 
 from paceline.backends.cpu.exchange import Exchange
 from paceline.backends.cpu.shares import LANES
-from paceline.backends.cpu.team import await_word
 from paceline.core.errors import ExecutorLost, StreamClosed, StreamCorrupt, StreamIdle, TensorStreamError
 from paceline.core.model import LayerRange
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, TensorMessage
 from paceline.ways.tensor import frames
+from paceline.ways.tensor.crossing import CalledOff, Crossing
 from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
 from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.process import RankProcess
@@ -42,10 +43,6 @@ SENT_S: Final = 10.0
 ASKED_S: Final = 10.0
 """For a process to give out or take in a block."""
 JOIN_S: Final = 5.0
-
-
-class _CalledOff(Exception):
-    """What the ranks are at is void."""
 
 
 class Pump(ABC):
@@ -77,6 +74,8 @@ class Pump(ABC):
         self._closed = False
         self._rows, self._seen = 0, dict[tuple[bool | None, int], npt.NDArray[np.float32]]()
         """What `_views` has made for batches of so many rows."""
+        outs, ins = ([0, *self._others], [rank]) if leads else ([rank], [0, *self._others])
+        self._crossing = Crossing(memory, sender, receiver, outs, ins, self._views, look_s=LOOK_S, stalled_s=SENT_S)
         receiver.look(LOOK_S)
         self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
 
@@ -124,13 +123,13 @@ class Pump(ABC):
         """The next message, which is of that letter.
 
         Raises:
-            _CalledOff: the group gives up what its ranks are at.
+            CalledOff: the group gives up what its ranks are at.
         """
         message = self._receive()
         if message.header[:1] == letter:
             return message
         if message.header[:1] == GIVE_UP and not self._leads:
-            raise _CalledOff
+            raise CalledOff
         raise self._receiver.refuse(StreamCorrupt(f"{message.header[:1]!r} where {letter!r} was to come"))
 
     def _views(self, half: bool | None, rows: int, rank: int) -> npt.NDArray[np.float32]:
@@ -148,35 +147,35 @@ class Pump(ABC):
             self._seen[half, rank] = view
         return view
 
-    def _prepare_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
-        """Have ready what can be, while the rank computes."""
-        view = self._views(half, rows, rank)
-        self._sender.prepare(frames.numbered(SUMS, number), view.dtype, view.shape)
-
     def _give_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
-        view = self._views(half, rows, rank)
-        if not self._sender.send_prepared(view, time.perf_counter() + SENT_S):
-            self._send(frames.numbered(SUMS, number), view)
+        self._send(frames.numbered(SUMS, number), self._views(half, rows, rank))
 
     def _take_sums(self, number: int, half: bool | None, rows: int, rank: int) -> None:
-        header, into = frames.numbered(SUMS, number), self._views(half, rows, rank)
-        if not self._came(header, into):
-            message = self._take(SUMS)
-            if message.header != header or message.array.dtype != np.float32 or message.array.shape != into.shape:
-                raise self._receiver.refuse(StreamCorrupt(f"{message.array.dtype} of shape {message.array.shape} as sums of {into.shape}"))
-            into[:] = message.array
+        into, message = self._views(half, rows, rank), self._take(SUMS)
+        array = message.array
+        if message.header != frames.numbered(SUMS, number) or array.dtype != np.float32 or array.shape != into.shape:
+            raise self._receiver.refuse(StreamCorrupt(f"{array.dtype} of shape {array.shape} as sums of {into.shape}"))
+        into[:] = array
         self.memory.say_arrived(rank, number)
 
-    def _came(self, header: bytes, into: Array) -> bool:
-        """Whether the next message was that one, and could be read to its place at once."""
-        try:
-            return self._receiver.receive_expected(header, into, time.perf_counter() + SENT_S)
-        except StreamIdle:
-            return False
+    @abstractmethod
+    def _meet_all(self, number: int, half: bool | None, rows: int) -> None:
+        """One exchange, without compiled code."""
+
+    def _exchange(self, behind: int, halves: Sequence[bool | None], rows: int) -> None:
+        """All exchanges of a command, behind one. Raises CalledOff."""
+        crossing, done = self._crossing, 0
+        while done < len(halves):
+            if crossing.is_possible and self._receiver.at_rest:
+                if not crossing.run(behind + 1 + done, halves[done:], rows, self._check):
+                    self._take(SUMS)
+                    raise self._receiver.refuse(StreamCorrupt("Sums of another exchange, or of another shape"))
+                return
+            done += 1
+            self._meet_all(behind + done, halves[done - 1], rows)
 
     def _meet(self, number: int, half: bool | None, rows: int, first: int, second: int) -> None:
         """The first rank's sums and those of the one away cross: `first` is this side's."""
-        self._prepare_sums(number, half, rows, first)
         self._await(first, number)
         if self._views(half, rows, first).nbytes <= AT_ONCE_BYTES:
             self._give_sums(number, half, rows, first)
@@ -194,7 +193,7 @@ class Pump(ABC):
         sent.result()
 
     def _await(self, rank: int, number: int) -> None:
-        """Wait for a rank of this side to leave its sums. Raises _CalledOff."""
+        """Wait for a rank of this side to leave its sums. Raises CalledOff."""
         while not self.memory.await_arrival(rank, number):
             self._check()
 
@@ -204,14 +203,9 @@ class Pump(ABC):
             raise StreamClosed("The tensor streams of a rank were closed here")
 
 
-def exchanges(command: Command, layers: LayerRange) -> Iterator[bool | None]:
+def exchanges(command: Command, layers: LayerRange) -> list[bool | None]:
     """Which halves ranks meet at the end of, in their order: of attention False, of feed-forward True, of the head None."""
-    if command is Command.HEAD:
-        yield None
-    else:
-        for _ in range(len(layers)):
-            yield False
-            yield True
+    return [None] if command is Command.HEAD else [False, True] * len(layers)
 
 
 class GroupPump(Pump):
@@ -256,7 +250,7 @@ class GroupPump(Pump):
         while not self._closed:
             if (asked := self._next_ask()) is not None:
                 self._hand_on(*asked)
-            elif memory.number == seen and not await_word(memory.number_address, seen):
+            elif memory.number == seen and not memory.await_word(memory.number_address, seen):
                 memory.say_sleeps(rank, True)
                 if memory.number == seen and self._asks.empty():
                     self._woken.acquire(timeout=LOOKS_S)
@@ -289,24 +283,26 @@ class GroupPump(Pump):
             return
         self._send(*frames.write_command(memory))
         try:
-            for at, half in enumerate(exchanges(command, layers), exchange + 1):
-                self._meet(at, half, rows, 0, self.rank)
-                for other in self._others:
-                    self._await(other, at)
-                    self._give_sums(at, half, rows, other)
-        except _CalledOff:
+            self._exchange(exchange, exchanges(command, layers), rows)
+        except CalledOff:
             self._send(GIVE_UP)
             while (message := self._receive()).header[:1] != DONE:
                 pass  # sums that were on their way
             arrived = frames.read_number(message.header)
-            if arrived > exchange + sum(1 for _ in exchanges(command, layers)):
+            if arrived > exchange + len(exchanges(command, layers)):
                 raise self._receiver.refuse(StreamCorrupt(f"Exchange {arrived} of a command that begins behind {exchange}")) from None
             memory.say_arrived(self.rank, arrived)
 
     def _check(self) -> None:
         super()._check()
         if self.memory.is_given_up:
-            raise _CalledOff
+            raise CalledOff
+
+    def _meet_all(self, number: int, half: bool | None, rows: int) -> None:
+        self._meet(number, half, rows, 0, self.rank)
+        for other in self._others:
+            self._await(other, number)
+            self._give_sums(number, half, rows, other)
 
     def _hand_on(self, message: bytes, answer: Future[bytes]) -> None:
         head, data = message[:HEADER], message[HEADER:]
@@ -370,14 +366,16 @@ class RankPump(Pump):
         if memory.sleeps(self.rank):
             self._process.wake()
         try:
-            for at, half in enumerate(exchanges(given.command, given.layers), given.exchange + 1):
-                self._meet(at, half, len(given.x_TD), self.rank, 0)
-                for other in self._others:
-                    self._take_sums(at, half, len(given.x_TD), other)
-        except _CalledOff:
+            self._exchange(given.exchange, exchanges(given.command, given.layers), len(given.x_TD))
+        except CalledOff:
             memory.give_up()
             self._say_done()
             memory.withdraw()
+
+    def _meet_all(self, number: int, half: bool | None, rows: int) -> None:
+        self._meet(number, half, rows, self.rank, 0)
+        for other in self._others:
+            self._take_sums(number, half, rows, other)
 
     def _say_done(self) -> None:
         """Once the rank is at rest."""
@@ -389,7 +387,7 @@ class RankPump(Pump):
     def _is_at_rest(self) -> bool:
         done = self.memory.done(self.rank)
         return done == self.memory.number or (
-            await_word(self.memory.done_address(self.rank), done) and self.memory.done(self.rank) == self.memory.number
+            self.memory.await_word(self.memory.done_address(self.rank), done) and self.memory.done(self.rank) == self.memory.number
         )
 
     def _check(self) -> None:

@@ -98,8 +98,8 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     assert settings.device is not None, "decided for all ranks"
     assert settings.weights is not None, "decided for all ranks"
     cpu.prepare(settings.device.lowering, home.kernels)
+    from paceline.backends.cpu import crossing
     from paceline.backends.cpu.exchange import Exchange
-    from paceline.backends.cpu.team import await_word
     from paceline.ways.tensor.memory import GroupMemory
 
     memory = GroupMemory(memory_fd, sizes)
@@ -136,7 +136,9 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     with kernel_cache.alone():  # before others wait for this rank
         nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
         runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)
-        await_word(memory.number_address, memory.number - 1)
+        memory.await_word(memory.number_address, memory.number - 1)
+        if order.is_away:  # of whom the node carries the sums
+            crossing.prepare()
         kernel_cache.complete()
     return memory, runner
 
@@ -152,12 +154,11 @@ class _Rank:
 
     def run(self) -> None:
         """Until the leader says that it is over, or is gone."""
-        from paceline.backends.cpu.team import await_word
         from paceline.ways.tensor.memory import Command
 
         memory, rank, seen = self._memory, self._order.rank, self._memory.done(self._order.rank)
         while not self._orphaned:
-            if not await_word(memory.number_address, seen):
+            if not memory.await_word(memory.number_address, seen):
                 memory.say_sleeps(rank, True)
                 if memory.number == seen:
                     self._woken.acquire(timeout=LOOKS_S)

@@ -15,7 +15,6 @@ from tests.unit.net.tensor.meeting import Meeting, soon, until_it_breaks
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.net.tensor import pipe
-from paceline.net.tensor.ends import JOINED_BYTES
 from paceline.net.tensor.frames import MAX_TENSOR_BYTES, chunk_start, tensor_start
 from paceline.net.tensor.pipe import LEAST_BYTES_PER_S, PipeSilence
 
@@ -62,25 +61,6 @@ def test_a_tensor_arrives_as_it_was_sent(met: Meeting, array: np.ndarray) -> Non
         assert message.array.dtype == array.dtype
         np.testing.assert_array_equal(message.array, array)
     sender.close()
-
-
-@pytest.mark.parametrize("array", [bits(1), bits(16), bits(0), bits(60)], ids=["row", "rows", "empty", "large"])
-def test_what_is_expected_is_received_in_its_place_and_all_else_is_left_to_be_received(met: Meeting, array: np.ndarray) -> None:
-    sender, receiver = met.stream()
-    into = np.zeros_like(array)
-    for header, expected in ((b"one", b"one"), (b"two", b"one"), (b"one", b"one")):
-        sender.send(header, array, soon())
-        came = receiver.receive_expected(expected, into, soon())
-        assert came == (header == expected and 0 < array.nbytes < JOINED_BYTES)
-        if not came:
-            message = receiver.receive(soon())
-            assert message.header == header
-            into[:] = message.array
-        np.testing.assert_array_equal(into, array)
-        into[:] = 0
-    sender.send(b"one", array[:, ::2], soon())
-    assert not receiver.receive_expected(b"one", into, soon())
-    assert receiver.receive(soon()).array.shape == array[:, ::2].shape
 
 
 def test_a_small_tensor_is_one_write_and_nothing_is_answered(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,7 @@ def test_a_rank_away_that_is_lost_costs_no_answer(
 def test_sums_that_a_thread_beside_sends_cross_and_end_with_their_stream(
     model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.net.tensor.pipe.native_of", lambda _: None)  # compiled code needs none
     monkeypatch.setattr("paceline.ways.tensor.pump.AT_ONCE_BYTES", -1)
     with group(model, hosts.places("b"), 1.0, 1.0) as built:
         assert answers(built, "beside") == alone
