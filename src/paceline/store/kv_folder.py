@@ -18,13 +18,17 @@ import logging
 import os
 import struct
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from paceline.core.clock import Clock
+
+try:
+    from isal.isal_zlib import crc32  # zlib's, many times as fast: it took a fifth of what moving a block takes
+except ImportError:  # there is no wheel for this machine
+    from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +232,8 @@ class KvFolder:
 
 
 def _header(key: bytes, block: memoryview) -> bytes:
-    fields = (_MAGIC, key, block.nbytes, zlib.crc32(block))
-    return _HEADER.pack(*fields, zlib.crc32(_HEADER.pack(*fields, 0, 0)), 0)
+    fields = (_MAGIC, key, block.nbytes, crc32(block))
+    return _HEADER.pack(*fields, crc32(_HEADER.pack(*fields, 0, 0)), 0)
 
 
 def _write_all(handle: int, header: bytes, block: memoryview) -> None:

@@ -165,12 +165,13 @@ class Pipe:
         silence = PipeSilence(self.now() + CLOSE_WAIT_S if deadline is None else deadline, self.now, n)
         view = memoryview(data)
         while at < n:
-            # What was taken of it so far is some records, so this looks at the clock every 16 KB.
-            sent = self._write(view[at:])
-            at += sent
-            if sent:
+            # Record after record, for as long as they are taken at once.
+            began = at
+            while at < n and (sent := self._write(view[at:])):
+                at += sent
+            if at > began:
                 silence.moved()
-            if at < n and (not sent or self.now() >= silence.deadline):
+            if at < n:
                 self._wait(silence.deadline, "takes nothing", writing=True)
 
     def receive(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None = None) -> int:

@@ -9,7 +9,6 @@ import asyncio
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.net.tensor.listener import ExpectedStream
 from paceline.net.wire import kv_pb2 as wire
+from paceline.store.kv_folder import crc32
 from paceline.ways.kv.patience import Patience
 from paceline.ways.kv.price import KvPrice, PrefillPrice
 from paceline.ways.kv.staged import SEND_S, BlockSender, NixlOffered, StagedReceiver
@@ -358,7 +358,7 @@ def watched(fetch: PeerFetch, loop: asyncio.AbstractEventLoop) -> Generator[None
 
 def send_block(sender: BlockSender, key: bytes, data: memoryview) -> None:
     """Send the block that is in the sender's space. Raises as `TensorSender.send` does, where nothing is taken for `SEND_S`."""
-    sender.send(_HEADER.pack(key, zlib.crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + SEND_S)
+    sender.send(_HEADER.pack(key, crc32(data)), np.frombuffer(data, np.uint16), time.perf_counter() + SEND_S)
 
 
 def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, most: int | None = None) -> None:
@@ -401,7 +401,7 @@ def _next(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch) -> Tensor
 def _take(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage) -> bool:
     """In a thread of its own, while the next block comes."""
     data = message.array.data.cast("B") if message.array.nbytes else memoryview(b"")
-    if len(data) != fetch.part.block_bytes or message.header != _HEADER.pack(key, zlib.crc32(data)):
+    if len(data) != fetch.part.block_bytes or message.header != _HEADER.pack(key, crc32(data)):
         raise receiver.refuse(StreamCorrupt(f"{receiver.peer} sent another block of KV than the one asked for, or a damaged one"))
     return fetch.fill(data)
 
