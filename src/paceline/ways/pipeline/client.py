@@ -36,6 +36,7 @@ from paceline.ways.pipeline.executor.route import (
     StageOpened,
     StageReport,
     StageRequest,
+    said_of,
 )
 
 FIRST_WORD_S = 6.0
@@ -197,7 +198,7 @@ async def warm_layers(channel: grpc.aio.Channel, node_id: NodeId, request: Stage
 def error_of_fault(fault: PipelineFault, node_id: NodeId) -> PipelineError:
     """A stage's fault as the error it names."""
     kinds = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PipelineError)}
-    return kinds.get(fault.code, PipelineError)(f"{node_id}: {fault.message}")
+    return kinds.get(fault.code, PipelineError)(said_of(node_id, fault.message))
 
 
 async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: float) -> StageEvent:

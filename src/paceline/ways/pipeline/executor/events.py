@@ -13,7 +13,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import LOCAL_FALLBACK, Notice
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route, RouteStage, StageReport
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route, RouteStage, StageReport, said_of
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 
@@ -88,7 +88,7 @@ class RouteEvents:
         return taken
 
     def lost(self, fault: PipelineFault) -> None:
-        logger.warning("pipeline %s broke: %s: %s", self.pipeline_id, fault.node_id or "an unknown node", fault.message)
+        logger.warning("pipeline %s broke: %s", self.pipeline_id, said_of(fault.node_id or "an unknown node", fault.message))
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
         self._fault = fault
         self._watch.lost(fault)

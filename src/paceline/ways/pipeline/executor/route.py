@@ -219,6 +219,11 @@ class PipelineFault:
     """The stage said so itself; else it is what was seen of it from here."""
 
 
+def said_of(node_id: str, message: str) -> str:
+    """What went wrong, and at which node: errors of calls name it themselves."""
+    return message if message.startswith((f"{node_id} ", f"{node_id}: ")) else f"{node_id}: {message}"
+
+
 StageEvent = StageLoading | StageOpened | StageReport | PipelineFault
 
 

@@ -38,6 +38,7 @@ from paceline.ways.pipeline.executor.route import (
     StageLoading,
     StageReport,
     StageRequest,
+    said_of,
 )
 from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
 from paceline.ways.pipeline.routes.fleet_access import FleetAccess
@@ -201,9 +202,8 @@ class NotOpened(Exception):
 
 
 def refusals_said(refusals: Mapping[NodeId, FleetError]) -> str:
-    """Who is in the way, and why. Errors of calls name the node themselves."""
-    named = ((node_id, error.message, error.message.startswith((f"{node_id} ", f"{node_id}: "))) for node_id, error in refusals.items())
-    return "; ".join(said if has_name else f"{node_id}: {said}" for node_id, said, has_name in named)
+    """Who is in the way, and why."""
+    return "; ".join(said_of(node_id, error.message) for node_id, error in refusals.items())
 
 
 class RouteOpener:

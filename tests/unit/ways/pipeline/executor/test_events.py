@@ -18,3 +18,9 @@ def test_two_pipelines_in_one_log_can_be_told_apart(caplog: pytest.LogCaptureFix
     assert one.pipeline_id != other.pipeline_id
     for events in (one, other):
         assert sum(f"pipeline {events.pipeline_id}" in message for message in caplog.messages) == 2
+
+
+def test_a_node_that_broke_a_pipeline_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    events = RouteEvents("2 to 5", "n", PipelineWatch(), FakeClock())
+    events.lost(PipelineFault(NodeId("b"), "shard_unavailable", "b can't be reached (the connection broke off)"))
+    assert caplog.messages == [f"pipeline {events.pipeline_id} broke: b can't be reached (the connection broke off)"]
