@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import termios
+import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -23,7 +24,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from rich.console import Console
 
 from paceline.cli.endpoint import EndpointClient
-from paceline.cli.running import RunningEndpoint, running
+from paceline.cli.running import RunningEndpoint, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, print_lines, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.text import shown
@@ -41,6 +42,9 @@ _COMMAND = re.compile(r"/[a-z-]*(?=\s|$)")
 WAY_OUT = "/drop forgets the oldest question and answer, /reset all."
 CUT = f"(cut: the context is full. {WAY_OUT})"
 OUTGROWN = "This question and what was said before it are longer than the model's context"
+
+LOOK_S = 0.5
+"""Between two looks whether an endpoint has started."""
 
 Message = dict[str, str]
 Say = Callable[[list[Message]], Generator[str, None, bool]]
@@ -120,7 +124,13 @@ def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | Non
     """An endpoint of this machine that serves the model. None where there is none, or the person asked how the model is to be loaded."""
     if NodeSettings(settings.model, max_running=settings.max_running) != settings:
         return None
-    for one in running(Home.from_environment()):
+    home, told = Home.from_environment(), False
+    while (waits := [one for one in starting(home) if api_key is not None or not one.has_key]) and not running(home):
+        if not told:
+            told = True
+            print(f"{waits[0].url} starts on this machine: it is waited for (--load loads the model here instead)", file=sys.stderr)
+        time.sleep(LOOK_S)
+    for one in running(home):
         if one.has_key and api_key is None:
             continue
         try:

@@ -25,7 +25,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import running
+from paceline.cli.running import running, starting
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -227,7 +227,9 @@ def _apis(home: Home) -> Iterator[Finding]:
             yield Finding("port.api", Level.OK, one.url, "it answers")
         else:
             yield Finding("port.api", Level.PROBLEM, one.url, f"/health says {state}", "See what paceline up printed there.")
-    if not found:
+    for one in starting(home):
+        yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")
+    if not found and not starting(home):
         yield from _free("port.api", API_PORT, "--port")
 
 
@@ -236,7 +238,8 @@ def _free(check: str, port: int, option: str) -> Iterator[Finding]:
     try:
         hold_port("", port, "paceline up", option).close()
     except ConfigError as error:
-        yield Finding(check, Level.NOTE, f"port {port} of this machine", error.message, error.hint)
+        why = error.message.rpartition(": ")[2]
+        yield Finding(check, Level.NOTE, f"port {port} of this machine", f"paceline up could not listen there: {why}", error.hint)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the fleet

@@ -6,13 +6,14 @@ Each `paceline up` leaves a note of itself while it serves. A note whose process
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +52,8 @@ class RunningEndpoint:
     """For what only this machine's owner may do."""
     home: str = ""
     """Where it keeps its identity, if it is a node: that of nodes that are only tried is their own."""
+    is_ready: bool = True
+    """False: it still loads, and does not answer."""
 
     @property
     def authority(self) -> Path | None:
@@ -74,23 +77,42 @@ class RunningEndpoint:
 
 
 @contextmanager
-def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: str | None) -> Generator[None]:
-    """Leave a note of this process's endpoint while the block runs."""
+def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: str | None, is_ready: bool = True) -> Generator[None]:
+    """Leave a note of this process's endpoint while the block runs. The system lets go of it, however the process ends."""
     home = Home.from_environment()
     place = home.running / f"{os.getpid()}.json"
+    known_by = "" if certificate is None else str(certificate.absolute())
+    note = RunningEndpoint(url, os.getpid(), has_key, known_by, owner_key or "", str(home.root), is_ready)
+    with ExitStack() as held:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_file(place, json.dumps(asdict(note)).encode())
+            fcntl.flock(held.enter_context(place.open("rb")), fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s can't be written (%s): chat and status will not find this endpoint by themselves", place, error.strerror)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                place.unlink()
+
+
+def starting(home: Home) -> list[RunningEndpoint]:
+    """Endpoints that do not answer yet: they load, or compile what they run."""
+    notes = [(place, endpoint) for place in home.running.glob("*.json") if (endpoint := _read(place)) is not None and not endpoint.is_ready]
+    return [endpoint for place, endpoint in notes if _is_held(place)]
+
+
+def _is_held(place: Path) -> bool:
+    """Whether the process that wrote a note lives: another one may have its number by now."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        known_by = "" if certificate is None else str(certificate.absolute())
-        write_file(
-            place, json.dumps(asdict(RunningEndpoint(url, os.getpid(), has_key, known_by, owner_key or "", str(home.root)))).encode()
-        )
-    except OSError as error:
-        logger.warning("%s can't be written (%s): chat and status will not find this endpoint by themselves", place, error.strerror)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            place.unlink()
+        with place.open("rb") as note:
+            fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def running(home: Home) -> list[RunningEndpoint]:
@@ -101,7 +123,7 @@ def running(home: Home) -> list[RunningEndpoint]:
         if endpoint is None or not _lives(endpoint.process):
             with suppress(OSError):
                 place.unlink()
-        elif _answers(endpoint):
+        elif endpoint.is_ready and _answers(endpoint):
             with suppress(OSError):
                 found.append((place.stat().st_mtime, endpoint))
     return [endpoint for _, endpoint in sorted(found, key=lambda each: each[0], reverse=True)]
@@ -111,7 +133,8 @@ def _read(place: Path) -> RunningEndpoint | None:
     fields = read_json_object(place) or {}
     match fields:
         case {"url": str(url), "process": int(process), "has_key": bool(has_key), "certificate": str(certificate)} if process > 0:
-            return RunningEndpoint(url, process, has_key, certificate, *(str(fields.get(each, "")) for each in ("owner_key", "home")))
+            owner_key, root = (str(fields.get(each, "")) for each in ("owner_key", "home"))
+            return RunningEndpoint(url, process, has_key, certificate, owner_key, root, fields.get("is_ready") is not False)
         case _:
             return None
 
@@ -137,7 +160,7 @@ def _answers(endpoint: RunningEndpoint) -> bool:
 
 RATE_S = 0.5
 """Over which tokens a second are counted."""
-GONE = "gone"
+GONE, STARTING = "gone", "starting"
 _FIGURES = {
     "paceline_requests_running": "running",
     "paceline_requests_waiting": "waiting",
@@ -244,12 +267,13 @@ class EndpointLoad:
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
-    """Every endpoint that runs here. Takes `RATE_S` where there is one."""
+    """Every endpoint that runs here, those last that still start. Takes `RATE_S` where there is one."""
     found = running(home)
     before = [_figures(one) for one in found]
     if any(before):
         time.sleep(RATE_S)
-    return [_load(one, first, _figures(one)) for one, first in zip(found, before, strict=True)]
+    loads = [_load(one, first, _figures(one)) for one, first in zip(found, before, strict=True)]
+    return loads + [EndpointLoad(one.url, one.process, STARTING, home=one.home) for one in starting(home)]
 
 
 def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
@@ -258,7 +282,7 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
         serves = (
             "asks for a key, which PACELINE_API_KEY can give" if one.models is None else f"serves {', '.join(one.models) or 'no model now'}"
         )
-        lines = [f"{one.url}/v1: {one.state}" + (f", {serves}" if one.state != GONE else "")]
+        lines = [f"{one.url}/v1: {one.state}" + (f", {serves}" if one.state not in (GONE, STARTING) else "")]
         if one.requests is not None:
             rate = "" if one.client_tokens_per_s is None else f", {one.client_tokens_per_s:.0f} tokens/s"
             lines.append(f"  its clients: {counted(one.requests, 'request')} under way{rate}")

@@ -170,12 +170,16 @@ def run_up(
     from paceline.node.build import build_node
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
-    from paceline.server.serve import bind, serve
+    from paceline.server.serve import bind, serve, url_of
     from paceline.ways.draft.service import drafting_alone
 
     home, clock = Home.from_environment(), SystemClock()
     beside = tuple(resolve(path, home) for path in sharing.beside)
-    port = bind(api.host, api.port)
+    port, notes = bind(api.host, api.port), ExitStack()
+    served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
+    certificate = None if tls is None else tls.certificate
+    note = partial(announced, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
+    notes.enter_context(note(url_of(api.host, port, tls), is_ready=False))
     claim = None if fleet is None else Claim(FleetFolder(home.fleet), fleet)
     allow_open_files()
     console = Terminal()
@@ -192,7 +196,6 @@ def run_up(
     for name in named if asked is None else ():
         models.add(load(replace(base, model=name, bound=models.bound), console))
         _check_apart(encoder, models)
-    served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in sharing.propose]
     try:
 
@@ -230,10 +233,7 @@ def run_up(
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-                certificate = None if tls is None else tls.certificate
-                notes.enter_context(
-                    announced(reach, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
-                )
+                notes.enter_context(note(reach))
                 others = "" if reach == url else ", and at this machine's other addresses"
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
                 if models.nodes:
@@ -241,7 +241,7 @@ def run_up(
                     told = (console, models.models()[0].name, reach, api.settings.api_key, tls, greet)
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
-            with ExitStack() as notes:
+            with notes:
                 await serve(app, api.host, port, stop=stop, on_ready=ready, tls=tls)
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -177,6 +177,12 @@ def bind(host: str, port: int) -> socket.socket:
     return hold_port(host or "0.0.0.0", port, "the API", "--port or --host")  # noqa: S104 - an empty host means all of IPv4
 
 
+def url_of(host: str, held: socket.socket, tls: TlsFiles | None) -> str:
+    """The base URL of what is served at a port that `bind` took."""
+    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
+    return f"{'http' if tls is None else 'https'}://{shown}:{held.getsockname()[1]}"
+
+
 class _Server(uvicorn.Server):
     """Behind an acceptor of its own: uvicorn's bounds no handshake and shares no connections."""
 
@@ -228,8 +234,7 @@ async def serve(
     check_bind(host, settings.api_key)
     context = None if tls is None else tls.context()
     listen_on(held, BACKLOG)
-    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
-    url = f"{'http' if tls is None else 'https'}://{shown}:{held.getsockname()[1]}"
+    url = url_of(host, held, tls)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(settings),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,9 @@ from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 from tests.unit.net.member.nodes import in_loop, make_node, running
 
-from paceline.cli import status
-from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, show_endpoints
+from paceline.cli import chat, status
+from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, endpoints_here, show_endpoints, starting
+from paceline.cli.running import running as running_here
 from paceline.cli.status import _show, run_status
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
@@ -24,6 +28,7 @@ from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
+from paceline.machine.settings import NodeSettings
 from paceline.net.discovery import AddressBook
 from paceline.net.member.state import Looked, Sight
 from paceline.net.trust.folder import FleetFolder
@@ -213,3 +218,31 @@ def test_in_no_fleet_endpoints_are_watched(tmp_path: Path, monkeypatch: pytest.M
         run_status(as_json=False, watch=True)
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("http")]
     assert shown == ["http://127.0.0.1:1/v1: ok, serves m", "http://127.0.0.1:1/v1: stopping, serves m"]
+
+
+def test_an_endpoint_that_starts_is_shown_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    home, served, notes = Home(tmp_path), Served(ScriptedInference()), ExitStack()
+    note = partial(announced, served.url, has_key=False, certificate=None, owner_key=None)
+    try:
+        with note(is_ready=False):
+            assert ([one.url for one in starting(home)], running_here(home)) == ([served.url], [])
+            assert shown_of(*endpoints_here(home)) == [f"{served.url}/v1: starting"]
+            stale = (tmp_path / "running" / f"{os.getpid()}.json").read_bytes()
+
+            def starts(_: float) -> None:
+                notes.enter_context(note())
+
+            monkeypatch.setattr(chat, "time", SimpleNamespace(sleep=starts))
+            found = chat._endpoint_here(NodeSettings(max_running=1), None, None)
+            assert found is not None
+            assert found.url == served.url
+            assert "starts on this machine: it is waited for" in capsys.readouterr().err
+        notes.close()
+        # What another process left, whose number this one has.
+        (tmp_path / "running" / f"{os.getpid()}.json").write_bytes(stale)
+        assert (starting(home), running_here(home)) == ([], [])
+    finally:
+        served.close()
