@@ -53,8 +53,11 @@ def loaded(several: Several) -> list[str]:
 
 
 def test_a_client_names_what_it_wants(several: Several, builds: Builds) -> None:
-    listed = [model["id"] for model in several.http.get("/v1/models").json()["data"]]
+    entries = several.http.get("/v1/models").json()["data"]
+    listed = [model["id"] for model in entries]
     assert set(listed) >= set(NAMES)
+    assert {str(model["sampling_defaults"]) for model in entries if model["id"] in NAMES} == {"None"}, "not known before a model is opened"
+    assert several.http.get(f"/v1/models/{NAMES[0]}").json()["sampling_defaults"] is not None
     assert "damaged" not in listed
     assert several.http.get("/v1/models/b").json()["max_model_len"] == 256
     assert loaded(several) == []

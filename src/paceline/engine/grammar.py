@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -58,8 +59,11 @@ _FIELDS = {
 }
 
 
-_NO_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Its branches are not told apart: write anyOf"
-"""What the library says of its options, and what a client can do."""
+_REWORDED = {
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Its branches are not told apart: write anyOf",
+    "Unimplemented keys": "these keywords of schemas are not supported",
+}
+"""What the library says of schemas, and what a client can do."""
 
 
 class Grammars:
@@ -150,10 +154,10 @@ class Grammars:
                 case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
                     text = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as error:
-            raise _Refused(str(error).replace(*_NO_OPTION)) from error
+            raise _Refused(_reworded(str(error))) from error
         compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if compiled.is_error():
-            raise _Refused(compiled.get_error().replace(*_NO_OPTION))
+            raise _Refused(_reworded(compiled.get_error()))
         for number in range(_WALKS):
             self._walk(Matcher(compiled.deep_copy(), self._vocabulary.size), random.Random(number))
         return compiled
@@ -240,6 +244,16 @@ class Matcher:
 def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
     """Rule out, in place, the tokens that a mask does not have."""
     np.minimum(logits_V, _CEILINGS.take(mask, axis=0).reshape(-1)[: len(logits_V)], out=logits_V)
+
+
+def _reworded(text: str) -> str:
+    """Why a grammar is refused. Of an expression the library shows where in a grammar of its own it stands, which nobody wrote."""
+    wrong = re.search(r"^error: (.+)$", text, re.MULTILINE) if "regex parse error" in text else None
+    if wrong is not None:
+        text = f"an expression can't be followed: {wrong[1]}"
+    for theirs, ours in _REWORDED.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
 def _line(text: str) -> str:

@@ -358,7 +358,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
-        data += [_listed(model.name, changed(model), model.context, {}) for model in await service.loadable()]
+        data += [_listed(model.name, changed(model), model.context, None) for model in await service.loadable()]
         return json_response({"object": "list", "data": data if encoder is None else [*data, encoder_entry(encoder)]})
 
     @app.get(
@@ -386,6 +386,6 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _listed(name: str, created: int, length: int, drawn: Mapping[str, float]) -> dict[str, object]:
+def _listed(name: str, created: int, length: int, drawn: Mapping[str, float] | None) -> dict[str, object]:
     shown: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "paceline"}
-    return shown | {"max_model_len": length, "sampling_defaults": dict(drawn)}
+    return shown | {"max_model_len": length, "sampling_defaults": drawn if drawn is None else dict(drawn)}

@@ -149,9 +149,24 @@ def fault_of_mistake(error: UserError) -> Fault:
     return Fault(status, str(error), param="model", code=code)
 
 
+WORDS: Mapping[str, str] = {
+    "list_type": "Input should be a list",
+    "string_type": "Input should be a string",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "Input should be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "Input should be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "Input should be true or false"),
+    **dict.fromkeys(("too_short", "string_too_short"), "Input should not be empty"),
+    "too_long": "Input should have {max_length} entries at most",
+    "string_too_long": "Input should have {max_length} letters at most",
+    "string_pattern_mismatch": "Input should be written as the expression {pattern} says",
+}
+"""By the kind of pydantic's error. Of other kinds its own words do, or are ours."""
+
+
 def fault_of_validation(error: ValidationError) -> Fault:
     """A body that does not fit its model: the first field at fault, by name."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return Fault(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     param = _param(first["loc"])
@@ -170,7 +185,7 @@ def fault_of_validation(error: ValidationError) -> Fault:
                 refused = None  # another field called so
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
-            wrong = first["msg"]
+            wrong = WORDS[first["type"]].format_map(first.get("ctx", {})) if first["type"] in WORDS else first["msg"]
             if first["type"] == "list_type" and first["loc"][-1] in UNION_TAGS:
                 wrong = "Input should be a string or a list"
             return Fault(400, f"{param}: {wrong}", param=param, code="invalid_value")

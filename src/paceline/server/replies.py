@@ -133,8 +133,9 @@ class ListedModel(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
-    sampling_defaults: dict[str, float] = Field(
-        description="How tokens are drawn where a request does not say; what is missing: as OpenAI's API has it"
+    sampling_defaults: dict[str, float] | None = Field(
+        description="How tokens are drawn where a request does not say; what is missing: as OpenAI's API has it. Null: not known before the "
+        "model is asked for"
     )
 
 

@@ -124,5 +124,5 @@ def check_bind(host: str, api_key: str | None) -> None:
     if api_key is None and not is_loopback(host):
         raise ConfigError(
             f"Refusing to listen on {host or 'every interface'} without an API key: anyone on that network could use this machine",
-            "Set an API key, or bind to 127.0.0.1.",
+            "Give a key with --api-key-file FILE or PACELINE_API_KEY, or leave out --host, which listens on 127.0.0.1 then.",
         )

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import orjson
 import pytest
 
+from paceline import server
 from paceline.core.errors import (
     FleetError,
     ImpossiblePin,
@@ -14,7 +18,9 @@ from paceline.core.errors import (
     UserError,
     VocabularyMismatch,
 )
-from paceline.server.faults import Api, Fault, fault_of_error, fault_of_mistake
+from paceline.server.faults import Api, Fault, Refusal, fault_of_error, fault_of_mistake
+from paceline.server.fields import read_body
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 
 
 def test_what_no_json_can_hold_is_replaced() -> None:
@@ -58,3 +64,36 @@ def test_messages_have_the_field_as_the_api_calls_it(rest: str) -> None:
         orjson.loads(Fault(400, f"No response_format{rest}", param="response_format").body(Api.OLLAMA))["error"]
         == f"No response_format{rest}"
     )
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
+
+
+@pytest.mark.skipif(not DOCUMENT.is_file(), reason="the tests travel without the documents")
+def test_every_code_that_clients_are_told_is_documented() -> None:
+    sources = [path.read_text() for path in Path(str(server.__file__)).parent.rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'code="([a-z_]+)"', source)}
+    table = DOCUMENT.read_text().partition("## Errors")[2].partition("## Events")[0]
+    assert {"invalid_type", "not_found"} <= codes
+    assert sorted(code for code in codes if f"`{code}`" not in table) == []
+    assert "| 501 |" in table
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "says"),
+    [
+        (CompletionRequest, {"prompt": "a", "stop": ["x"] * 17}, "stop: Input should have 16 entries at most"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": 3}, "stop_token_ids: Input should be a list"),
+        (CompletionRequest, {"prompt": "a", "n": 1.5}, "n: Input should be a whole number"),
+        (CompletionRequest, {"prompt": "a", "temperature": "warm"}, "temperature: Input should be a number"),
+        (CompletionRequest, {"prompt": "a", "stream": "maybe"}, "stream: Input should be true or false"),
+        (CompletionRequest, {"prompt": "a", "model": ""}, "model: Input should not be empty"),
+        (ChatCompletionRequest, {"messages": []}, "messages: Input should not be empty"),
+        (ChatCompletionRequest, {"messages": "hi"}, "messages: Input should be a list"),
+        (ChatCompletionRequest, {"messages": [1]}, "messages[0]: Input should be an object"),
+    ],
+)
+def test_what_does_not_fit_a_body_is_said_in_our_words(kind: type[CompletionRequest], body: dict[str, object], says: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        read_body(kind, orjson.dumps(body))
+    assert refused.value.fault.message == says
