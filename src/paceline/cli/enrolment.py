@@ -208,9 +208,8 @@ def ca_export(
     """Back up the fleet's CA, encrypted with a passphrase."""
     from paceline.node import enrolment
 
-    passphrase = None if no_passphrase else _passphrase(passphrase_file, twice=True)
-    enrolment.export_authority(enrolment.open_folder(), file, passphrase)
-    having = "it" if passphrase is None else "it and the passphrase"
+    enrolment.export_authority(enrolment.open_folder(), file, lambda: None if no_passphrase else _passphrase(passphrase_file, twice=True))
+    having = "it" if no_passphrase else "it and the passphrase"
     print_lines(Terminal(), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
 
 

@@ -134,7 +134,7 @@ WHY = {
     "less_than_equal": "is more than {le:g}",
     "greater_than_equal": "is less than {ge:g}",
 }
-"""By the kind of pydantic's error, which reads typer's values. Of other kinds typer says it in words of its own."""
+"""By the kind of pydantic's error, which reads typer's values. Of a word that is none of those that are taken it lists them."""
 
 
 class Commands(TyperGroup):
@@ -150,9 +150,10 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
-            if error.param is None or not details or details[0]["type"] not in WHY:
+            if error.param is None or not details or details[0]["type"] not in {*WHY, "value_error"}:
                 raise
-            why = WHY[details[0]["type"]].format_map(details[0].get("ctx", {}))
+            listed = str(details[0]["msg"]).removeprefix("Value error, ").removeprefix(f"{details[0]['input']!r} ").rstrip(".")
+            why = WHY.get(details[0]["type"], listed).format_map(details[0].get("ctx", {}))
             help_ = f"{(error.ctx or ctx).command_path} --help"
             raise ConfigError(f"{error.param.opts[0]}: {details[0]['input']!r} {why}", f"This says what it takes: {help_}") from None
 

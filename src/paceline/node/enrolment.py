@@ -211,23 +211,24 @@ def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, keep_toke
     return Revoking(is_news=True, voided_tokens=voided)
 
 
-def export_authority(folder: FleetFolder, file: Path, passphrase: str | None = None) -> None:
+def export_authority(folder: FleetFolder, file: Path, ask: Callable[[], str | None] = lambda: None) -> None:
     """Write a backup of the CA.
 
     Args:
-        passphrase: encrypts it; None: a person who reads the file has the CA.
+        ask: for the passphrase that encrypts it, once nothing else is in the way; None: a person who reads the file has the CA.
 
     Raises:
         MembershipError: the CA is on another machine, or the file is there or can't be written.
     """
     folder.identity()
-    if passphrase is not None and len(passphrase) < MIN_PASSPHRASE:
-        raise ConfigError(f"A passphrase has at least {MIN_PASSPHRASE} characters", "Such as five words")
-    data = folder.authority().to_pem(passphrase)
+    authority = folder.authority()
     if file.exists():
-        raise MembershipError(f"{file} is there already, and a backup overwrites nothing", "Choose another name")
+        raise MembershipError(f"{file} is there already, and a backup overwrites nothing", "Choose another name.")
+    passphrase = ask()
+    if passphrase is not None and len(passphrase) < MIN_PASSPHRASE:
+        raise ConfigError(f"A passphrase has at least {MIN_PASSPHRASE} characters", "Such as five words.")
     try:
-        write_file(file, data, durable=True)
+        write_file(file, authority.to_pem(passphrase), durable=True)
     except OSError as error:
         raise MembershipError(f"{file} can't be written: {error.strerror}", "Choose another place") from error
 

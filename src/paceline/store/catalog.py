@@ -279,7 +279,8 @@ def _at_path(path: Path) -> ModelLocation:
     path = path.absolute()
     if not exists(path):
         near = [str(file) for file in path.parent.glob("*.gguf")] if exists(path.parent) else []
-        raise _not_found(str(path), near)
+        hint = f"{_did_you_mean(str(path), near)}`paceline models` lists those that are known here by name"
+        raise ModelNotFound(f"There is no file or folder {str(path)[:200]!r}", hint)
     if exists((path if path.is_dir() else path.parent) / PART):
         raise ModelFileError(f"{path} holds only parts of a model", "Pull the model to have all of it")
     if path.is_dir():
@@ -303,10 +304,14 @@ def exists(path: Path) -> bool:
     return True
 
 
-def _not_found(ref: str, names: list[str]) -> ModelNotFound:
+def _did_you_mean(ref: str, names: list[str]) -> str:
     lowered = {name.lower(): name for name in names}
     near = [lowered[name] for name in difflib.get_close_matches(ref.lower(), list(lowered), n=3, cutoff=0.5)]
-    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _not_found(ref: str, names: list[str]) -> ModelNotFound:
+    hint = _did_you_mean(ref, names)
     pull = f"`paceline pull {ref}` gets it from the hub" if parse_ref(ref) else "`paceline pull org/name` gets one from the hub"
     return ModelNotFound(f"There is no model {ref[:200]!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")
 

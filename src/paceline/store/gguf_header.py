@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from paceline.core.errors import UnsupportedModel
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.faults import Fields, damaged, unreadable, unsupported
 from paceline.store.tensor_files import StoredAt
@@ -212,7 +213,10 @@ def _parse(cursor: _Cursor) -> GgufHeader:
         raise damaged(path, f"it starts with {magic!r}, not with b'GGUF'")
     version = cursor.u32("the version")
     if version not in {2, 3}:
-        raise unsupported(path, f"GGUF version {version} (or big-endian) is not one Paceline reads")
+        raise UnsupportedModel(
+            f"{path} is a GGUF file of version {version}, or big-endian, and versions 2 and 3 are read, little-endian",
+            "Get the model in another file, or convert it anew.",
+        )
     n_tensors = cursor.count(24, "tensors", MAX_TENSORS)
     n_keys = cursor.count(13, "metadata keys", MAX_KEYS)
     metadata = _parse_metadata(cursor, n_keys)

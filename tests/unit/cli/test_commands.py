@@ -119,6 +119,15 @@ def test_a_value_that_is_no_such_number_is_said_with_what_it_was(args: tuple[str
     assert f"paceline {args[0]} --help" in done.stderr
 
 
+@pytest.mark.parametrize("args", [("up", "--device", "gpu"), ("up", "--weights", "int3"), ("token", "--trust", "all")])
+def test_a_word_that_is_none_of_an_option_s_is_said_with_those_that_are(args: tuple[str, ...]) -> None:
+    done = paceline(*args)
+    assert_user_error(
+        done, f"error: {args[1]}: {args[2]!r} is not one of '", "hint:  This says what it takes: ", f"paceline {args[0]} --help"
+    )
+    assert "Value error" not in done.stderr
+
+
 def test_a_wrong_flag_names_the_near_ones() -> None:
     assert_user_error(paceline("up", "--prot", "1"), "--prot", "--port")
 
@@ -209,7 +218,7 @@ def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
 
 
 def test_other_machines_need_a_key() -> None:
-    assert_user_error(paceline("up", "--host", "0.0.0.0", "--model", "no-such-model"), "0.0.0.0", "API key")
+    assert_user_error(paceline("up", "--host", "0.0.0.0", "--model", "no-such-model"), "0.0.0.0", "--api-key-file")
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -51,6 +52,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_local_nodes_are_a_pipeline_of_their_own(asked: SharingOptions) -> None:
     with pytest.raises(ConfigError, match="over nodes of this machine"):
         up(asked)
+
+
+def test_local_nodes_start_only_where_the_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.fleet.LocalFleet", lambda *_, **__: pytest.fail("nodes were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Cannot listen on"):
+        run_shared(NodeSettings("m"), LOCAL, ApiOptions(port=taken.getsockname()[1]), greet=False)
 
 
 @pytest.mark.parametrize("sharing", [PLAIN, LOCAL])

@@ -104,7 +104,7 @@ def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, t
     enrolment.export_authority(first, backup)
     assert backup.stat().st_mode & 0o777 == 0o600
     with pytest.raises(MembershipError, match="overwrites nothing"):
-        enrolment.export_authority(first, backup)
+        enrolment.export_authority(first, backup, lambda: pytest.fail("a passphrase is asked for in vain"))
     with pytest.raises(MembershipError, match="on this machine already"):
         enrolment.import_authority(first, backup)
     stranger = FleetFolder(tmp_path / "stranger")
@@ -128,8 +128,8 @@ def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, t
 def test_a_backup_with_a_passphrase_wants_that_one(first: FleetFolder, tmp_path: Path) -> None:
     backup = tmp_path / "ca.backup"
     with pytest.raises(ConfigError, match="at least 12"):
-        enrolment.export_authority(first, backup, "short")
-    enrolment.export_authority(first, backup, "five words on a line")
+        enrolment.export_authority(first, backup, lambda: "short")
+    enrolment.export_authority(first, backup, lambda: "five words on a line")
     first.authority_file.unlink()
     with pytest.raises(IdentityError, match="no passphrase was given"):
         enrolment.import_authority(first, backup)

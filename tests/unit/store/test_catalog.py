@@ -103,12 +103,12 @@ def test_the_list_tells_what_each_model_is(gguf_model: Any, make_folder: Any, ho
     [
         ("smollm2-135n", "Did you mean smollm2-135m"),
         ("org/tinny", r"Did you mean org/tiny\?.*paceline pull org/tinny"),
-        ("./no.gguf", "no.gguf"),
+        ("./no.gguf", "no file or folder .*no.gguf"),
         ("", "no model ''"),
         ("a\x00b", "no model"),
-        ("../../etc", "no model"),
+        ("../../etc", "no file or folder"),
         ("x" * 5000, "no model"),
-        ("./" + "x" * 5000, "no model"),
+        ("./" + "x" * 5000, "no file or folder"),
         ("org/" + "x" * 5000, "no model"),
     ],
 )
