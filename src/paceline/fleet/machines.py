@@ -168,7 +168,9 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
     if not found:
         others = sorted({offer.model_id for _, offer in layered})
         hint = f"Offered: {', '.join(others[:8])}. " if others else ""
-        hint += "One in a file or folder is, once its machine knows it: `paceline pull FILE` there, or `paceline up --model FILE`."
+        hint += (
+            "A model in a file or folder is offered once its machine knows it: `paceline pull FILE` there, or `paceline up --model FILE`."
+        )
         raise PlacementError(f"No machine of the fleet has the model {request.title!r}", hint)
     wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
     if not wanted:
