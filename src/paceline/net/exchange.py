@@ -114,11 +114,14 @@ class Exchanger:
                 data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             self._pool.refused(error)
+            is_refused = channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
             # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
             failure = fleet_error_of(error, f"{member.node_id} at {address}")
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and is_refused:  # the call waited for a connection, in vain
+                failure = NodeUnreachable(f"{member.node_id} at {address} can't be reached (no connection to it comes about)", failure.hint)
         else:
             message = parse_reply(data)
             self._bounds.check(measure_reply(message))

@@ -332,3 +332,18 @@ async def test_a_node_that_left_leaves_nothing_behind(tmp_path: Path) -> None:
         await until_seen(a, "a")
         assert a.sight().failures == ()
         await until(lambda: len(a.pool) == 0)  # an exchange that was under way ends first
+
+
+@in_loop
+async def test_a_connection_that_is_lost_is_not_said_to_be_slow(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
+    async with running(b):
+        exchanger = Exchanger(a.node_id, a.pool, a.gossip.opener, a.book, parse_preset(QUICK).bounds, SystemClock())
+        call = GossipCall(0, b.addresses, None, ExchangeRequest(), 1.0)
+        assert (await exchanger.call(call, lambda _: None)).peer == "b"
+        assert b._server is not None
+        await b._server.stop(0.0)  # as SIGKILL leaves the others: with no goodbye
+        with pytest.raises(NodeUnreachable, match=r"b at .* can't be reached \(no connection to it comes about\)"):
+            await exchanger.call(call, lambda _: None)
+        await a.pool.close()
