@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits, Wakeup
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
@@ -54,6 +56,8 @@ class Scenario:
     rounds: int = 1
     blocks: int = BLOCKS
     threads: int = 2
+    disk: bool = False
+    """Each round is another engine, over what the one before left on a disk."""
 
 
 SCENARIOS = {
@@ -66,6 +70,8 @@ SCENARIOS = {
     "chunks-of-17": Scenario(chunk=17, every=1),
     "chunks-of-64": Scenario(chunk=64),
     "prefix-hits": Scenario(prefix_cache=True, rounds=2),
+    "from-disk": Scenario(prefix_cache=True, rounds=2, disk=True),
+    "from-disk-one-at-a-time": Scenario(prefix_cache=True, rounds=2, disk=True, batch=1, threads=1),
     "preempted": Scenario(blocks=22),
     "preempted-with-prefix-cache": Scenario(blocks=22, prefix_cache=True, rounds=2, chunk=64, every=1),
 }
@@ -117,8 +123,12 @@ class Loaded:
         self.queue = requests(model)
         self.alone = self.run(Scenario(batch=1, threads=1))[0]
 
-    def run(self, scenario: Scenario) -> tuple[dict[str, tuple[int, ...]], Engine]:
-        """Tokens of every request in the last round."""
+    def run(self, scenario: Scenario, folder: Path = Path()) -> tuple[dict[str, tuple[int, ...]], Engine]:
+        """Tokens of every request in the last round.
+
+        Args:
+            folder: on the disk, where the scenario has one.
+        """
         runner = self.runners[scenario.threads]
 
         class Cramped(LocalExecutor[Any]):
@@ -136,9 +146,12 @@ class Loaded:
             step_budget_s=3600.0,  # chunks are the scenario's, however busy the machine is
             prefix_cache=scenario.prefix_cache,
         )
-        engine = Engine(Cramped(), self.model.tokenizer, config, SystemClock())
+        wakeup, tier, engine = Wakeup(), None, Engine(Cramped(), self.model.tokenizer, config, SystemClock())
         tokens: dict[str, tuple[int, ...]] = {}
         for _ in range(scenario.rounds):
+            if scenario.disk:
+                tier = DiskTier(runner, self.model.weights.digest, folder, KvDiskLimits(1 << 30), SystemClock(), wakeup.came)
+                engine = Engine(Cramped(), self.model.tokenizer, config, SystemClock(), wait=wakeup.wait, kv=tier)
             tokens = {}
             queue = list(self.queue)
             if not scenario.every:
@@ -153,6 +166,8 @@ class Loaded:
                     tokens[chunk.request_id] = tokens.get(chunk.request_id, ()) + chunk.token_ids
                 step += 1
             engine.check_invariants()
+            if tier is not None:
+                tier.close()
         return tokens, engine
 
     def close(self) -> None:
@@ -201,16 +216,17 @@ def shelf(paceline_home: object) -> Iterator[Shelf]:
 
 
 @pytest.mark.parametrize(("kind", "scenario"), list(matrix()))
-def test_same_tokens(shelf: Shelf, kind: Kind, scenario: Scenario) -> None:
+def test_same_tokens(shelf: Shelf, kind: Kind, scenario: Scenario, tmp_path: Path) -> None:
     loaded = shelf.get(kind)
     if not loaded.runners[1].holds_identity:
         pytest.skip("on this processor these kernels don't hold identity, and say so")
-    tokens, engine = loaded.run(scenario)
+    tokens, engine = loaded.run(scenario, tmp_path)
     assert tokens == loaded.alone
     assert all(len(answer) == ANSWER for answer in tokens.values())
     stats = engine.stats()
     assert stats.blocks_in_use == 0
     assert (stats.preemptions > 0) == (scenario.blocks < BLOCKS)
     assert (stats.prefix_hits_tokens > 0) == scenario.prefix_cache
+    assert (stats.prefix_fetched_tokens > 0) == scenario.disk
     # The matrix would hold trivially if sampling drew nothing.
     assert len(set(tokens.values())) == len(tokens)

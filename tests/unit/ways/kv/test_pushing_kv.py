@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -154,6 +155,34 @@ async def test_what_comes_wrong_or_not_at_all_is_computed(
         other = PROMPT[::-1]
         assert (await d.answer("2", other)).token_ids == alone(other)
         assert d.sharing.meter.pushes == {end: 1}, "it is left in peace for a while"
+
+
+@pytest.mark.parametrize("end", ["handshake_failed", "refused"])
+@in_loop
+async def test_one_that_takes_no_registration_is_left_in_peace(tmp_path: Path, end: str) -> None:
+    async with sharers(tmp_path, sharer("p", speed=FAST), sharer("d", speed=SLOW)) as (p, d):
+        await p.computes_for(d)
+        if end == "refused":
+            p.kv.role = PrefillRole.DECODE
+        else:
+            d.kv._peers = tuple(replace(peer, addresses=("127.0.0.1:1",)) for peer in d.kv._peers)  # pyright: ignore[reportPrivateUsage]
+        for name, prompt in (("1", PROMPT), ("2", PROMPT[::-1])):
+            answer = await d.answer(name, prompt)
+            assert (answer.token_ids, answer.cached_tokens) == (alone(prompt), 0)
+        await until(lambda: d.sharing.meter.pushes == {end: 1})
+        assert not p.sharing.meter.prefills
+        await at_rest(p, d)
+
+
+@in_loop
+async def test_one_that_can_t_be_reached_with_blocks_hears_so_and_nothing_is_kept_for_it(tmp_path: Path) -> None:
+    async with sharers(tmp_path, sharer("p", speed=FAST), sharer("d", speed=SLOW)) as (p, d):
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call_of(d, p, [registration(d, tensor_port=1)])
+        assert ended.value.code() is grpc.StatusCode.ABORTED
+        assert p.sharing.meter.prefills == {"write_failed": 1}
+        await at_rest(p, d)
+        await until(lambda: p.bench.engine.stats().blocks_in_use == 0)
 
 
 @pytest.fixture
