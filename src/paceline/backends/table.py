@@ -60,6 +60,21 @@ def fastest_on_processors() -> Kernels:
     return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
 
+def use_on_processors(asked: Kernels) -> None:
+    """Have all that this process's processors run, layers for other machines too, run in compiled kernels that a person asked for.
+
+    Raises:
+        ConfigError: this processor lacks their instructions, or kernels of others are in use.
+    """
+    if asked.lowering is not None:
+        if asked.lowering not in cpu.lowerings_here():
+            here = ", ".join(f"cpu-{lowering}" for lowering in cpu.lowerings_here()) or Kernels.TORCH
+            raise ConfigError(
+                f"--device {asked} can't be used here: this processor has no {asked.lowering}", f"It runs {here}. Leave --device out."
+            )
+        cpu.use_lowering(asked.lowering)
+
+
 def torch_refuses(spec: ModelSpec) -> str | None:
     """Why torch can't run a model; None where it can."""
     if spec.norms is not Norms.BEFORE:

@@ -201,16 +201,19 @@ class LocalFleet:
         count: nodes in all.
         threads: of each; None: the machine's, shared.
         model: one that lies elsewhere than in this user's home, which all nodes may read.
+        device: processors' kernels that all run on; None, or another: the fastest.
     """
 
     host: Final = HOST
     preset: Final = PRESET
 
-    def __init__(self, count: int, threads: int | None, model: Path | None = None) -> None:
+    def __init__(self, count: int, threads: int | None, model: Path | None = None, device: str | None = None) -> None:
         from paceline.machine.devices import usable_cores
 
         self.threads = threads or max(1, usable_cores() // count)
-        self._options = () if model is None else ("--beside", str(model))
+        self._options = (() if model is None else ("--beside", str(model))) + (
+            ("--device", device) if device is not None and device.startswith("cpu-") else ()
+        )
         root = Path(tempfile.mkdtemp(prefix="paceline-local-"))
         self._janitor, self._alive = start_janitor(root)
         names = [f"local-{number}" for number in range(1, count + 1)]

@@ -255,6 +255,7 @@ def up(
         allow_unlike=allow_unlike,
         role=role,
         threads=threads,
+        device=device,
         tensor=(1.0,) if settings.tensor_on else settings.tensor,
     )
     served = server_settings(

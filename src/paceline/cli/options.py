@@ -178,7 +178,13 @@ KvDisk = Annotated[str | None, of_model("--kv-disk", metavar="SIZE", help=KV_DIS
 Role = Annotated[PrefillRole | None, of_fleet("--role", help=ROLE_HELP)]
 Context = Annotated[int | None, of_model("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
 Device = Annotated[
-    Kernels | None, of_model("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply.")
+    Kernels | None,
+    of_model(
+        "--device",
+        "-d",
+        metavar="<kernels>",
+        help=f"{', '.join(Kernels)}. What is of processors runs layers for other machines too. Default: the fastest that apply.",
+    ),
 ]
 Tensor = Annotated[
     str,

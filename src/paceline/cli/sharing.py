@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
+from paceline.backends.table import Kernels, use_on_processors
 from paceline.cli.enrolment import seconds
 from paceline.cli.options import ApiOptions
 from paceline.cli.terminal import Terminal
@@ -76,6 +77,8 @@ class SharingOptions:
     """None: what config.toml says."""
     threads: int | None = None
     """Of layers for others; None: one a core."""
+    device: Kernels | None = None
+    """What a person asked to run on; layers for others too, where it is processors' kernels. None: the fastest."""
     tensor: tuple[float, ...] = (1.0,)
     """Speeds of the processes of this machine that share each layer for others."""
 
@@ -109,7 +112,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
     read_pipeline_settings(Home.from_environment())
     api.check()
     bind(api.host, api.port).close()
-    local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()))
+    local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()), device=sharing.device)
     become_first(local)
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
     if others:
@@ -127,6 +130,13 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.cli.up import run_up
 
     _check_names(settings, sharing.propose)
+    if sharing.device is not None:
+        if settings is None and not sharing.device.compiled:
+            raise ConfigError(
+                f"--device {sharing.device} is for this machine's own model, and --no-model was asked for",
+                "Leave one of them out. Kernels of processors, cpu-avx2 say, run layers for other machines too.",
+            )
+        use_on_processors(sharing.device)
     age_s = None if sharing.max_revocation_age is None else seconds(sharing.max_revocation_age, "--max-revocation-age")
     if settings is None and (sharing.pipeline or sharing.pins):
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")

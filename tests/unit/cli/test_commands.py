@@ -17,6 +17,8 @@ from threading import Thread
 
 import pytest
 
+from paceline.backends import cpu
+from paceline.backends.cpu import Lowering
 from paceline.cli.endpoint import EndpointClient, EndpointError
 from paceline.server.serve import own_certificate
 from paceline.store.families import BY_NAME
@@ -143,6 +145,14 @@ def test_a_model_beside_no_model_is_refused() -> None:
 
 def test_drafts_for_no_model_are_refused() -> None:
     assert_user_error(paceline("up", "--port", "0", "--no-model", "--draft", "ngram"), "--draft", "--no-model")
+
+
+def test_kernels_are_asked_for_layers_of_others_too() -> None:
+    gpu = paceline("up", "--port", "0", "--no-model", "--serve-shards", "--device", "torch-cuda")
+    assert_user_error(gpu, "--device torch-cuda is for this machine's own model", "Leave one of them out.")
+    other = next(lowering for lowering in Lowering if lowering not in cpu.lowerings_here())
+    lacking = paceline("up", "--port", "0", "--no-model", "--serve-shards", "--device", f"cpu-{other}")
+    assert_user_error(lacking, f"--device cpu-{other} can't be used here: this processor has no {other}", "Leave --device out.")
 
 
 def test_a_wrong_command_names_the_near_ones() -> None:
