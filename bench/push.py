@@ -9,7 +9,8 @@
 Two `paceline up` of one machine, mutual TLS on: P computes prompts for D. D gets its share of the time by being stopped for the rest of it, a tenth of a
 second at a time; P is not held back. Both have the machine's cores in common, so while one computes the other had better not: what a second
 machine would give is more, as its memory and caches are its own, and less, as its link is. A request with a `cache_salt` is computed at D. Gaps are between two
-tokens of an answer that D writes meanwhile, from a prompt's begin to its first token, and over as long before it. The first round, an eighth as long, does not count.
+tokens of an answer that D writes meanwhile, from a prompt's begin to its first token, and over as long after it; and while P computes as long a prompt of its own, of which
+nothing is pushed: what that takes of D, the machine takes that both are on. The first round, an eighth as long, does not count.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def main() -> int:
     context = max(8192, options.tokens + 64)
     up = ("--fleet-port", "0", "--context", str(context), "--kv-tokens", str(8 * context), "--model", model, *threads)
     draw, over = random.Random(1), threading.Event()
-    rows: dict[str, list[float]] = {"pushed": [], "here": []}
-    gaps: dict[str, list[float]] = {"before": [], "pushed": [], "here": []}
+    rows: dict[str, list[float]] = {"pushed": [], "here": [], "p_alone": []}
+    gaps: dict[str, list[float]] = {"without": [], "pushed": [], "here": [], "p_alone": []}
     went: list[str] = []
     kv: list[tuple[float, float]] = []  # bytes of blocks taken, and bytes that went over loopback meanwhile and not by NIXL
     with tempfile.TemporaryDirectory() as scratch, machines(Path(scratch), Home.from_environment().kernels, "p", "d", warm=None) as (p, d):
@@ -155,16 +156,20 @@ def main() -> int:
                 for number in range(options.rounds + 1):
                     prompt = [draw.randrange(1000, 30000) for _ in range(options.tokens if number else max(512, options.tokens // 8))]
                     gate, before = counted(d, LEAST), ends_of(d)
-                    for kind, salt in (("pushed", None), ("here", str(number))):
+                    for kind, at, salt in (
+                        ("pushed", d, None),
+                        ("here", d, str(number)),
+                        *((("p_alone", p, str(number)),) if options.live else ()),
+                    ):
                         taken, sent = [counted(d, TAKEN % way) for way in ("nixl", "stream")], loopback_bytes()
-                        rows[kind].append(took_s := first_token_s(d, model, prompt, salt))
+                        rows[kind].append(took_s := first_token_s(at, model, prompt, salt))
                         end, sent = time.perf_counter(), loopback_bytes() - sent
                         if kind == "pushed":
                             by_nixl, streamed = (counted(d, TAKEN % way) - had for way, had in zip(("nixl", "stream"), taken, strict=True))
                             kv.append((by_nixl + streamed, by_nixl + sent))
                         time.sleep(took_s if options.live else 0)
                         gaps[kind] += live.gaps_s(end - took_s, end)
-                        gaps["before"] += live.gaps_s(end + 0.2 * took_s, end + took_s)
+                        gaps["without"] += live.gaps_s(end + 0.2 * took_s, end + took_s)
                     ended = ", ".join(end for end, count in ends_of(d).items() if count > before[end])
                     went.append(ended or (f"not pushed: from {gate:g} tokens on" if gate else "not pushed: never faster"))
                     if not number:
