@@ -138,8 +138,12 @@ MORE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "heads of 80": lambda: MistralConfig(**_SIZES, head_dim=80, sliding_window=24),
     "heads of 100": lambda: LlamaConfig(**_SIZES, head_dim=100),
+    "a feed-forward of 200": lambda: LlamaConfig(**{**_SIZES, "intermediate_size": 200}),
+    "experts of 72": lambda: Qwen3MoeConfig(
+        **_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=72, norm_topk_prob=True, mlp_only_layers=[]
+    ),
 }
-"""Families, and heads of no whole groups of 32, that differ from those above in little."""
+"""Families, and sizes of no whole groups of 32, that differ from those above in little."""
 
 
 def save_tiny(family: str, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends import cpu
+from paceline.backends.cpu.padding import padded
 from paceline.backends.cpu.shares import LANES, Share
 from paceline.backends.holding import forms_by, held_bytes, mlx_bytes, mlx_formats, part_bytes, torch_bytes, working_bytes
 from paceline.backends.memory import MIB, available_bytes, human
@@ -84,6 +85,7 @@ def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kern
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:
     """As a card says it. Every layer counts as the largest one: who holds any of them has room."""
+    spec = padded(spec) if kernels.compiled else spec
     held = weights_bytes(spec, weights, type_of, kernels)
     return ModelShape(
         n_layers=spec.n_layers,

@@ -178,7 +178,7 @@ def load(
 
     prepare(lowering, options.kernel_cache)
     from paceline.backends.cpu.pack import packer
-    from paceline.backends.cpu.padding import PaddedHeads, padded
+    from paceline.backends.cpu.padding import Padded, padded
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
@@ -186,7 +186,7 @@ def load(
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
 
     if padded(source.spec) is not source.spec:
-        source = PaddedHeads(source)
+        source = Padded(source)
     form_of = forms_by(options.weights, source.type_of)
     share = None if exchange is None else exchange.shares[exchange.rank]
     spec = source.spec if share is None else share.of(source.spec)

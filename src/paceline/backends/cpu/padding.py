@@ -1,4 +1,5 @@
-"""Heads of no whole groups of 32, as kernels take them: queries, keys and values get rows of zeros, the attention output columns of zeros.
+"""Heads and feed-forward widths of no whole groups of 32, as kernels take them: queries, keys and values, gate and up get rows of zeros, the attention output and
+down columns of zeros.
 
 Each half of a head is padded for itself, so that rope's pairs stay half a head apart. What is added gives zeros, so sums are what they were. Importing this imports no kernel.
 
@@ -17,18 +18,27 @@ import numpy.typing as npt
 from paceline.core.model import ModelSpec, RopeSpec, rotary_dims
 from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor, WeightSource, columns_of, inverse_frequencies
 
-_ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+_OUT, _DOWN = "o_proj.weight", "down_proj.weight"
+_HEADS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+_INNER = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
 
 
 def padded(spec: ModelSpec) -> ModelSpec:
-    """The spec of the padded model; the same where heads are whole groups, or can't be padded: what norms a head, or turns a part of it, would see what is added."""
-    width = -(-spec.head_dim // GROUP) * GROUP
+    """The spec of the padded model; the same where all is whole groups."""
+    width, ffn, moe = _whole(spec.head_dim), _whole(spec.ffn), spec.moe
+    if spec.ffn != ffn or (moe is not None and moe.ffn != _whole(moe.ffn)):
+        spec = replace(spec, ffn=ffn, moe=moe and replace(moe, ffn=_whole(moe.ffn)))
+    # What norms a head, or turns a part of it, would see what is added.
     if width == spec.head_dim or spec.qk_norm or rotary_dims(spec.rope, spec.head_dim) != spec.head_dim:
         return spec
     window = spec.window and replace(spec.window, rope=spec.window.rope and _rope(spec.window.rope, spec.head_dim, width))
     attention = spec.head_dim**-0.5 if spec.scales.attention is None else spec.scales.attention
     scales, rope = replace(spec.scales, attention=attention), _rope(spec.rope, spec.head_dim, width)
     return replace(spec, head_dim=width, rope=rope, window=window, scales=scales, long=None)
+
+
+def _whole(size: int) -> int:
+    return -(-size // GROUP) * GROUP
 
 
 def _rope(rope: RopeSpec, head_dim: int, width: int) -> RopeSpec:
@@ -38,11 +48,12 @@ def _rope(rope: RopeSpec, head_dim: int, width: int) -> RopeSpec:
     return RopeSpec(rope.theta, divisors=tuple(divisors), gain=rope.gain)
 
 
-class PaddedHeads:
-    """A `WeightSource` of the padded model. The attention output is plain numbers there, whatever the file has: groups of inputs would cross heads."""
+class Padded:
+    """A `WeightSource` of the padded model. The output of padded heads is plain numbers there, whatever the file has: groups of inputs would cross heads."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source, self.spec = source, padded(source.spec)
+        self._by_head = self.spec.head_dim != source.spec.head_dim
 
     @property
     def digest(self) -> str:
@@ -55,32 +66,70 @@ class PaddedHeads:
         return self._source.nbytes(name)
 
     def type_of(self, name: str) -> str:
-        return "F32" if name.endswith("o_proj.weight") else self._source.type_of(name)
+        return "F32" if self._by_head and name.endswith(_OUT) else self._source.type_of(name)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
-        if columns is not None and not name.endswith("o_proj.weight") and not name.endswith(_ROWS):
-            return self._source.read(name, rows, columns)
-        return columns_of(self._padded(name, rows), columns)
+        if self._by_head and name.endswith(_OUT):
+            return columns_of(self._out(name, rows), columns)
+        if self._by_head and name.endswith(_HEADS):
+            return columns_of(self._heads(name, rows), columns)
+        if name.endswith(_INNER):
+            return self._inner(name, rows, columns)
+        if name.endswith(_DOWN) and self._width(self._source.spec) % GROUP:
+            return columns_of(self._down(name, rows), columns)
+        return self._source.read(name, rows, columns)
 
-    def _padded(self, name: str, rows: slice | None) -> StoredTensor:
+    def _out(self, name: str, rows: slice | None) -> StoredTensor:
+        from paceline.backends.quantize import to_float32
+
+        values_NK = to_float32(self._source.read(name, rows))
+        spread = _spread(values_NK.reshape(len(values_NK), -1, self._source.spec.head_dim), 2, self.spec.head_dim)
+        return DenseTensor(spread.reshape(len(values_NK), -1), "f32")
+
+    def _heads(self, name: str, rows: slice | None) -> StoredTensor:
         dim, width = self._source.spec.head_dim, self.spec.head_dim
-        if name.endswith("o_proj.weight"):
-            from paceline.backends.quantize import to_float32
-
-            values_NK = to_float32(self._source.read(name, rows))
-            return DenseTensor(_spread(values_NK.reshape(len(values_NK), -1, dim), 2, width).reshape(len(values_NK), -1), "f32")
-        if not name.endswith(_ROWS):
-            return self._source.read(name, rows)
         heads = self.spec.n_heads if ".q_proj." in name else self.spec.n_kv_heads
         start, stop, _ = (rows or slice(None)).indices(heads * width)
         first, last = start // width, -(-stop // width)
         tensor = self._source.read(name, slice(first * dim, last * dim))
-        data = tensor.rows_NB if isinstance(tensor, BlockTensor) else tensor.data
+        data = _rows_of(tensor)
         spread = _spread(data.reshape(last - first, dim, *data.shape[1:]), 1, width)
-        part = np.ascontiguousarray(spread.reshape(-1, *data.shape[1:])[start - first * width : stop - first * width])
-        if isinstance(tensor, BlockTensor):
-            return BlockTensor(tensor.type, (len(part), *tensor.shape[1:]), part)  # a block of zeros is zeros, whatever its type
-        return DenseTensor(part, tensor.dtype)
+        return _with_rows(tensor, spread.reshape(-1, *data.shape[1:])[start - first * width : stop - first * width])
+
+    def _inner(self, name: str, rows: slice | None, columns: slice | None) -> StoredTensor:
+        own = self._width(self._source.spec)
+        start, stop, _ = (rows or slice(None)).indices(self._width(self.spec))
+        first, last = min(start, own - 1), min(stop, own)  # one row at least, which says what a row is
+        tensor = self._source.read(name, slice(first, max(last, first + 1)), columns)
+        data = _rows_of(tensor)[start - first :]
+        return _with_rows(tensor, _followed(data, 0, stop - start))
+
+    def _down(self, name: str, rows: slice | None) -> StoredTensor:
+        tensor = self._source.read(name, rows)
+        assert isinstance(tensor, DenseTensor), "rows of no whole groups are not quantised"
+        return DenseTensor(_followed(tensor.data, 1, self._width(self.spec)), tensor.dtype)
+
+    def _width(self, spec: ModelSpec) -> int:
+        return spec.ffn if spec.moe is None else spec.moe.ffn
+
+
+def _rows_of(tensor: StoredTensor) -> npt.NDArray[Any]:
+    return tensor.rows_NB if isinstance(tensor, BlockTensor) else tensor.data
+
+
+def _with_rows(tensor: StoredTensor, rows: npt.NDArray[Any]) -> StoredTensor:
+    """Others of the same type. A block of zeros is zeros, whatever its type."""
+    rows = np.ascontiguousarray(rows)
+    return (
+        BlockTensor(tensor.type, (len(rows), *tensor.shape[1:]), rows)
+        if isinstance(tensor, BlockTensor)
+        else DenseTensor(rows, tensor.dtype)
+    )
+
+
+def _followed(data: npt.NDArray[Any], axis: int, size: int) -> npt.NDArray[Any]:
+    """So long along an axis, by zeros."""
+    return np.pad(data, [(0, size - have if each == axis else 0) for each, have in enumerate(data.shape)])
 
 
 def _spread(heads: npt.NDArray[Any], axis: int, width: int) -> npt.NDArray[Any]:

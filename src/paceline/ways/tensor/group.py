@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from paceline.backends import cpu
 from paceline.backends.cpu.exchange import Exchange
+from paceline.backends.cpu.padding import padded
 from paceline.backends.cpu.runner import Bf16, CpuRunner
 from paceline.backends.cpu.shares import deal
 from paceline.backends.options import LoadOptions, LoadProgress
@@ -65,7 +66,7 @@ class TensorGroup:
         away: Mapping[int, Callable[[GroupMemory, RankOrder, float], Rank]] = MappingProxyType({}),
     ) -> None:
         assert settings.device is not None, "decided for all ranks"
-        spec, speeds, n_blocks = source.spec, settings.tensor, options.n_blocks
+        spec, speeds, n_blocks = padded(source.spec), settings.tensor, options.n_blocks
         here = sum(speed for rank, speed in enumerate(speeds) if rank not in away)
         threads = [max(1, round(options.threads * min(1.0, speed / here))) for speed in speeds]
         max_blocks = -(-min(spec.max_context, n_blocks * BLOCK_TOKENS) // BLOCK_TOKENS)

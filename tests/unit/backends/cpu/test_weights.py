@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 
 from paceline.backends import cpu
 from paceline.backends.cpu.forms import Form
-from paceline.backends.cpu.padding import PaddedHeads, padded
+from paceline.backends.cpu.padding import Padded, padded
 from paceline.backends.ggml.dequantise import TYPES
 from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, mlx_formats, part_bytes
 from paceline.backends.numerics import SeededWeights, small
@@ -104,7 +104,7 @@ def test_padded_heads_weigh_what_they_did() -> None:
 
     spec = replace(SPEC, head_dim=80, n_layers=1, hidden=512)
     source = SeededBlocks(spec, {Form.Q4_0})
-    widened = PaddedHeads(source)
+    widened = Padded(source)
     name = "model.layers.0.self_attn."
     assert widened.spec.head_dim == 96
     whole = to_float32(source.read(f"{name}k_proj.weight")).reshape(2, 2, 40, 512)
@@ -128,3 +128,26 @@ def test_what_can_not_be_padded_is_as_it_was(changes: Any) -> None:
     other = replace(spec, **changes)
     assert padded(other) is other
     assert (cpu.refuses(other) is None) == (other.head_dim == 64)
+
+
+@pytest.mark.parametrize("form", [Form.Q4_0, Form.BF16])
+def test_a_padded_feed_forward_weighs_what_it_did(form: Form) -> None:
+    from paceline.backends.cpu.probe import SeededBlocks
+
+    spec = replace(SPEC, ffn=200, n_layers=1)
+    source = SeededBlocks(spec, {form})
+    gate, down = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    source.forms[down] = Form.BF16  # rows of no whole groups are in no file that quantises
+    widened = Padded(source)
+    assert cpu.refuses(spec) is None
+    assert widened.spec.ffn == 224
+    whole = to_float32(source.read(gate))
+    for rows in (slice(None), slice(0, 64), slice(192, 224), slice(208, 224)):
+        start, stop, _ = rows.indices(224)
+        values = to_float32(widened.read(gate, rows))
+        np.testing.assert_array_equal(values[: max(0, 200 - start)], whole[rows])
+        assert values.shape == (stop - start, 512)
+        assert not values[max(0, 200 - start) :].any()
+    out = to_float32(widened.read(down, slice(16, 48)))
+    np.testing.assert_array_equal(out[:, :200], to_float32(source.read(down, slice(16, 48))))
+    assert not out[:, 200:].any()
