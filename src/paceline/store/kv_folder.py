@@ -19,6 +19,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -118,7 +119,7 @@ class KvFolder:
                 os.close(handle)
             unfinished.rename(path)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
             self._failed(error)
             return False
         n_bytes = len(header) + block.nbytes
@@ -154,13 +155,14 @@ class KvFolder:
                 read += more
             is_whole = read == len(header) + block.nbytes and bytes(header) == _header(key, block) and not os.read(handle, 1)
             if is_whole:
-                self._use(handle)
+                with suppress(OSError):  # a disk that turned read-only
+                    self._use(handle)
         except OSError:
             is_whole = False
         finally:
             os.close(handle)
         if not is_whole:
-            path.unlink(missing_ok=True)
+            _remove(path)
             self._missed(key)
             with self._lock:
                 self.counts.damaged += 1
@@ -181,7 +183,7 @@ class KvFolder:
             # A clock that jumped ahead and back leaves times to come: those count as now.
             age_s = max(0.0, now_s - used_s)
             if age_s > (_STALE_S if is_unfinished else self._ttl_s):
-                path.unlink(missing_ok=True)
+                _remove(path)
                 evicted += not is_unfinished
             elif not is_unfinished:
                 kept.append((min(used_s, now_s), n_bytes, path))
@@ -190,7 +192,7 @@ class KvFolder:
             kept.sort(reverse=True)
             while kept and total > self._budget_bytes * _SWEEP_SHARE:
                 _, n_bytes, path = kept.pop()
-                path.unlink(missing_ok=True)
+                _remove(path)
                 total -= n_bytes
                 evicted += 1
         keys = {key for _, _, path in kept if path.parent.parent == self._own and (key := _key_of(path)) is not None}
@@ -243,6 +245,12 @@ def _write_all(handle: int, header: bytes, block: memoryview) -> None:
         if not more:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += more
+
+
+def _remove(path: Path) -> None:
+    """If that can be."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -207,3 +208,34 @@ def test_a_full_disk_costs_what_could_have_been_kept(tmp_path: Path) -> None:
     clock.advance(31)
     assert kept.write(key, block_of(key))
     assert read(kept, key) == block_of(key)
+
+
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from tests.fakes.clock import FakeClock
+from tests.unit.store.test_kv_folder import FILE, block_of, key_of, opened, read
+disk, clock, keys = Path(sys.argv[1]), FakeClock(), [key_of(number) for number in range(4)]
+subprocess.run(["mount", "-t", "tmpfs", "none", disk], check=True)
+kept = opened(disk / "kv", clock)
+assert all(kept.write(key, block_of(key)) for key in keys[:3])
+(victim,) = [path for path in disk.rglob(keys[2].hex())]
+victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+assert not kept.write(keys[3], block_of(keys[3]))
+for now in (kept, opened(disk / "kv", clock)):
+    assert [read(now, key) for key in keys[:3]] == [*(block_of(key).tobytes() for key in keys[:2]), None]
+    assert (now.counts.read, now.counts.damaged, now.run_of(keys[2:])) == (2, 1, 0)
+assert opened(disk / "kv", clock, budget=FILE).run_of(keys) <= 1
+clock.advance(2000)
+assert opened(disk / "kv", clock).run_of(keys) == 0
+"""
+IN_NAMESPACE = ("unshare", "--map-root-user", "--mount")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*IN_NAMESPACE, "true"], check=False).returncode != 0,
+    reason="no namespaces for mounts",
+)
+def test_a_disk_that_turned_read_only_still_gives_and_takes_nothing(tmp_path: Path) -> None:
+    subprocess.run([*IN_NAMESPACE, sys.executable, "-c", READ_ONLY, str(tmp_path)], check=True, timeout=60, cwd=Path(__file__).parents[3])
