@@ -106,23 +106,38 @@ class Subject:
         everything = source.spec.all_layers
         self._whole, self._drafter = self._load(everything), self._load(everything)
         self._head = self._load(LayerRange(0, 0))
-        self._stage = self._load(everything, edges=False)
+        self.stage = self._load(everything, edges=False)
         self.requests, self.alone = self._asked(prompts, answer)
         self.stats: dict[str, list[EngineStats]] = {proposer: [] for proposer in PROPOSERS}
 
-    def run(self, config: Configuration, requests: Sequence[GenerationRequest]) -> Answers:
-        """The answers of the last round."""
+    def run(
+        self,
+        config: Configuration,
+        requests: Sequence[GenerationRequest],
+        stages: Sequence[Any] = (),
+        dies_at: int | None = None,
+    ) -> Answers:
+        """The answers of the last round.
+
+        Args:
+            stages: runners of machines, the last of which are spare; else all have one that is here.
+            dies_at: the batch at which the second machine goes away.
+        """
         router: MemoryRouter | None = None
         executor: _Whole | _Spread
         n_blocks = CRAMPED if config.memory == PREEMPTED else BLOCKS
         if config.stages == 1:
             executor = _Whole(self._whole, n_blocks)
         else:
-            cut = self.n_layers // 2
             hidden = self._source.spec.hidden
-            machines = [Machine(name, self._stage, hidden, n_blocks) for name in ("a", "b")]
-            machines[1].lock = machines[0].lock  # of the one runner that both have
-            router = MemoryRouter(machines, [LayerRange(0, cut), LayerRange(cut, self.n_layers)])
+            runners = stages or [self.stage] * config.stages
+            machines = [Machine(f"m{place}", runner, hidden, n_blocks) for place, runner in enumerate(runners)]
+            if not stages:
+                for machine in machines:
+                    machine.lock = machines[0].lock  # of the one runner that all have
+            machines[1].dies_at = dies_at
+            cuts = [place * self.n_layers // config.stages for place in range(config.stages + 1)]
+            router = MemoryRouter(machines, list(itertools.starmap(LayerRange, itertools.pairwise(cuts))))
             executor = _Spread(self._head, self.n_layers, router, PipelineLimits(stall_s=60.0), SystemClock())
         truths: list[tuple[int, ...]] = []
         sources = self._sources(config.proposer, truths)
@@ -140,6 +155,7 @@ class Subject:
             if router is not None:
                 router.close()
         assert stats.blocks_in_use == 0
+        assert not isinstance(executor, _Spread) or executor.failovers == (dies_at is not None)
         if config.memory == HITS:
             assert stats.prefix_hits_tokens > 0
         if config.memory == PREEMPTED:
@@ -153,7 +169,7 @@ class Subject:
         return answers
 
     def close(self) -> None:
-        for runner in (self._whole, self._drafter, self._head, self._stage):
+        for runner in (self._whole, self._drafter, self._head, self.stage):
             runner.close()
 
     def _sources(self, proposer: str, truths: Sequence[Sequence[int]]) -> dict[str, DraftSource]:
