@@ -232,7 +232,7 @@ def test_a_fleet_s_node_says_that_its_disk_is_full_before_a_model_is_loaded(star
     assert (process.returncode, out) == (2, "")
     assert said.splitlines()[-2:] == [
         f"error: {home / 'fleet' / 'version'} can't be written: No space left on device",
-        "hint:  Free some space on its disk, and try again",
+        "hint:  Free some space on its disk, and try again.",
     ]
     assert {path: path.read_bytes() for path in before} == before
 

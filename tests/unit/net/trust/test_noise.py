@@ -113,12 +113,12 @@ def test_addresses_and_peers_of_any_text(text: str) -> None:
         assert 0 < int(text.rpartition(":")[2]) <= 65535
     assert isinstance(remote_of(text)[1], int)
     with suppress(UserError):
-        assert seconds(text) >= 0
+        assert seconds(text, "--age") >= 0
 
 
 @pytest.mark.parametrize(("text", "span"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("2d", 172800)])
 def test_spans_of_time(text: str, span: float) -> None:
-    assert seconds(text) == span
+    assert seconds(text, "--age") == span
 
 
 @given(state=spoiled(b'{"join_port": 1, "tokens": {"00": {"secret": "00", "expires_at": 1, "uses_left": 1, "nonces": []}}, "issued": {}}'))
