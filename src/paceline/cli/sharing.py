@@ -106,12 +106,12 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         )
     from paceline.bench.fleet import LocalFleet, become_first
     from paceline.cli.models import lies_elsewhere
-    from paceline.server.serve import bind
+    from paceline.cli.up import take_port
 
     # What is wrong is said before anything starts.
     read_pipeline_settings(Home.from_environment())
     api.check()
-    bind(api.host, api.port).close()
+    take_port(api, Home.from_environment()).close()
     local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()), device=sharing.device)
     become_first(local)
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())

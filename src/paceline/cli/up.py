@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -28,7 +29,7 @@ from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import ensure
 from paceline.cli.options import ApiOptions
 from paceline.cli.progress import byte_bar, opening_bar
-from paceline.cli.running import announced
+from paceline.cli.running import announced, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
 from paceline.core.errors import ConfigError
 from paceline.core.text import shown
@@ -170,12 +171,12 @@ def run_up(
     from paceline.node.build import build_node
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
-    from paceline.server.serve import bind, serve, url_of
+    from paceline.server.serve import serve, url_of
     from paceline.ways.draft.service import drafting_alone
 
     home, clock = Home.from_environment(), SystemClock()
     beside = tuple(resolve(path, home) for path in sharing.beside)
-    port, notes = bind(api.host, api.port), ExitStack()
+    port, notes = take_port(api, home), ExitStack()
     served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
     certificate = None if tls is None else tls.certificate
     note = partial(announced, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
@@ -250,6 +251,24 @@ def run_up(
         models.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
+
+
+def take_port(api: ApiOptions, home: Home) -> socket.socket:
+    """The API's port, held.
+
+    Raises:
+        ConfigError: it can't be had; where this user's own endpoint has it, which.
+    """
+    from paceline.server.serve import bind
+
+    try:
+        return bind(api.host, api.port)
+    except ConfigError as error:
+        ours = next((one for one in (*running(home), *starting(home)) if one.url.endswith(f":{api.port}")), None)
+        if ours is None:
+            raise
+        hint = "Ask that one: `paceline status` shows it, `paceline load` has it load another model. Or choose another --port."
+        raise ConfigError(f"A paceline up (process {ours.process}) serves at {ours.url} already", hint) from error
 
 
 def _check_apart(encoder: LoadedEncoder | None, models: Models[BuiltNode]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
+from tests.fakes.served import Served
 
 from paceline.cli.options import ApiOptions, tensor_nodes, tensor_speeds
+from paceline.cli.running import announced
 from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
@@ -58,6 +62,18 @@ def test_local_nodes_start_only_where_the_port_is_free(monkeypatch: pytest.Monke
     monkeypatch.setattr("paceline.bench.fleet.LocalFleet", lambda *_, **__: pytest.fail("nodes were started"))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Cannot listen on"):
         run_shared(NodeSettings("m"), LOCAL, ApiOptions(port=taken.getsockname()[1]), greet=False)
+
+
+@pytest.mark.parametrize("sharing", [PLAIN, LOCAL])
+def test_an_endpoint_that_runs_here_already_is_named(home: Path, sharing: SharingOptions) -> None:
+    served = Served(ScriptedInference())
+    try:
+        already = rf"A paceline up \(process {os.getpid()}\) serves at {served.url} already"
+        note = announced(served.url, has_key=False, certificate=None, owner_key=None)
+        with note, pytest.raises(ConfigError, match=already):
+            run_shared(NodeSettings("m"), sharing, ApiOptions(port=served.address[1]), greet=False)
+    finally:
+        served.close()
 
 
 @pytest.mark.parametrize("sharing", [PLAIN, LOCAL])
