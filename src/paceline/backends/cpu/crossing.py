@@ -7,6 +7,7 @@ can, by turns: so neither side waits for the other to read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -50,7 +51,7 @@ something else came than what was expected, CAME bytes of which are at CAME_AT; 
 _WANT_READ, _WANT_WRITE = 2, 3
 _SLEEP_MS = 20
 _POLL_IN = 1
-_MONOTONIC = 1
+_MONOTONIC = time.CLOCK_MONOTONIC
 _LOOKS_A_YIELD = 16
 _AWAIT_NS = 4_000_000
 """For this side's rank."""
