@@ -14,7 +14,7 @@ from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import Machine, free_port, have_shallow, machines, until
 from tests.fleet.test_forwarding import client_of, metric
 from tests.fleet.test_pipeline import found_fleet
-from tests.fleet.test_two_pipelines import route
+from tests.fleet.test_two_pipelines import pieces, route
 
 from paceline.backends import cpu
 from paceline.store.home import Home
@@ -26,11 +26,17 @@ pytestmark = pytest.mark.skipif(len(SETS) < 2, reason="this processor has one se
 OPTIONS = ("--context", "1024", "--kv-tokens", "16384", "--threads", "1", "--prefill-chunk", "48", "--fleet-port", "0")
 SHARED = "The quick brown fox jumps over the lazy dog, and then it goes to sleep under a very old tree. "
 ASKS: list[dict[str, Any]] = [
-    {"prompt": (SHARED * (n % 4) + f"Thing number {n}: ") * (1 + n % 3), "temperature": 0.9 * (n % 2), "seed": n, "max_tokens": 40}
+    {
+        "model": MODEL,
+        "extra_body": {"ignore_eos": True},
+        "prompt": (SHARED * (n % 4) + f"Thing number {n}: ") * (1 + n % 3),
+        "temperature": 0.9 * (n % 2),
+        "seed": n,
+        "max_tokens": 40,
+    }
     for n in range(16)
 ]
 """Of 4 to 200 tokens, most with a common beginning; greedy and drawn by turns."""
-KEPT = {"ignore_eos": True}
 LONG = [{**ask, "max_tokens": 150} for ask in ASKS[:4]]
 
 
@@ -46,12 +52,7 @@ class Mixed:
 
 def answer(machine: Machine, ask: dict[str, Any]) -> str:
     """Tokens and the logarithms of their probabilities, to the last digit."""
-    return client_of(machine).completions.create(model=MODEL, logprobs=2, extra_body=KEPT, **ask).choices[0].model_dump_json()
-
-
-def pieces(machine: Machine, ask: dict[str, Any]) -> Iterator[str]:
-    for chunk in client_of(machine).completions.create(model=MODEL, extra_body=KEPT, **ask, stream=True):
-        yield chunk.choices[0].text
+    return client_of(machine).completions.create(logprobs=2, **ask).choices[0].model_dump_json()
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def product_bytes(spec: ModelSpec) -> int:
 def thread_bytes(spec: ModelSpec, cutter: Cutter) -> int:
     """Scratch of one thread. Of an odd number of lines beyond whole pages, so that threads' scratches differ in their sets of a cache."""
     attention = scratch_bytes(cutter.most_queries, spec.head_dim)
-    inner = spec.ffn if spec.moe is None else spec.moe.ffn
+    inner = spec.ffn_width
     product = product_bytes(spec) + expanded_bytes(max(spec.hidden, spec.n_heads * spec.head_dim, inner))
     return -(-max(attention, product, 4 * spec.hidden) // 4096) * 4096 + 128
 

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, ExecutorUnavailable, PipelineError, PlacementError
 from paceline.core.ids import NodeId, Trust
@@ -207,13 +208,12 @@ class LocalFleet:
     host: Final = HOST
     preset: Final = PRESET
 
-    def __init__(self, count: int, threads: int | None, model: Path | None = None, device: str | None = None) -> None:
+    def __init__(self, count: int, threads: int | None, model: Path | None = None, device: Kernels | None = None) -> None:
         from paceline.machine.devices import usable_cores
 
         self.threads = threads or max(1, usable_cores() // count)
-        self._options = (() if model is None else ("--beside", str(model))) + (
-            ("--device", device) if device is not None and device.startswith("cpu-") else ()
-        )
+        beside = () if model is None else ("--beside", str(model))
+        self._options = (*beside, "--device", device) if device is not None and device.compiled else beside
         root = Path(tempfile.mkdtemp(prefix="paceline-local-"))
         self._janitor, self._alive = start_janitor(root)
         names = [f"local-{number}" for number in range(1, count + 1)]

@@ -29,6 +29,7 @@ from paceline.cli.running import running, starting
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
+from paceline.core.files import WRITABLE_HINT
 from paceline.core.ids import NodeId
 from paceline.core.model import ARITHMETIC
 from paceline.core.ports import hold_port
@@ -188,9 +189,7 @@ def _disk(home: Home) -> Finding:
     place = next(folder for folder in (home.root, *home.root.absolute().parents) if folder.exists())
     free, where = shutil.disk_usage(place).free, str(home.root)
     if not os.access(place, os.W_OK):
-        return Finding(
-            "disk", Level.PROBLEM, where, "it can't be written", "Make it yours and writable, or set PACELINE_HOME to a folder that is."
-        )
+        return Finding("disk", Level.PROBLEM, where, "it can't be written", WRITABLE_HINT)
     if free < LEAST_DISK:
         todo = "paceline rm removes models; PACELINE_HOME may be on another disk."
         return Finding("disk", Level.PROBLEM, where, f"{human(free)} is free", todo)
@@ -227,9 +226,10 @@ def _apis(home: Home) -> Iterator[Finding]:
             yield Finding("port.api", Level.OK, one.url, "it answers")
         else:
             yield Finding("port.api", Level.PROBLEM, one.url, f"/health says {state}", "See what paceline up printed there.")
-    for one in starting(home):
+    coming = starting(home)
+    for one in coming:
         yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")
-    if not found and not starting(home):
+    if not found and not coming:
         yield from _free("port.api", API_PORT, "--port")
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+WRITABLE_HINT: Final = "Make it yours and writable, or set PACELINE_HOME to a folder that is."
+"""Of a folder of Paceline's that can't be written."""
 
 
 class Under:

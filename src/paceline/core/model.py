@@ -248,6 +248,11 @@ class ModelSpec:
         return replace(self, rope=self.long.rope, max_context=self.long.tokens, long=None)
 
     @property
+    def ffn_width(self) -> int:
+        """Of a layer's feed-forward; of one expert's, where there are several."""
+        return self.ffn if self.moe is None else self.moe.ffn
+
+    @property
     def all_layers(self) -> LayerRange:
         return LayerRange(0, self.n_layers)
 

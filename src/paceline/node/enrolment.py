@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, MembershipError, NotTrusted
-from paceline.core.files import write_file
+from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.eligibility import Revocations
 from paceline.fleet.presets import FLEET_PORT
@@ -317,7 +317,7 @@ def check_free(folder: FleetFolder) -> None:
             else f"To leave: paceline revoke {folder.identity().node_id} on the machine with the fleet's CA, then remove {folder.root} here",
         )
     if not os.access(_nearest(folder.root), os.W_OK):
-        raise MembershipError(f"{folder.root} can't be written", "Make it yours and writable, or set PACELINE_HOME to a folder that is.")
+        raise MembershipError(f"{folder.root} can't be written", WRITABLE_HINT)
 
 
 def _nearest(path: Path) -> Path:

@@ -33,7 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import FastAPI
 
 from paceline.core.errors import ConfigError
-from paceline.core.files import write_file
+from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.ports import hold_port, listen_on
 from paceline.server.app import service_of
 from paceline.server.faults import overloaded
@@ -310,9 +310,7 @@ def own_certificate(home: Home, hosts: Sequence[str], now: float) -> TlsFiles:
         write_file(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), durable=True)
         write_file(files.certificate, certificate.public_bytes(Encoding.PEM), durable=True)
     except OSError as error:
-        raise ConfigError(
-            f"{home.api} can't be written: {error.strerror}", "Make it yours and writable, or set PACELINE_HOME to a folder that is."
-        ) from error
+        raise ConfigError(f"{home.api} can't be written: {error.strerror}", WRITABLE_HINT) from error
     return files
 
 

@@ -147,7 +147,7 @@ def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, Store
     stem, _, kind = name.rpartition(".")
     before, _, part = stem.rpartition(".")
     heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    width = spec.ffn if spec.moe is None else spec.moe.ffn
+    width = spec.ffn_width
     parts = {
         "qkv_proj": (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)),
         "gate_up_proj": (("gate_proj", width), ("up_proj", width)),

@@ -138,7 +138,7 @@ def refuses(spec: ModelSpec) -> str | None:
         return f"heads of {spec.head_dim} have no compiled kernels"
     if (rotary := rotary_dims(spec.rope, spec.head_dim)) % 32:
         return f"heads of which {rotary} dimensions turn have no compiled kernels"
-    sizes = {"hidden": spec.hidden, "ffn": spec.ffn if spec.moe is None else spec.moe.ffn, "head_dim": spec.head_dim}
+    sizes = {"hidden": spec.hidden, "head_dim": spec.head_dim}
     return next((f"{name} is not a multiple of 32" for name, size in sizes.items() if size % 32), None)
 
 

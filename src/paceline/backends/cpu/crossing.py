@@ -35,7 +35,6 @@ ADDRESS, LENGTH, KIND = 0, 1, 2
 FIRST, STOP, RANK, JOINED = 0, 1, 2, 3
 """Of a message: its pieces, whose it is, and its length where the pieces are put together, so that they are one record; 0: they are not."""
 
-
 ALL, NOTHING_MOVES, OTHER, READ_FAILED, WRITE_FAILED, CALLED_OFF = range(6)
 """Why `cross` returned: everything has crossed; nothing moved for a while, and whoever called looks whether there is anything to be waited for, and calls again;
 something else came than what was expected, CAME bytes of which are at CAME_AT; a stream is broken; it was called off, between two messages of each tape."""
@@ -46,7 +45,6 @@ something else came than what was expected, CAME bytes of which are at CAME_AT; 
 # What follows changes: the tapes' sequence numbers, messages done, and piece (-1: none is under way) and byte that each is at; CAME; and bytes MOVED both ways.
 (FIRST_EXCHANGE, EXCHANGES, OUT_EACH, IN_EACH, OUT_SSL, IN_SSL, IN_FD, READ, WRITE, ERROR, CLEAR, ARRIVED, CROWDED, JOINED_AT, CAME_AT, LOOK_NS, ENDS,
  OUT_SEQ, IN_SEQ, OUT_DONE, IN_DONE, OUT_PIECE, IN_PIECE, OUT_BYTE, IN_BYTE, BEHIND_IN, CAME, MOVED, N_WORDS) = range(29)  # fmt: skip
-
 
 _WANT_READ, _WANT_WRITE = 2, 3
 _SLEEP_MS = 20

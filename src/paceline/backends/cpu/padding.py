@@ -53,7 +53,7 @@ class Padded:
 
     def __init__(self, source: WeightSource) -> None:
         self._source, self.spec = source, padded(source.spec)
-        self._by_head = self.spec.head_dim != source.spec.head_dim
+        self._by_head, self._by_inner = self.spec.head_dim != source.spec.head_dim, self.spec.ffn_width != source.spec.ffn_width
 
     @property
     def digest(self) -> str:
@@ -73,9 +73,9 @@ class Padded:
             return columns_of(self._out(name, rows), columns)
         if self._by_head and name.endswith(_HEADS):
             return columns_of(self._heads(name, rows), columns)
-        if name.endswith(_INNER):
+        if self._by_inner and name.endswith(_INNER):
             return self._inner(name, rows, columns)
-        if name.endswith(_DOWN) and self._width(self._source.spec) % GROUP:
+        if self._by_inner and name.endswith(_DOWN):
             return columns_of(self._down(name, rows), columns)
         return self._source.read(name, rows, columns)
 
@@ -97,8 +97,8 @@ class Padded:
         return _with_rows(tensor, spread.reshape(-1, *data.shape[1:])[start - first * width : stop - first * width])
 
     def _inner(self, name: str, rows: slice | None, columns: slice | None) -> StoredTensor:
-        own = self._width(self._source.spec)
-        start, stop, _ = (rows or slice(None)).indices(self._width(self.spec))
+        own = self._source.spec.ffn_width
+        start, stop, _ = (rows or slice(None)).indices(self.spec.ffn_width)
         first, last = min(start, own - 1), min(stop, own)  # one row at least, which says what a row is
         tensor = self._source.read(name, slice(first, max(last, first + 1)), columns)
         data = _rows_of(tensor)[start - first :]
@@ -107,10 +107,7 @@ class Padded:
     def _down(self, name: str, rows: slice | None) -> StoredTensor:
         tensor = self._source.read(name, rows)
         assert isinstance(tensor, DenseTensor), "rows of no whole groups are not quantised"
-        return DenseTensor(_followed(tensor.data, 1, self._width(self.spec)), tensor.dtype)
-
-    def _width(self, spec: ModelSpec) -> int:
-        return spec.ffn if spec.moe is None else spec.moe.ffn
+        return DenseTensor(_followed(tensor.data, 1, self.spec.ffn_width), tensor.dtype)
 
 
 def _rows_of(tensor: StoredTensor) -> npt.NDArray[Any]:

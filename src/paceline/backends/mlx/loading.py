@@ -118,7 +118,7 @@ def load_model(
 def _share(whole: Any, spec: ModelSpec, group: mx.distributed.Group) -> None:
     """Leave a rank its share of each layer."""
     ranks = group.size()
-    width = spec.ffn if spec.moe is None else spec.moe.ffn
+    width = spec.ffn_width
     if spec.n_kv_heads % ranks or width % ranks or not hasattr(whole, "shard"):
         raise ConfigError(
             f"mlx-lm deals even shares: {spec.n_kv_heads} KV heads and {width} columns can't be had by {ranks} ranks of {spec.model_type}",

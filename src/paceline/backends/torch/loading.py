@@ -47,7 +47,7 @@ OUTPUTS = 1024
 
 def torch_holds(spec: ModelSpec) -> bool:
     """Whether every product and attention give a row the same bytes whatever runs beside it."""
-    widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn if spec.moe is None else spec.moe.ffn}
+    widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn_width}
     return all(map(products_hold, sorted(widths))) and attention_holds(
         replace(spec, n_heads=2 * (spec.n_heads // spec.n_kv_heads), n_kv_heads=2)
     )

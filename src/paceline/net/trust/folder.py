@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import IdentityError, MembershipError
-from paceline.core.files import Under, write_file
+from paceline.core.files import WRITABLE_HINT, Under, write_file
 from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.identity import MAX_FILE_BYTES, Identity, read_secret
@@ -204,9 +204,7 @@ class FleetFolder:
 
 def _can_not_write(path: Path, error: OSError) -> MembershipError:
     full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-    hint = (
-        "Free some space on its disk, and try again." if full else "Make it yours and writable, or set PACELINE_HOME to a folder that is."
-    )
+    hint = "Free some space on its disk, and try again." if full else WRITABLE_HINT
     return MembershipError(f"{path} can't be written: {error.strerror}", hint)
 
 
