@@ -133,18 +133,20 @@ async def _built_as_planned(
     told: LoadTold,
     alone: Callable[[], Awaitable[BuiltNode]],
     makes_way: Sequence[Idle] = (),
+    failed: Choice | None = None,
 ) -> tuple[BuiltNode, Callable[[], None]]:
     """A model as this node's plan has it; and what is to be called once it is served, which shows its plan and goes on planning.
 
     Args:
         alone: builds all of it on this machine.
         makes_way: what is loaded here and makes way for it.
+        failed: could not be had, so that its way is left out; later plans may try it again.
 
     Raises:
         UserError: it can't be had, and why.
     """
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
-    asked = _with_free_slots(whole, asked)
+    wanted, asked = asked, _with_free_slots(whole, asked if failed is None else replace(asked, ways=asked.ways - {failed.way}))
     await whole.offer(location, None)
     made: Plan | None = None
     if asked.ways - SPREAD:
@@ -167,9 +169,9 @@ async def _built_as_planned(
                     raise
                 free_what_failed(error)
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
-                asked, made = replace(asked, ways=asked.ways & SPREAD), None
+                asked, wanted, made = replace(asked, ways=asked.ways & SPREAD), replace(wanted, ways=wanted.ways & SPREAD), None
             else:
-                return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
+                return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
     if not asked.order.settings.enabled:
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
@@ -191,9 +193,8 @@ async def _built_as_planned(
             raise
         free_what_failed(error)
         told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without tensor ranks")
-        asked = replace(asked, ways=asked.ways - {TENSOR})
-        return await _built_as_planned(whole, settings, asked, access, clock, told, alone, makes_way)
-    return node, partial(_follow, node, whole, settings, asked, access, location, made, clock)
+        return await _built_as_planned(whole, settings, wanted, access, clock, told, alone, makes_way, made.chosen)
+    return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
 
 
 def _follow(
@@ -205,11 +206,44 @@ def _follow(
     location: ModelLocation,
     made: Plan | None,
     clock: Clock,
+    failed: Choice | None = None,
 ) -> None:
-    whole.forget_plan(location.name)  # of how it was served before
-    if made is not None:
-        whole.show_plan(location.name, in_words(made) + _called(node))
-        _Replanning(whole, settings, asked, access, location, made, clock).start()
+    name = location.name
+    whole.forget_plan(name)  # of how it was served before
+    if made is None:
+        late = whole.planning[name] = object()
+        whole.keep(partial(_plan_late, late, node, whole, settings, asked, access, location, clock), f"plan of {name}")
+    else:
+        whole.show_plan(name, in_words(made) + _called(node))
+        _Replanning(whole, settings, asked, access, location, made, clock, failed).start()
+
+
+async def _plan_late(
+    late: object,
+    node: BuiltNode,
+    whole: FleetServing,
+    settings: NodeSettings,
+    asked: Constraints,
+    access: NodeFleetAccess,
+    location: ModelLocation,
+    clock: Clock,
+) -> None:
+    """Follow what was built here without a plan, once the plan says what that is."""
+    name = location.name
+    as_it_runs = replace(asked, ways=frozenset({ALONE}), order=replace(asked.order, pins=(), own_layers=None))
+    while whole.planning.get(name) is late:
+        await asyncio.sleep(REPLANNED_S)
+        if not whole.models.is_loaded(name):
+            return whole.forget_plan(name)
+        made, words = None, ""
+        try:
+            made = await asyncio.to_thread(plan_here, access, name, replace(settings, draft_on=None), as_it_runs)
+        except PlacementError as error:
+            words = f"{access.node_id} alone, without a plan yet: {error.message}"
+        if whole.planning.get(name) is late:
+            if made is not None:
+                return _follow(node, whole, settings, asked, access, location, made, clock)
+            whole.show_plan(name, words)
 
 
 def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:
@@ -290,10 +324,13 @@ class _Replanning:
         location: ModelLocation,
         made: Plan,
         clock: Clock,
+        failed: Choice | None = None,
     ) -> None:
         self._whole, self._settings, self._asked, self._access = whole, settings, asked, access
         self._location, self._clock = location, clock
         self._standing = Standing(made.chosen)
+        if failed is not None:
+            self._standing.failed(failed, clock.monotonic())
         self._serves = made.chosen
         self._is_gone = False
         """It could be served in no way any more, and is tried again."""

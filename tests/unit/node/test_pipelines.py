@@ -165,23 +165,82 @@ def test_what_idles_here_counts_as_room_for_what_is_loaded_by_name(monkeypatch: 
     assert all(layers.start == 0 for layers in asked_room)
 
 
-def test_a_load_without_a_plan_is_not_taken_for_what_was_planned_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded_without_a_plan(monkeypatch: pytest.MonkeyPatch, eyes: Eyes, asked: Constraints | None = None) -> tuple[Any, dict[str, Any]]:
+    """A node on which m was loaded alone, no plan being there, and what it keeps at work."""
+
     async def alone() -> Any:
         return SimpleNamespace(pipeline_id="")
 
     async def offer(*_: object) -> None: ...
 
+    kept = dict[str, Any]()
     monkeypatch.setattr(planning, "SHOWN_S", 0.0)
+    monkeypatch.setattr(pipelines, "REPLANNED_S", 0.0)
     monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
-    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes([]))
-    models = SimpleNamespace(idle=[], nodes=[])
-    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=models, slots=SimpleNamespace(taken=0))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: eyes)
+    models = SimpleNamespace(idle=[], nodes=[], is_loaded=lambda _: True)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=models, slots=SimpleNamespace(taken=0), shown={})
     whole.planning = {"m": "of a load before", "x": "of another"}
-    whole.forget_plan = whole.planning.pop
-    pipelines.plan_loads(whole, Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings())), [], SystemClock())
+    whole.forget_plan, whole.show_plan = whole.planning.pop, whole.shown.__setitem__
+    whole.keep = lambda work, name: kept.update({name: work})
+    asked = asked or Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
+    pipelines.plan_loads(whole, asked, [], SystemClock())
     location: Any = SimpleNamespace(name="m")
     asyncio.run(whole.models.by_plan(location, NodeSettings("m"), lambda *_: None, alone))
+    return whole, kept
+
+
+def test_a_load_without_a_plan_is_not_taken_for_what_was_planned_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = loaded_without_a_plan(monkeypatch, Eyes([]))
+    assert whole.planning.pop("m") != "of a load before"
     assert whole.planning == {"x": "of another"}
+
+
+def test_a_load_without_a_plan_is_planned_and_followed_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    eyes = Eyes([])
+    whole, kept = loaded_without_a_plan(monkeypatch, eyes)
+
+    class Later(dict[str, str]):
+        def __setitem__(self, name: str, words: str) -> None:
+            super().__setitem__(name, words)
+            eyes.held = CARDS
+
+    whole.show_plan = Later().__setitem__
+    late = kept.pop("plan of m")
+    asyncio.run(asyncio.wait_for(late(), 60))
+    assert list(kept) == ["plan of m"], "it is planned again from now on"
+    assert isinstance(whole.planning["m"], pipelines._Replanning)  # pyright: ignore[reportPrivateUsage]
+    assert whole.planning["m"]._standing.running.way == ALONE, "that is what runs"
+
+
+def test_why_there_is_no_plan_is_shown_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, kept = loaded_without_a_plan(monkeypatch, Eyes([]))
+    whole.models.is_loaded = lambda _: not whole.shown
+    asyncio.run(asyncio.wait_for(kept["plan of m"](), 60))
+    assert whole.shown["m"].startswith("own alone, without a plan yet: ")
+    assert "m" not in whole.planning, "what is no more loaded is not planned"
+
+
+def test_ways_that_were_full_or_failed_at_the_start_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many pipelines began here as may, when the model was loaded; and not any more."""
+    settings = PipelineSettings()
+    asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(settings))
+    followed = list[Constraints]()
+    monkeypatch.setattr(pipelines, "_follow", lambda *given: followed.append(next(each for each in given if isinstance(each, Constraints))))
+
+    async def alone() -> Any:
+        return SimpleNamespace(pipeline_id="")
+
+    async def offer(*_: object) -> None: ...
+
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
+    slots = SimpleNamespace(taken=settings.max_concurrent_pipelines)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(idle=[], nodes=[]), slots=slots, planning={})
+    pipelines.plan_loads(whole, asked, [], SystemClock())
+    location: Any = SimpleNamespace(name="m")
+    asyncio.run(whole.models.by_plan(location, NodeSettings("m"), lambda *_: None, alone))
+    assert [each.ways for each in followed] == [asked.ways]
 
 
 SPREAD = PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({PIPELINE}))
