@@ -250,12 +250,11 @@ class CapabilityReport:
         self._node_id, self._devices = node_id, local_devices(home) if devices is None else devices
         self._offers_here = LocalOffers(home, usable_cores(), self._devices)
         self._seen: Seen | None = None
-        self._memory_rates: list[float] = []
         self._shards: tuple[ModelOffer, ...] = ()
         self._shard_memory: tuple[int, ...] | None = None
 
     def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (), beside: Sequence[ModelLocation] = ()) -> bool:
-        """Measure. Blocks for about 0.1 s the first time in a machine's uptime; afterwards for as long as reading new models' heads takes.
+        """Measure. Blocks for about 0.1 s the first time in a machine's uptime, and once more where that was a busy time; afterwards for as long as reading new models' heads takes.
 
         Args:
             drafts: what this node proposes tokens with.
@@ -265,14 +264,12 @@ class CapabilityReport:
             Whether the card changed.
         """
         before = self._seen
-        if not self._memory_rates:  # once: it would disturb what serves by now
-            self._memory_rates = [device.memory_rate() for device in self._devices]
         shown = before.devices if before else [None] * len(self._devices)
         ring = probe_ring_environment()
         if before is None and not ring.is_available and os.environ.keys() & {*RING_VARIABLES}:
             logger.warning("this machine is in no MLX ring, though it was started as a rank of one: %s", ring.failure_reason)
         self._seen = Seen(
-            devices=tuple(map(_device, self._devices, self._memory_rates, shown)),
+            devices=tuple(map(_device, self._devices, shown)),
             models=_steady((*self._offers_here.offers(warm, beside), *drafts), before.models if before else ()),
             ring_address=ring.address,
         )
@@ -331,14 +328,14 @@ def own_name() -> str:
     return platform.node() or f"node-{os.getuid()}"
 
 
-def _device(device: LocalDevice, rate: float, shown: Device | None) -> Device:
+def _device(device: LocalDevice, shown: Device | None) -> Device:
     """As a card says it, with figures that stay what they were while they mean the same."""
     return Device(
         device.kernels,
         device.name(),
         _settled(device.total_bytes(), shown.memory_total_bytes if shown else 0),
         _settled(device.free_bytes(), shown.memory_free_bytes if shown else 0),
-        _settled(rate, shown.memory_bytes_per_s if shown else 0),
+        _settled(device.memory_rate(), shown.memory_bytes_per_s if shown else 0),
         weights=tuple(map(str, device.weights)),
     )
 

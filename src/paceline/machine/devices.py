@@ -3,8 +3,8 @@ of, and the files it may have open.
 
 Laws: this and `backends.table` say the same of each weights format: CUDA holds bf16, the processors everything that it does not. torch, which takes a
 second to import, is asked only where a driver shows itself. The memory's rate is measured once: all cores that a step would use read together,
-through the caches, for about 0.1 s; the best of some passes is kept until the machine starts again, or, where other programs were busy meanwhile,
-until it is asked for again: then the better counts. A ring's members are fixed when its processes start (`mlx.launch` sets `MLX_RANK` and
+through the caches, for about 0.1 s of their own time; the best moment is kept until the machine starts again, or, where other programs were busy
+meanwhile, until it is asked for when they are not: then the better counts. A ring's members are fixed when its processes start (`mlx.launch` sets `MLX_RANK` and
 `MLX_HOSTFILE`), so a node can only say that it has one; looking opens no socket and raises nothing.
 """
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,15 +120,20 @@ def _quota(path: Path) -> int:
 
 
 SIZE = 64 << 20
-"""Bytes read in a pass: more than most caches hold. Raising it takes memory, and time to fill it."""
+"""Bytes that are read round and round: more than most caches hold. Raising it takes memory, and time to fill it."""
 BUDGET_S = 0.05
-"""For all passes. Filling the memory before them takes about as long."""
+"""Of each thread's processor time. Filling the memory before takes about as long."""
+LIMIT_S = 1.0
+"""Of a clock on the wall, where other programs have the cores. Raising it: a start waits longer, for a better moment."""
+MOMENT_S = 0.002
+"""Over which bytes are counted. Raising it: threads that share their cores with other programs are rarely all at it for so long; lowering it: what a
+clock reads between two pieces counts for more."""
 _PIECE = 1 << 18
 """Copied at a time, into a buffer that stays in the second-level cache."""
 
 
 def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int], float] | None = None) -> float:
-    """Bytes a second.
+    """Bytes a second. Measures where that was not done yet, or at a bad time and this is a better one.
 
     Args:
         threads: default: as many as a step uses.
@@ -138,9 +144,9 @@ def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int],
     kept = read_json_object(home.memory_rate) or {}
     said = kept.get("bytes_per_s") if kept.get("machine") == machine else None
     before = float(said) if isinstance(said, int | float) and 0 < said < 1e15 else 0.0
-    if before and kept.get("disturbed") is not True:
-        return before
     disturbed = is_disturbed()
+    if before and (disturbed or kept.get("disturbed") is not True):
+        return before
     rate = max(before, (measure or stream_rate)(threads))
     write_cache(home.memory_rate, json.dumps({"machine": machine, "bytes_per_s": rate, "disturbed": disturbed}).encode())
     return rate
@@ -152,25 +158,43 @@ def is_disturbed() -> bool:
 
 
 def stream_rate(threads: int) -> float:
-    """Bytes a second that so many threads read together."""
+    """Bytes a second that so many threads read together, in the best moment: one in which no other program had a core of theirs."""
     words = SIZE // 8 // threads
     with ThreadPoolExecutor(threads, "memory-rate") as pool:
         # Each thread touches what it reads first, so that the pages are near it.
         parts = list(pool.map(lambda _: np.ones(words, np.uint64), range(threads)))
-        list(pool.map(_read, parts))
-        best, spent = 0.0, 0.0
-        while spent < BUDGET_S:
-            began = time.perf_counter()
-            list(pool.map(_read, parts))
-            took = max(time.perf_counter() - began, 1e-9)
-            best, spent = max(best, threads * words * 8 / took), spent + took
-    return best
+        until = time.perf_counter() + LIMIT_S
+        read = list(pool.map(lambda part: _read(part, until), parts))
+    return best_rate([np.array(times) for times in read], min(_PIECE, words * 8))
 
 
-def _read(words: npt.NDArray[np.uint64]) -> None:
-    piece = np.empty(_PIECE // 8, np.uint64)
-    for start in range(0, len(words) - len(piece) + 1, len(piece)):
-        np.copyto(piece, words[start : start + len(piece)])
+def best_rate(times: Sequence[npt.NDArray[np.float64]], n_bytes: int) -> float:
+    """Bytes a second in the best moment.
+
+    Args:
+        times: of each thread: when it began, and when it had read each piece.
+        n_bytes: of a piece.
+    """
+    begun, ended = min(each[0] for each in times), max(each[-1] for each in times)
+    moment = max(min(MOMENT_S, ended - begun), 1e-9)
+    at = np.unique(np.concatenate(times))
+    at = at[at <= ended - moment]
+    in_moment = sum(
+        np.interp(at + moment, each, n_read) - np.interp(at, each, n_read) for each in times for n_read in [np.arange(len(each))]
+    )
+    return n_bytes * float(np.max(in_moment)) / moment
+
+
+def _read(words: npt.NDArray[np.uint64], until: float) -> list[float]:
+    """For as much processor time as there is, but not for longer than that; at least a moment."""
+    piece = np.empty(min(_PIECE // 8, len(words)), np.uint64)
+    times, spent = [time.perf_counter()], time.thread_time()
+    while True:
+        for start in range(0, len(words) - len(piece) + 1, len(piece)):
+            np.copyto(piece, words[start : start + len(piece)])
+            times.append(time.perf_counter())
+        if time.thread_time() - spent >= BUDGET_S or times[-1] >= until:
+            return times
 
 
 def _identity(threads: int) -> str:
@@ -194,7 +218,7 @@ class LocalDevice:
     total_bytes: Callable[[], int]
     free_bytes: Callable[[], int]
     memory_rate: Callable[[], float]
-    """Bytes a second. Measures, so that what serves meanwhile is disturbed."""
+    """Bytes a second. Measures the first time, so that what serves meanwhile is disturbed."""
 
 
 def local_devices(home: Home) -> tuple[LocalDevice, ...]:
@@ -219,7 +243,7 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
         name=_cuda().get_device_name,
         total_bytes=lambda: _cuda().mem_get_info()[1],
         free_bytes=free_device_bytes,
-        memory_rate=device_memory_rate,
+        memory_rate=cache(device_memory_rate),
     )
     return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
 

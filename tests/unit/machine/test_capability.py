@@ -80,6 +80,28 @@ def test_this_machine_s_memory_has_a_rate() -> None:
     assert 1e8 < rates.stream_rate(1) < 1e13
 
 
+def test_threads_that_others_interrupt_read_as_fast_as_in_the_moment_in_which_none_was() -> None:
+    """Pieces of 100 us; each thread waits for its core for 30 ms at a time, both at different times."""
+    one, other = (np.cumsum([0.0, *(0.1e-3 + (30e-3 if number % 100 == late else 0.0) for number in range(500))]) for late in (20, 70))
+    assert rates.best_rate([one], 1 << 18) == pytest.approx((1 << 18) / 0.1e-3)
+    assert rates.best_rate([one, other], 1 << 18) == pytest.approx(2 * (1 << 18) / 0.1e-3, rel=0.01)
+    apart = [one, other + one[-1]]
+    assert rates.best_rate(apart, 1 << 18) == pytest.approx((1 << 18) / 0.1e-3), "never more than was read at a time"
+
+
+def test_a_card_has_the_memory_s_rate_of_a_quiet_moment_once_there_was_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([0.7e9, 4.7e9])
+    (own, *_) = rates.local_devices(home)
+    device = replace(own, free_bytes=lambda: 1 << 30, memory_rate=lambda: rates.memory_rate(home, 2, lambda _: next(measured)))
+    report = CapabilityReport(NodeId("here"), home, [device])
+    monkeypatch.setattr(rates, "is_disturbed", lambda: True)
+    assert [report.look() and report.card().memory_bytes_per_s for _ in range(2)] == [700_000_000, False]
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    assert report.look()
+    assert report.card().memory_bytes_per_s == 4_700_000_000
+    assert report.look() is False, "measured no more"
+
+
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
