@@ -152,9 +152,11 @@ class Unreachable(UserError):
 class PlacementError(UserError):
     """No machine of the fleet, and no set of them, can run what was asked."""
 
-    def __init__(self, message: str, hint: str = "", *, constraint: str = "no candidate") -> None:
+    def __init__(self, message: str, hint: str = "", *, constraint: str = "no candidate", awaited: str = "") -> None:
         super().__init__(message, hint)
         self.constraint = constraint
+        self.awaited = awaited
+        """What would have to come, for one who waits for it; empty: the message says it."""
 
 
 class VocabularyMismatch(PlacementError):

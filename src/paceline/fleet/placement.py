@@ -21,7 +21,7 @@ from paceline.fleet.choices import Seconds, gib, rate, seconds
 from paceline.fleet.eligibility import MayGiveWeights
 from paceline.fleet.machines import DIGEST_DIGITS, Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers
 from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlannedStage, PlanRequest
-from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, PricedFleet, PricesWay
+from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, STILL_READ, PricedFleet, PricesWay, named
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
@@ -94,7 +94,8 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
     ids = [pin.node_id for pin in request.pins]
     for node_id in ids if request.proposer is None else [*ids, request.proposer]:
         if node_id not in cards:
-            raise ImpossiblePin(f"{node_id} is pinned and is not in the fleet", f"In the fleet: {', '.join(list(cards)[:8]) or 'no node'}.")
+            here = f"In the fleet: {', '.join(list(cards)[:8]) or 'no node'}."
+            raise ImpossiblePin(f"{node_id} is pinned and is not in the fleet", here, awaited=f"{node_id} has not been seen yet")
     if twice := sorted({node_id for node_id in ids if ids.count(node_id) > 1}):
         raise ImpossiblePin(f"{twice[0]} is pinned twice", "Give each machine one range of layers.")
     if len(ids) > 1 and (request.proposer is not None or not any(each.spreads for each in ways)):
@@ -116,7 +117,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
     if found:
         return found
     raise (
-        reasons[0]
+        next((reason for reason in reasons if reason.awaited), reasons[0])
         if reasons
         else ImpossiblePin(
             f"{', '.join(ids)} can't run {request.title} in a way that is allowed",
@@ -190,8 +191,8 @@ def _nothing(
     else:
         linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
     if len(fleet.cards) > 1 and not any(machine.offer.digest for machine in machines):
-        where = " and ".join(sorted({machine.node_id for machine in machines})[:4])
-        hint = f"Its files are still being read on {where}, and until that is done no other machine can share it: ask again in a minute."
+        where = named(machines)
+        hint = STILL_READ.format(where)
     elif all(each.spreads for each in ways) and first is None and len({machine.node_id for machine in machines}) == 1:
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
     elif first is not None and all(machine.node_id in fleet.barred for machine in hosts):

@@ -44,6 +44,15 @@ class PricedFleet:
         return measured
 
 
+STILL_READ = "Its files are still being read on {}, and until that is done no other machine can share it: ask again in a minute."
+"""Where no digest is known: a hint, but for the nodes."""
+
+
+def named(machines: Sequence[Machine]) -> str:
+    """Machines in a sentence, the first of them."""
+    return " and ".join(sorted({machine.node_id for machine in machines})[:4])
+
+
 class PricesWay(ABC):
     """One way of spreading work, for the plan. `Alone` is the plainest; a registered list of them is what `placement.plan` searches."""
 
@@ -113,6 +122,9 @@ def pinned_machine(pin: Pin, machines: Sequence[Machine], request: PlanRequest) 
         ImpossiblePin: it has not the weights.
     """
     machine = next((each for each in machines if each.node_id == pin.node_id), None)
+    if machine is None and machines and not any(each.offer.digest for each in machines):
+        why = f"{pin.node_id} is pinned, and can't share {request.title} with {named(machines)} yet"
+        raise ImpossiblePin(why, STILL_READ.format(named(machines)), awaited=f"the files of {request.title} are still being read")
     if machine is None:
         raise ImpossiblePin(
             f"{pin.node_id} is pinned, but has not the same weights of {request.title} as the others, nor a measured link to one that has",

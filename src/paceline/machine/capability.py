@@ -95,6 +95,8 @@ class LocalOffers:
         self._home, self._threads, self._devices = home, threads, devices
         self._digests, self._speeds = DigestCache(home), SpeedCache(home)
         self._heads: dict[Path, _Head] = {}
+        self.unread: tuple[ModelLocation, ...] = ()
+        """Models whose digest was not known at the last look."""
 
     def offers(self, warm: Sequence[WarmModel] = (), beside: Sequence[ModelLocation] = ()) -> tuple[ModelOffer, ...]:
         """Every model that could run here, those that do first; of those that lie elsewhere than in the home, the ones named."""
@@ -103,6 +105,7 @@ class LocalOffers:
         known = {location.path for location in here}
         here += [location for location in beside if location.path not in known]
         cold = [offer for location in here for offer in self._offers(location)]
+        self.unread = tuple(location for location in here if (head := self._heads.get(location.path)) is not None and not head.digest)
         files = {offer.digest: offer.files for offer in cold}
         return (
             *(replace(warm_offer(one), files=files.get(one.model.digest, "")) for one in warm),
@@ -170,8 +173,8 @@ def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:
     return replace(warm_offer(model), role=Role.SHARD, shard=state)
 
 
-def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
-    """Compute the digests of models that have none yet. Takes as long as reading them; for a thread of its own.
+def learn_digests(unread: Sequence[ModelLocation], home: Home, stopped: Callable[[], bool]) -> int:
+    """Compute digests, where there are none yet. Takes as long as reading the models; for a thread of its own.
 
     Args:
         stopped: asked every few MiB; True ends this at once.
@@ -186,13 +189,13 @@ def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
         if stopped():
             raise _Stopped
 
-    for location in locations(home):
+    for location in unread:
         try:
             learned += learn_digest(location, home, read)
         except _Stopped:
             break
         except (PacelineError, OSError) as error:
-            logger.warning("the digest of %s can't be had: %s", location.name, error)
+            logger.warning("the digest of %s can't be had, and without it no other machine can share it: %s", location.name, error)
     return learned
 
 
@@ -252,6 +255,11 @@ class CapabilityReport:
         self._seen: Seen | None = None
         self._shards: tuple[ModelOffer, ...] = ()
         self._shard_memory: tuple[int, ...] | None = None
+
+    @property
+    def unread(self) -> tuple[ModelLocation, ...]:
+        """Models whose digest was not known at the last look."""
+        return self._offers_here.unread
 
     def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (), beside: Sequence[ModelLocation] = ()) -> bool:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime, and once more where that was a busy time; afterwards for as long as reading new models' heads takes.

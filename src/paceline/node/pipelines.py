@@ -231,19 +231,22 @@ async def _plan_late(
     """Follow what was built here without a plan, once the plan says what that is."""
     name = location.name
     as_it_runs = replace(asked, ways=frozenset({ALONE}), order=replace(asked.order, pins=(), own_layers=None))
-    while whole.planning.get(name) is late:
+    while True:
         await asyncio.sleep(REPLANNED_S)
-        if not whole.models.is_loaded(name):
-            return whole.forget_plan(name)
         made, words = None, ""
         try:
             made = await asyncio.to_thread(plan_here, access, name, replace(settings, draft_on=None), as_it_runs)
         except PlacementError as error:
             words = f"{access.node_id} alone, without a plan yet: {error.message}"
-        if whole.planning.get(name) is late:
-            if made is not None:
-                return _follow(node, whole, settings, asked, access, location, made, clock)
-            whole.show_plan(name, words)
+        if whole.planning.get(name) is not late:
+            return
+        if not whole.models.is_loaded(name):
+            whole.forget_plan(name)
+            return
+        if made is not None:
+            _follow(node, whole, settings, asked, access, location, made, clock)
+            return
+        whole.show_plan(name, words)
 
 
 def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:

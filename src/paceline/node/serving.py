@@ -45,6 +45,12 @@ from paceline.ways.pipeline.meter import PipelineMeter, pipeline_metrics
 from paceline.ways.pipeline.routes.build import PipelineSlots
 from paceline.ways.tensor.hosting import RankHost
 
+LEARN_S = 60.0
+"""Between two looks for models that were not read yet, as often as a card is made anew. Where they could not be read, they are tried after twice as
+long each time. Raising it: a model that came is shared later."""
+LEARN_MOST_S = 3600.0
+"""Then it stays so. Raising it: one that could not be read for long is shared later; lowering it: it is read for nothing more often."""
+
 
 class Portrait:
     """`CapabilityReport` with what is loaded.
@@ -75,6 +81,11 @@ class Portrait:
 
     def look(self) -> bool:
         return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside))
+
+    @property
+    def unread(self) -> tuple[ModelLocation, ...]:
+        """Models whose digest was not known at the last look."""
+        return self._portrait.unread
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -154,7 +165,7 @@ class FleetServing:
         self._pipeline_metrics = pipeline_metrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self.home = home
         self._ending = threading.Event()
-        self._learning: asyncio.Task[None] | None = None
+        self._clock = clock
         self._showing: asyncio.Task[None] | None = None
 
     @property
@@ -188,7 +199,7 @@ class FleetServing:
         for node in self.models.nodes:
             self._attach(node)
         self.models.listen(self._models_changed)
-        self._learning = asyncio.create_task(self._learn())
+        self.keep(self._learn, "digests of models")
 
     async def offer(self, location: ModelLocation, progress: LoadProgress | None) -> None:
         """Have other nodes see, and fetch, a model that is about to be served, wherever it lies. Its digest is computed if it is not known.
@@ -281,9 +292,18 @@ class FleetServing:
         self.fleet.look_again()
 
     async def _learn(self) -> None:
-        """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
-        if await asyncio.to_thread(learn_digests, self.home, self._ending.is_set):
-            await asyncio.to_thread(self._portrait.look)
+        """Only a model whose digest is known can be shared with others: each is read once it was seen, and later again where it could not be."""
+        tried, pause_s, until_s = (), LEARN_S, 0.0
+        while True:
+            unread, now = self._portrait.unread, self._clock.monotonic()
+            if unread and (unread != tried or now >= until_s):
+                pause_s = LEARN_S if unread != tried else min(2 * pause_s, LEARN_MOST_S)
+                tried = unread
+                if await asyncio.to_thread(learn_digests, unread, self.home, self._ending.is_set):
+                    await asyncio.to_thread(self._portrait.look)
+                    self.fleet.look_again()
+                until_s = self._clock.monotonic() + pause_s
+            await asyncio.sleep(LEARN_S)
 
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""
@@ -297,7 +317,8 @@ class FleetServing:
         if self.ranks is not None:
             await self.ranks.stop()
         await self.inference.close()
-        await asyncio.gather(*(task for task in (self._learning, self._showing) if task is not None), return_exceptions=True)
+        if self._showing is not None:
+            await asyncio.gather(self._showing, return_exceptions=True)
 
 
 def _loaded(node: BuiltNode, warm: WarmModel) -> LoadedModel:

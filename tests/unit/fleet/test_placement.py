@@ -532,6 +532,14 @@ def test_that_files_are_still_being_read_is_said() -> None:
     assert "Its files are still being read on ant" in refused.value.hint
 
 
+@pytest.mark.parametrize("known", ["", "d1"], ids=["by no machine", "by one of two"])
+def test_that_files_are_still_being_read_is_said_to_who_pins_machines(known: str) -> None:
+    ant = node("ant", offer(digest=known), serves_shards=True)
+    with pytest.raises(ImpossiblePin, match=r"can't share m with .* yet") as refused:
+        plan([ant, node("bee", offer(digest=""), serves_shards=True)], PlanRequest("m", pins=(Pin(NodeId("ant")), Pin(NodeId("bee")))))
+    assert f"Its files are still being read on {'bee' if known else 'ant'}" in refused.value.hint
+
+
 def test_a_file_that_no_node_was_told_of_is_said_to_be_one() -> None:
     with pytest.raises(PlacementError, match=r"No machine of the fleet has the model 'big.gguf'") as refused:
         plan(sharing(), PlanRequest("big.gguf"))

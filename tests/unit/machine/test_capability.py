@@ -28,7 +28,7 @@ from paceline.machine.devices import LocalDevice, local_devices, processor_name,
 from paceline.machine.settings import NodeSettings
 from paceline.machine.sizing import model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
-from paceline.store.catalog import BUNDLED, MANIFEST, open_model
+from paceline.store.catalog import BUNDLED, MANIFEST, locations, open_model
 from paceline.store.home import Home
 
 
@@ -214,18 +214,19 @@ def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
     shelf = LocalOffers(home, 2, local_devices(home))
     (before,) = shelf.offers()
     assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "stored", "", False)
-    assert learn_digests(home, lambda: True) == 0
+    assert learn_digests(shelf.unread, home, lambda: True) == 0
     assert shelf.offers()[0].digest == ""
-    assert learn_digests(home, lambda: False) == 1
-    assert learn_digests(home, lambda: False) == 0
+    assert learn_digests(shelf.unread, home, lambda: False) == 1
+    assert learn_digests(shelf.unread, home, lambda: False) == 0
     (after,) = shelf.offers()
+    assert shelf.unread == ()
     assert len(after.digest) == 64
     assert after.files == after.digest  # of one GGUF file
     assert replace(after, digest="", files="") == before
 
 
 def test_a_model_that_was_loaded_once_has_its_speed(home: Home) -> None:
-    learn_digests(home, lambda: False)
+    learn_digests(locations(home), home, lambda: False)
     shelf = LocalOffers(home, 2, local_devices(home))
     (offer,) = shelf.offers()
     SpeedCache(home).keep(SpeedKey(offer.digest, "stored", 2), Speed(123.4, 567.8, "n", True, "v"))
@@ -241,8 +242,9 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
     shelf = LocalOffers(home, 2, local_devices(home))
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
-    assert learn_digests(home, lambda: False) == 1
+    assert learn_digests(locations(home), home, lambda: False) == 1
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
+    assert shelf.unread == ()
 
 
 # ------------------------------------------------------------------------------------------------------------- the card

@@ -210,8 +210,8 @@ def plan_in_time(
         except PlacementError as error:
             if clock.monotonic() >= until:
                 raise
-            if error.message != said:
-                said = error.message
+            if (awaited := error.awaited or error.message) != said:
+                said = awaited
                 say(f"Waiting for machines that {name} could run on, for up to {search_s:g} s: {said}")
         fleet.wait_for_change(LOOK_S)
 

@@ -245,8 +245,10 @@ class StagesKv:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Of this machine's part; where it has none, of those that all others have."""
-        return {what: self.everywhere[what] for what in BLOCK_COUNTS} if self.own is None else self.own.counts
+        """Of this machine's part; where it has none, of those that all others have. None where nothing is kept."""
+        if self.own is not None:
+            return self.own.counts
+        return {} if self._limits is None else {what: self.everywhere[what] for what in BLOCK_COUNTS}
 
     @property
     def kept_bytes(self) -> int:

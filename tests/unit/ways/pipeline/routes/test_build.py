@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
+from tests.fakes.clock import FakeClock
+from tests.unit.ways.pipeline.routes.test_choosing import CARDS, OWN
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError, OutOfMemory, PlacementError
+from paceline.core.errors import ConfigError, ImpossiblePin, OutOfMemory, PlacementError
 from paceline.core.ids import NodeId, Trust
-from paceline.core.model import LayerRange
+from paceline.core.model import ActivationDtype, LayerRange
 from paceline.fleet.card import NodeCard
+from paceline.fleet.placement import plan
 from paceline.fleet.plan import Objective, Pin, PlanRequest
 from paceline.machine.config_file import PipelineSettings
+from paceline.machine.kv_tier import KvDiskLimits
 from paceline.machine.settings import NodeSettings
+from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import build as orders
-from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers, request_of
+from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
+from paceline.ways.pipeline.routes.stage_kv import StagesKv
+from paceline.ways.pipeline.splits import PIPELINE
 
 BEE = NodeId("bee")
 
@@ -44,6 +52,25 @@ def test_layers_that_are_not_there(asked: PipelineOrder, complaint: str) -> None
 @pytest.mark.parametrize("asked", [order(None), order(0), order(29), order(None, None), order(1, LayerRange(1, 30))])
 def test_layers_that_are(asked: PipelineOrder) -> None:
     check_layers(asked, "m", 30)
+
+
+def test_a_pinned_machine_that_was_not_seen_yet_is_waited_for_and_refused_when_time_is_up() -> None:
+    said, clock = list[str](), FakeClock()
+    eyes = SimpleNamespace(wait_for_change=clock.advance)
+    asked = PlanRequest("m", orchestrator=OWN, pins=(Pin(NodeId("late")),), ways=frozenset({PIPELINE}))
+    with pytest.raises(ImpossiblePin, match="late is pinned and is not in the fleet"):
+        plan_in_time(lambda: plan(CARDS, asked, (Pipelined(),)), cast("Any", eyes), "m", 0.5, clock, said.append)
+    assert said == ["Waiting for machines that m could run on, for up to 0.5 s: late has not been seen yet"]
+
+
+def test_where_no_disk_keeps_kv_none_is_counted() -> None:
+    executor: Any = SimpleNamespace(route=None)
+    clock, kept = SystemClock(), KvDiskLimits(1 << 20)
+    for limits, counted in ((None, False), (kept, True)):
+        kv = StagesKv(
+            executor, MagicMock(), "d", ActivationDtype.BF16, Path(), limits, clock, dict[NodeId, Trust], MagicMock(), MagicMock()
+        )
+        assert bool(kv.counts) is counted
 
 
 @pytest.mark.parametrize("broken", ["served", "sampler", "Engine"])

@@ -1,0 +1,34 @@
+"""What a node of a fleet learns of its own models while it runs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from tests.fakes.fleets import TestFleet
+from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
+from tests.unit.net.member.nodes import in_loop, until
+from tests.unit.ways.pipeline.host.test_serving import Homes, card_of, nodes
+
+from paceline.node import serving
+from paceline.store.home import Home
+
+
+@in_loop
+async def test_a_model_that_comes_while_a_node_runs_is_read_and_one_that_could_not_be_is_again(
+    sharded: tuple[Home, str],  # noqa: F811
+    new_home: Homes,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(serving, "LEARN_S", 0.01)
+    giver, digest = sharded
+    home = new_home("node")
+    home.digests.parent.mkdir(parents=True)
+    home.digests.write_text("a file, so that nothing can be kept there")
+    async with nodes(TestFleet(), ("node", home, None)) as (node,):
+        shutil.copytree(giver.models, home.models)
+        node._portrait.look()  # pyright: ignore[reportPrivateUsage]  as once a minute
+        await until(lambda: "could not keep anything" in caplog.text)
+        home.digests.unlink()
+        await until(lambda: digest in {offer.digest for offer in card_of(node, "node").models})
