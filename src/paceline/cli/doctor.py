@@ -10,6 +10,7 @@ import asyncio
 import os
 import platform
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ from paceline.net.discovery import own_hosts, own_interfaces
 from paceline.net.member.reach import Barrier, Reach, Setting, barrier_at, own_facts, reach
 from paceline.net.member.state import Looked, look, read_running
 from paceline.net.tensor.dialling import tensor_addresses
+from paceline.net.tensor.native import lends_here
 from paceline.net.trust.certificates import is_address
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -135,6 +137,9 @@ def _machine(home: Home) -> Iterator[Finding]:
     here = platform.node() or "this machine"
     yield Finding("versions", Level.OK, here, f"paceline {__version__}, arithmetic {ARITHMETIC}, Python {facts.python}, {numba}")
     yield _kernels(home, here)
+    if not lends_here():
+        said = f"compiled code can't use the TLS of this Python ({facts.python}, {ssl.OPENSSL_VERSION}): tensor ranks of other machines are slower"
+        yield Finding("tls", Level.NOTE, here, said, "Run paceline with CPython 3.11 to 3.15 that has OpenSSL as a library beside it.")
     free = available_bytes()
     if free < LEAST_MEMORY:
         todo = "Stop other programs, or give the container more: not even the bundled model fits."

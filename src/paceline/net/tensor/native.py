@@ -1,19 +1,23 @@
 """A TLS socket as compiled code sees it: the state that the TLS library has of it, and the library's functions.
 
 Python's own socket and context stay as they are; who borrows them holds the pipe. Where this interpreter keeps them in another way, or hides
-the library, there is nothing to be borrowed.
+the library, as one does that has it within itself, there is nothing to be borrowed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import socket
 import ssl
+import sys
 import weakref
 from functools import cache
 from typing import NamedTuple
 
 _HEAD = object.__basicsize__
 _WORD = ctypes.sizeof(ctypes.c_void_p)
+KNOWN_BELOW = (3, 16)
+"""Up to here CPython's source keeps a socket as `native_of` reads it. Raising it without having read that: a crash, where it changed."""
 
 
 class NativeTls(NamedTuple):
@@ -36,9 +40,20 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(_ssl.__file__)
         for name in ("SSL_read", "SSL_write", "SSL_get_error", "SSL_get_fd", "ERR_clear_error"):
             getattr(library, name)
+        library.OpenSSL_version.restype = ctypes.c_char_p
+        said = library.OpenSSL_version(0).decode()
     except (ImportError, AttributeError, OSError):
         return None
-    return library
+    is_known = sys.implementation.name == "cpython" and sys.version_info < KNOWN_BELOW
+    return library if is_known and said == ssl.OPENSSL_VERSION else None
+
+
+def lends_here() -> bool:
+    """Whether this interpreter's sockets can be borrowed."""
+    one, other = socket.socketpair()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with other, context.wrap_socket(one, server_side=True, do_handshake_on_connect=False) as sock:
+        return native_of(sock) is not None
 
 
 def native_of(sock: ssl.SSLSocket) -> NativeTls | None:

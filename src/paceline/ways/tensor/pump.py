@@ -10,6 +10,7 @@ No other barrier is needed: a plane is written again two exchanges later at the 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -34,6 +35,8 @@ from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
 from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import HEADER, LOOKS_S
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE_BYTES: Final = 48 << 10
 LOOK_S: Final = 0.004
@@ -76,6 +79,8 @@ class Pump(ABC):
         """What `_views` has made for batches of so many rows."""
         outs, ins = ([0, *self._others], [rank]) if leads else ([rank], [0, *self._others])
         self._crossing = Crossing(memory, sender, receiver, outs, ins, self._views, look_s=LOOK_S, stalled_s=SENT_S)
+        if not self._crossing.is_possible:
+            logger.warning("sums of rank %d cross without compiled code, which takes longer: paceline doctor says why", rank)
         receiver.look(LOOK_S)
         self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -250,5 +251,28 @@ def test_a_stream_that_breaks_says_so(
 def test_a_socket_that_is_kept_in_another_way_is_not_lent(streams: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sock = streams[0][0]._pipe._sock
     assert native.native_of(sock) is not None
-    monkeypatch.setattr(native, "_HEAD", native._HEAD + 8)
-    assert native.native_of(sock) is None
+    assert native.lends_here()
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "_HEAD", native._HEAD + 8)
+        assert native.native_of(sock) is None
+        assert not native.lends_here()
+
+
+@pytest.mark.parametrize("differs", ["within itself", "another library", "another version of Python", "no CPython"])
+def test_of_an_interpreter_that_is_not_known_nothing_is_lent(differs: str, streams: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sock = streams[0][0]._pipe._sock
+    match differs:
+        case "within itself":  # as interpreters are that link the TLS library statically
+            monkeypatch.delattr("_ssl.__file__")
+        case "another library":
+            monkeypatch.setattr("ssl.OPENSSL_VERSION", "OpenSSL 9.9.9")
+        case "another version of Python":
+            monkeypatch.setattr("sys.version_info", (3, 99))
+        case _:
+            monkeypatch.setattr("sys.implementation", SimpleNamespace(name="pypy"))
+    native._library.cache_clear()
+    try:
+        assert native.native_of(sock) is None
+        assert not native.lends_here()
+    finally:
+        native._library.cache_clear()
