@@ -34,6 +34,8 @@ SERVICE = "_paceline._tcp.local."
 RESOLVE_MS = 3000
 MOST_RESOLVING = 32
 """Services looked at at once; of a flood of them the rest is not heard. Raising it: what a flood costs."""
+AGAIN_S = 60.0
+"""Between attempts where there is no mDNS, as before a network is up. Raising it: a node that started first is found later."""
 CLOSE_S = 0.6
 """For the goodbye on the network. What is cut short here expires there by itself."""
 
@@ -50,22 +52,66 @@ class Discovery:
     def __init__(self, fleet_id: str, node_id: NodeId, host: str, found: Callable[[str], None]) -> None:
         self._fleet_id, self._node_id, self._host, self._found = fleet_id, node_id, host, found
         self._zeroconf: AsyncZeroconf | None = None
-        self._info: AsyncServiceInfo | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._is_on = self._is_told = False
         self._tasks = TaskSet()
         self._resolving = 0
 
     def start(self, addresses: Iterable[str]) -> None:
         """Begin, in the background."""
-        self._spawn(self._start(tuple(addresses)))
+        self._is_on = True
+        self.moved(addresses)
 
     def moved(self, addresses: Iterable[str]) -> None:
-        """This machine has other addresses now."""
-        if self._zeroconf is not None:
-            self._spawn(self._move(tuple(addresses)))
+        """This machine has other addresses now, maybe on networks that it was not on: sockets are of the addresses that were there when they were made."""
+        if self._is_on:
+            self._starting = self._spawn(self._start(tuple(addresses), self._starting))
 
     async def close(self) -> None:
         """Say goodbye and stop. Bounded; idempotent."""
         await end_tasks(*self._tasks)
+        await self._leave()
+
+    # ------------------------------------------------------------------------------------------------------------------ inside
+
+    async def _start(self, addresses: tuple[str, ...], before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await end_tasks(before)
+        await self._leave()
+        _hear_zeroconf()
+        while (problem := await self._join(addresses)) is not None:
+            if not self._is_told:
+                self._is_told = True
+                logger.warning("no mDNS on this machine until it can be had (%s): give other nodes' addresses with --peer", problem)
+            await asyncio.sleep(AGAIN_S)
+        self._is_told = False
+
+    async def _join(self, addresses: tuple[str, ...]) -> Exception | None:
+        """Why there is no mDNS here now; None where there is."""
+        from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException
+        from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+        interfaces = [self._host] if self._host else InterfaceChoice.All
+        problem: Exception | None = None
+        for version in (IPVersion.All, IPVersion.V4Only):
+            try:
+                self._zeroconf = AsyncZeroconf(interfaces=interfaces, ip_version=version)
+                break
+            except (OSError, RuntimeError, Error) as error:  # RuntimeError: there is no network card
+                problem = error
+        else:
+            return problem
+        try:
+            AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._changed])
+            service = self._service(addresses)
+            await (await self._zeroconf.async_register_service(service, cooperating_responders=True))
+        except NonUniqueNameException:
+            logger.warning("another machine is called %s on this network's mDNS", self._node_id)
+        except (OSError, Error) as error:
+            logger.warning("this node can't be found by mDNS (%s): others reach it by --peer", error)
+        return None
+
+    async def _leave(self) -> None:
         zeroconf, self._zeroconf = self._zeroconf, None
         if zeroconf is None:
             return
@@ -74,45 +120,6 @@ class Discovery:
                 await zeroconf.async_close()
         except (TimeoutError, OSError) as error:
             logger.debug("mDNS ended without a goodbye: %s", error)
-
-    # ------------------------------------------------------------------------------------------------------------------ inside
-
-    async def _start(self, addresses: tuple[str, ...]) -> None:
-        from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException
-        from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
-
-        _hear_zeroconf()
-        interfaces = [self._host] if self._host else InterfaceChoice.All
-        problem: Exception | None = None
-        for version in (IPVersion.All, IPVersion.V4Only):
-            try:
-                self._zeroconf = AsyncZeroconf(interfaces=interfaces, ip_version=version)
-                break
-            except (OSError, Error) as error:
-                problem = error
-        else:
-            logger.warning("no mDNS on this machine (%s): give other nodes' addresses with --peer", problem)
-            return
-        try:
-            AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._changed])
-            self._info = self._service(addresses)
-            await (await self._zeroconf.async_register_service(self._info, cooperating_responders=True))
-        except NonUniqueNameException:
-            logger.warning("another machine is called %s on this network's mDNS", self._node_id)
-        except (OSError, Error) as error:
-            logger.warning("this node can't be found by mDNS (%s): others reach it by --peer", error)
-
-    async def _move(self, addresses: tuple[str, ...]) -> None:
-        from zeroconf import Error
-
-        zeroconf = self._zeroconf
-        if zeroconf is None or self._info is None:
-            return
-        self._info = self._service(addresses)
-        try:
-            await (await zeroconf.async_update_service(self._info))
-        except (OSError, Error) as error:
-            logger.debug("mDNS did not take the new addresses: %s", error)
 
     def _service(self, addresses: tuple[str, ...]) -> AsyncServiceInfo:
         from zeroconf.asyncio import AsyncServiceInfo

@@ -189,10 +189,12 @@ async def _built_as_planned(
     try:
         node = await _build_spread(whole, settings, asked, access, made.chosen, clock, told)
     except PacelineError as error:
-        if made.chosen.way != TENSOR or not asked.ways - {TENSOR}:
+        way, others = made.chosen.way, asked.ways - {made.chosen.way}
+        if not others or (way == PIPELINE and not others & {each.way for each in made.runners_up}):
             raise
         free_what_failed(error)
-        told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without tensor ranks")
+        without = "tensor ranks" if way == TENSOR else way
+        told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without {without}")
         return await _built_as_planned(whole, settings, wanted, access, clock, told, alone, makes_way, made.chosen)
     return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 
 import pytest
+from tests.fleet.network import why_not
 from zeroconf import ServiceStateChange, Zeroconf
 
 from paceline.core.ids import NodeId
@@ -30,6 +33,42 @@ def test_of_a_flood_of_services_only_some_are_looked_at() -> None:
             await zeroconf._async_close()
 
     asyncio.run(main())
+
+
+NO_NETWORKS = why_not()
+FROM_NO_NETWORK = """
+import asyncio, ctypes, fcntl, os, struct, subprocess
+from paceline.core.ids import NodeId
+from paceline.net.discovery import Discovery
+
+assert not ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET: a machine of its own, whose network is not up yet
+
+async def main():
+    found = {name: asyncio.Event() for name in "ab"}
+    nodes = {name: Discovery("f" * 16, NodeId(name), "", lambda _, name=name: found[name].set()) for name in "ab"}
+    for node in nodes.values():
+        node.start(())
+    await asyncio.sleep(0)
+    card = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(card, 0x400454CA, struct.pack("16sH", b"card", 0x1002))  # TUNSETIFF, IFF_TAP | IFF_NO_PI
+    for command in ("addr add 10.98.0.1/24 dev card", "link set card up multicast on"):
+        subprocess.run(["ip", *command.split()], check=True)
+    for port, node in enumerate(nodes.values(), 1):
+        node.moved([f"10.98.0.1:{port}"])
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(event.wait() for event in found.values()))
+    for node in nodes.values():
+        await node.close()
+    print("found")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(bool(NO_NETWORKS), reason=NO_NETWORKS)
+def test_nodes_that_start_before_their_network_is_up_find_one_another_once_it_is() -> None:
+    ran = subprocess.run([sys.executable, "-c", FROM_NO_NETWORK], capture_output=True, text=True, check=False)
+    assert ran.stdout == "found\n", ran.stderr
 
 
 def test_the_longest_node_id_can_be_announced() -> None:

@@ -221,6 +221,45 @@ def test_why_there_is_no_plan_is_shown_until_there_is_one(monkeypatch: pytest.Mo
     assert "m" not in whole.planning, "what is no more loaded is not planned"
 
 
+@pytest.mark.parametrize("others", [True, False], ids=["there is another way", "there is none"])
+def test_a_pipeline_that_can_t_be_had_at_the_load_is_planned_without_and_tried_later(
+    monkeypatch: pytest.MonkeyPatch, *, others: bool
+) -> None:
+    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
+    spread, *_ = candidates()
+    chosen = replace(made, chosen=spread, runners_up=(made.chosen,) if others else ())
+    monkeypatch.setattr(pipelines, "plan_once_shown", lambda *given: chosen if PIPELINE in given[3].ways else made)
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
+    told, followed, built = list[str](), list[Any](), list[Way]()
+    monkeypatch.setattr(pipelines, "_follow", lambda *given: followed.append(given))
+
+    async def fails(*_: object) -> Any:
+        raise PlacementError("bee went away")
+
+    async def alone(*_: object) -> Any:
+        built.append(ALONE)
+        return SimpleNamespace(pipeline_id="")
+
+    async def offer(*_: object) -> None: ...
+
+    monkeypatch.setattr(pipelines, "_build_spread", fails)
+    monkeypatch.setattr(pipelines, "_build_here", alone)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, attach=offer, slots=SimpleNamespace(taken=0), planning={})
+    asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
+    load = serve_planned(whole, NodeSettings("m"), asked, SystemClock(), LoadTold(*[lambda *_: None] * 3, told.append))
+    if not others:
+        with pytest.raises(PlacementError, match="bee went away"):
+            asyncio.run(load)
+        return
+    asyncio.run(load)
+    assert built == [ALONE]
+    assert any("bee went away. Planning without pipeline" in line for line in told)
+    (given,) = followed
+    assert asked in given, "it may be a pipeline later"
+    assert spread in given, "but this one not soon"
+
+
 def test_ways_that_were_full_or_failed_at_the_start_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many pipelines began here as may, when the model was loaded; and not any more."""
     settings = PipelineSettings()

@@ -165,8 +165,9 @@ class Upkeep:
     def _look_at_addresses(self) -> None:
         hosts = (self._host,) if self._host else own_hosts()[:MOST_ADDRESSES]
         addresses = tuple(join_host(host, self._port) for host in hosts)
-        if self.addresses not in {(), addresses}:
-            logger.info("this machine is now at %s", ", ".join(addresses))
+        if self.addresses != addresses:
+            if self.addresses:
+                logger.info("this machine is now at %s", ", ".join(addresses))
             self._moved(addresses)
         self.addresses = addresses
 
