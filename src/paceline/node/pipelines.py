@@ -212,43 +212,33 @@ def _follow(
 ) -> None:
     name = location.name
     whole.forget_plan(name)  # of how it was served before
-    if made is None:
-        late = whole.planning[name] = object()
-        whole.keep(partial(_plan_late, late, node, whole, settings, asked, access, location, clock), f"plan of {name}")
-    else:
+    if made is not None:
         whole.show_plan(name, in_words(made) + _called(node))
         _Replanning(whole, settings, asked, access, location, made, clock, failed).start()
-
-
-async def _plan_late(
-    late: object,
-    node: BuiltNode,
-    whole: FleetServing,
-    settings: NodeSettings,
-    asked: Constraints,
-    access: NodeFleetAccess,
-    location: ModelLocation,
-    clock: Clock,
-) -> None:
-    """Follow what was built here without a plan, once the plan says what that is."""
-    name = location.name
+        return
+    late = whole.planning[name] = object()
     as_it_runs = replace(asked, ways=frozenset({ALONE}), order=replace(asked.order, pins=(), own_layers=None))
-    while True:
-        await asyncio.sleep(REPLANNED_S)
-        made, words = None, ""
-        try:
-            made = await asyncio.to_thread(plan_here, access, name, replace(settings, draft_on=None), as_it_runs)
-        except PlacementError as error:
-            words = f"{access.node_id} alone, without a plan yet: {error.message}"
-        if whole.planning.get(name) is not late:
-            return
-        if not whole.models.is_loaded(name):
-            whole.forget_plan(name)
-            return
-        if made is not None:
-            _follow(node, whole, settings, asked, access, location, made, clock)
-            return
-        whole.show_plan(name, words)
+
+    async def plan_late() -> None:
+        """Follow what was built here without a plan, once the plan says what that is."""
+        while True:
+            await asyncio.sleep(REPLANNED_S)
+            made, words = None, ""
+            try:
+                made = await asyncio.to_thread(plan_here, access, name, replace(settings, draft_on=None), as_it_runs)
+            except PlacementError as error:
+                words = f"{access.node_id} alone, without a plan yet: {error.message}"
+            if whole.planning.get(name) is not late:
+                return
+            if not whole.models.is_loaded(name):
+                whole.forget_plan(name)
+                return
+            if made is not None:
+                _follow(node, whole, settings, asked, access, location, made, clock, failed)
+                return
+            whole.show_plan(name, words)
+
+    whole.keep(plan_late, f"plan of {name}")
 
 
 def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:
