@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.fakes.clock import FakeClock
 from tests.fakes.fleets import TestFleet
 from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import in_loop, make_node
 from tests.unit.ways.draft.cards import SMALL
-from tests.unit.ways.draft.proposers import Lookup
+from tests.unit.ways.draft.proposers import Lookup, Scripted
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import VocabularyMismatch
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.engine.drafts import BlockProposal
 from paceline.fleet.card import Role
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
 from paceline.net.channels import Purpose
 from paceline.net.wire import propose_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.node.build import BuiltNode, build_node
-from paceline.ways.draft.service import DraftService, LoadedProposer, check_vocabulary, draft_use, drafting_alone, load_proposer
+from paceline.ways.draft.service import (
+    MEASURED_LENGTH,
+    DraftService,
+    LoadedProposer,
+    check_vocabulary,
+    draft_use,
+    drafting_alone,
+    load_proposer,
+    measure,
+)
 
 DRAFT = f"jacobi:{DEFAULT_MODEL}"
 
@@ -52,6 +63,17 @@ def test_a_model_is_measured_and_offered(proposer: LoadedProposer) -> None:
     check_vocabulary("another", [proposer], {"fleet"})
     with pytest.raises(VocabularyMismatch, match=DRAFT):
         check_vocabulary("another", [proposer], {DRAFT})
+
+
+def test_blocks_that_other_programs_slow_are_no_measure_of_a_proposer() -> None:
+    clock, takes_s = FakeClock(), iter([9.0, 0.1, 0.1, 3.0, 0.1, 0.1, 5.0, 0.1, 4.0])
+
+    class Slowed(Scripted):
+        def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+            clock.advance(next(takes_s))
+            return super().propose_block(committed, block_size, num_steps)
+
+    assert measure(Slowed(*range(MEASURED_LENGTH)), [1, 2, 3], clock) == MEASURED_LENGTH / 0.1
 
 
 @in_loop
