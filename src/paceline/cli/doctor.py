@@ -26,7 +26,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import running, starting
+from paceline.cli.running import read_failing, running, starting
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -224,13 +224,16 @@ def _apis(home: Home) -> Iterator[Finding]:
     for one in found:
         try:
             with one.client() as client:
-                state = printable(str(client.get("/health").json()["status"]), 100)
+                health = client.get("/health").json()
+            state, failing = printable(str(health["status"]), 100), read_failing(health)
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-            state = f"no answer ({printable(str(error), 200)})"
+            state, failing = f"no answer ({printable(str(error), 200)})", ()
         if state == "ok":
             yield Finding("port.api", Level.OK, one.url, "it answers")
         else:
             yield Finding("port.api", Level.PROBLEM, one.url, f"/health says {state}", "See what paceline up printed there.")
+        for what in failing:
+            yield Finding("background", Level.NOTE, one.url, f"it keeps failing: {what}", "See what paceline up printed there.")
     coming = starting(home)
     for one in coming:
         yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")

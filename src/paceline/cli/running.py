@@ -264,6 +264,8 @@ class EndpointLoad:
     """None: nothing came or went."""
     home: str = ""
     """As `RunningEndpoint` has it."""
+    failing: tuple[str, ...] = ()
+    """What /health says of that, though it may be ok."""
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
@@ -296,19 +298,22 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
             lines.append(f"  KV on the disk: {one.kv_disk}")
         if one.kv_peers is not None:
             lines.append(f"  KV of other machines: blocks: {one.kv_peers}")
+        if one.failing:
+            lines.append(f"  keeps failing: {'; '.join(one.failing)}")
         print_lines(console, *lines)
 
 
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
-    state, models = GONE, None
+    state, models, failing = GONE, None, ()
     try:
         with one.client(_key()) as client:
-            state = printable(str(client.get("/health").json()["status"]))
+            health = client.get("/health").json()
+            state, failing = printable(str(health["status"])), read_failing(health)
             models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if not last:
-        return EndpointLoad(one.url, one.process, state, models, home=one.home)
+        return EndpointLoad(one.url, one.process, state, models, home=one.home, failing=failing)
 
     peers = ("peer_fetched", "peer_missed", "peer_given", "peer_pushed")
 
@@ -350,7 +355,15 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         if any(last[what] for what in (*peers, "leases"))
         else None,
         home=one.home,
+        failing=failing,
     )
+
+
+def read_failing(health: Mapping[str, object]) -> tuple[str, ...]:
+    """Of an endpoint's /health: why it is not well, and what fails though it goes on."""
+    error, failing = health.get("error"), health.get("failing")
+    each = [*([error] if error else []), *(failing if isinstance(failing, list) else [])]
+    return tuple(printable(str(one), 300) for one in each)
 
 
 def _figures(one: RunningEndpoint) -> dict[str, float]:

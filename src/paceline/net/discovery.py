@@ -53,7 +53,9 @@ class Discovery:
         self._fleet_id, self._node_id, self._host, self._found = fleet_id, node_id, host, found
         self._zeroconf: AsyncZeroconf | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._is_on = self._is_told = False
+        self._is_on = False
+        self.trouble = ""
+        """Why nodes can't find one another by it from here; empty where they can."""
         self._tasks = TaskSet()
         self._resolving = 0
 
@@ -79,15 +81,16 @@ class Discovery:
             await end_tasks(before)
         await self._leave()
         _hear_zeroconf()
-        while (problem := await self._join(addresses)) is not None:
-            if not self._is_told:
-                self._is_told = True
-                logger.warning("no mDNS on this machine until it can be had (%s): give other nodes' addresses with --peer", problem)
+        while trouble := await self._join(addresses):
+            if trouble != self.trouble:
+                logger.warning("%s", trouble)
+            self.trouble = trouble
             await asyncio.sleep(AGAIN_S)
-        self._is_told = False
+            await self._leave()
+        self.trouble = ""
 
-    async def _join(self, addresses: tuple[str, ...]) -> Exception | None:
-        """Why there is no mDNS here now; None where there is."""
+    async def _join(self, addresses: tuple[str, ...]) -> str:
+        """Why there is no mDNS here now; empty where there is."""
         from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
@@ -100,16 +103,16 @@ class Discovery:
             except (OSError, RuntimeError, Error) as error:  # RuntimeError: there is no network card
                 problem = error
         else:
-            return problem
+            return f"no mDNS on this machine ({problem}): give other nodes' addresses with --peer"
         try:
             AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._changed])
             service = self._service(addresses)
             await (await self._zeroconf.async_register_service(service, cooperating_responders=True))
         except NonUniqueNameException:
-            logger.warning("another machine is called %s on this network's mDNS", self._node_id)
+            return f"another machine is called {self._node_id} on this network's mDNS"
         except (OSError, Error) as error:
-            logger.warning("this node can't be found by mDNS (%s): others reach it by --peer", error)
-        return None
+            return f"this node can't be found by mDNS ({error}): others reach it by --peer"
+        return ""
 
     async def _leave(self) -> None:
         zeroconf, self._zeroconf = self._zeroconf, None

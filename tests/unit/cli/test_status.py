@@ -18,12 +18,14 @@ from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 from tests.unit.net.member.nodes import in_loop, make_node, running
 
-from paceline.cli import chat, status
+from paceline.cli import chat, doctor, status
+from paceline.cli.doctor import Level
 from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, endpoints_here, show_endpoints, starting
 from paceline.cli.running import running as running_here
 from paceline.cli.status import _show, run_status
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
+from paceline.core.inference import Progress
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
@@ -200,6 +202,22 @@ async def test_nodes_that_are_tried_here_are_shown_in_a_fleet_or_out_of_it(
             assert served.url in capsys.readouterr().out, "what runs is shown all the same"
     finally:
         served.close()
+
+
+def test_what_keeps_failing_is_shown_by_status_and_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    inference = ScriptedInference()
+    inference.reported = Progress(busy=False, seconds_since_step=0.0, failing=("fleet-links", "no mDNS on this machine"))
+    served = Served(inference)
+    try:
+        with announced(served.url, has_key=False, certificate=None, owner_key=None):
+            (seen,) = endpoints_here(Home(tmp_path))
+            found = {each.what: each.level for each in doctor._apis(Home(tmp_path)) if each.check == "background"}
+    finally:
+        served.close()
+    assert seen.state == "ok"
+    assert shown_of(seen)[-1] == "  keeps failing: fleet-links; no mDNS on this machine"
+    assert found == {f"it keeps failing: {what}": Level.NOTE for what in seen.failing}
 
 
 def test_in_no_fleet_endpoints_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

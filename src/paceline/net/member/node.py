@@ -223,6 +223,11 @@ class FleetNode:
         trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
         return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust, tuple(sorted(self.plans.items())))
 
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """What does not go as it should, though this node goes on."""
+        return (*self.background.failing, *sorted(self._upkeep.troubles), *filter(None, (self._discovery.trouble,)))
+
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""
         self._listeners.append(listener)

@@ -87,6 +87,8 @@ class Upkeep:
         self._news = asyncio.Event()
         self._kept: tuple[object, ...] = ()
         self._looked = float("-inf")
+        self.troubles: set[str] = set()
+        """What could not be done at the last look."""
 
     async def begin(self, port: int) -> None:
         """Find the addresses at which `port` can be reached, and measure."""
@@ -123,7 +125,6 @@ class Upkeep:
         self._kept = (members, revocations)
 
     async def _watch(self) -> None:
-        told: set[str] = set()
         while True:
             await came_within(self._news, LOOK_S)
             self._news.clear()
@@ -133,9 +134,9 @@ class Upkeep:
                     await step()
                 except (UserError, FleetError, OSError) as error:
                     troubles.add(str(error))
-            for trouble in sorted(troubles - told):
+            for trouble in sorted(troubles - self.troubles):
                 logger.warning("this node goes on, but: %s", trouble)
-            told = troubles
+            self.troubles = troubles
 
     async def _keep_join_port(self) -> None:
         """From when the CA is on this machine."""

@@ -133,7 +133,7 @@ class FleetInference:
 
     def progress(self) -> Progress:
         own = Progress(busy=False, seconds_since_step=0.0) if self._local.inference is None else self._local.inference.progress()
-        return replace(own, failing=self._fleet.background.failing)
+        return replace(own, failing=self._fleet.failing)
 
     # ------------------------------------------------------------------------------------------------------------- for its owner
 
