@@ -4,7 +4,7 @@ Law: what is read is what was written under that key, or it is a miss. A file ap
 checksum; one that is damaged is removed and counted. Nothing is waited for: a block may be lost to a power cut, never be wrong.
 
 Several processes may use one folder. Files count for all of them within one budget: the one that was not used for longest goes first, and one that was
-not used for `ttl_s` is gone. When a file was used stands in its modification time, so there is no index to be damaged.
+not used for `ttl_s` is gone. So it is where the disk is full, whatever the budget. When a file was used stands in its modification time, so there is no index to be damaged.
 
     <home>/cache/kv/<name>/<first two digits of the key>/<key in hex>        a header of 48 bytes, then the block's bytes
 
@@ -43,7 +43,8 @@ _SWEEP_BYTES: Final = 64 << 20
 _STALE_S: Final = 600.0
 """After which a file that was never renamed is one of a process that was killed."""
 _REST_S: Final = 30.0
-"""For which nothing is written after the disk was full."""
+"""For which nothing is written where a disk stayed full though blocks made way, or can't be written. Raising it: what came meanwhile is computed again."""
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class KvFolderCounts:
     damaged: int = 0
     written: int = 0
     evicted: int = 0
-    """For the budget or for their age."""
+    """For the budget, for their age, or for a full disk."""
     failed: int = 0
     """Blocks that could not be written."""
 
@@ -108,21 +109,13 @@ class KvFolder:
         if self._clock.monotonic() < self._full_until:
             return False
         header = _header(key, block)
-        path = self._path(key)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            handle = self._create(unfinished)
-            try:
-                _write_all(handle, header, block)
-                self._use(handle)
-            finally:
-                os.close(handle)
-            unfinished.rename(path)
-        except OSError as error:
-            _remove(unfinished)
+        n_bytes = len(header) + block.nbytes
+        error = self._put(key, header, block)
+        if error is not None and error.errno in _FULL and self.sweep(room_bytes=n_bytes):
+            error = self._put(key, header, block)
+        if error is not None:
             self._failed(error)
             return False
-        n_bytes = len(header) + block.nbytes
         with self._lock:
             self._keys.add(key)
             self.counts.written += 1
@@ -172,8 +165,13 @@ class KvFolder:
             self.counts.read += 1
         return True
 
-    def sweep(self) -> None:
-        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written."""
+    def sweep(self, room_bytes: int = 0) -> bool:
+        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written. Returns whether
+        blocks went.
+
+        Args:
+            room_bytes: that a full disk lacks. A twentieth of what is kept makes way, as for the budget, or as much as that; nothing where it is over a half.
+        """
         now_s = self._clock.wall()
         found = list(_files(self._folder))
         kept: list[tuple[float, int, Path]] = []
@@ -188,9 +186,12 @@ class KvFolder:
             elif not is_unfinished:
                 kept.append((min(used_s, now_s), n_bytes, path))
         total = sum(n_bytes for _, n_bytes, _ in kept)
-        if total > self._budget_bytes:
+        most = self._budget_bytes * _SWEEP_SHARE if total > self._budget_bytes else total
+        if room_bytes and total >= 2 * room_bytes:
+            most = min(most, total * _SWEEP_SHARE, total - room_bytes)
+        if total > most:
             kept.sort(reverse=True)
-            while kept and total > self._budget_bytes * _SWEEP_SHARE:
+            while kept and total > most:
                 _, n_bytes, path = kept.pop()
                 _remove(path)
                 total -= n_bytes
@@ -200,6 +201,24 @@ class KvFolder:
             self._keys = keys
             self.total_bytes, self._unswept_bytes = total, 0
             self.counts.evicted += evicted
+        return bool(evicted)
+
+    def _put(self, key: bytes, header: bytes, block: memoryview) -> OSError | None:
+        """Returns why it is not here now."""
+        path = self._path(key)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            handle = self._create(unfinished)
+            try:
+                _write_all(handle, header, block)
+                self._use(handle)
+            finally:
+                os.close(handle)
+            unfinished.rename(path)
+        except OSError as error:
+            _remove(unfinished)
+            return error
+        return None
 
     def _create(self, path: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -227,8 +246,7 @@ class KvFolder:
     def _failed(self, error: OSError) -> None:
         with self._lock:
             self.counts.failed += 1
-            rests = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
-            if rests:
+            if error.errno in _FULL | {errno.EROFS, errno.EACCES, errno.EFBIG}:
                 self._full_until = self._clock.monotonic() + _REST_S
         logger.warning("a block of KV could not be kept in %s: %s", self._own, error.strerror or error)
 

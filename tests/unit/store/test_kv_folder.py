@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from errno import ENOSPC
 from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 from tests.fakes.clock import FakeClock
 
+from paceline.store import kv_folder
 from paceline.store.kv_folder import KvFolder
 
 BLOCK = 4096
@@ -208,6 +211,45 @@ def test_a_full_disk_costs_what_could_have_been_kept(tmp_path: Path) -> None:
     clock.advance(31)
     assert kept.write(key, block_of(key))
     assert read(kept, key) == block_of(key)
+
+
+def test_on_a_full_disk_the_block_that_was_not_used_for_longest_makes_way(small_disk: Path) -> None:
+    clock, keys = FakeClock(), [key_of(number) for number in range(40)]
+    kept, other = opened(small_disk / "kv", clock), opened(small_disk / "kv", clock, "other")
+    assert other.write(keys[-1], block_of(keys[-1]))
+    for key in keys[:-1]:
+        clock.advance(1)
+        assert kept.write(key, block_of(key)), "its budget is far"
+        assert read(kept, keys[0]) == block_of(keys[0])
+    assert kept.counts.failed == 0
+    assert [read(kept, key) for key in keys[-4:-1]] == [block_of(key) for key in keys[-4:-1]]
+    assert read(other, keys[-1]) is None, "it was the oldest of all names"
+    again = opened(small_disk / "kv", clock)
+    assert sum(read(again, key) == block_of(key) for key in keys) == again.total_bytes // FILE == 39 - kept.counts.evicted + 1
+    assert not [path for path in small_disk.rglob(".*") if path.is_file()]
+
+
+def test_blocks_make_way_once_for_what_fills_a_disk_beside_them(small_disk: Path) -> None:
+    clock, keys = FakeClock(), [key_of(number) for number in range(8)]
+    kept = opened(small_disk / "kv", clock)
+    assert all(kept.write(key, block_of(key)) for key in keys[:4])
+    with (small_disk / "beside").open("wb", 0) as beside, suppress(OSError):
+        while beside.write(bytes(512)):
+            pass
+
+    def taken(handle: int, header: bytes, block: memoryview) -> None:
+        """Whatever is free is another program's at once."""
+        raise OSError(ENOSPC, "full")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kv_folder, "_write_all", taken)
+        assert not kept.write(keys[4], block_of(keys[4]))
+        assert (kept.counts.evicted, kept.counts.failed) == (1, 1)
+        assert not kept.write(keys[5], block_of(keys[5])), "it rests"
+    assert (kept.counts.evicted, kept.counts.failed, kept.run_of(keys[1:4])) == (1, 1, 3)
+    clock.advance(31)
+    assert kept.write(keys[5], block_of(keys[5]))
+    (small_disk / "beside").unlink()
 
 
 READ_ONLY = """
