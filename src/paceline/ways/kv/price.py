@@ -23,6 +23,9 @@ FASTER = 1.25
 """By what factor fetching must be faster: estimates are rough, and the link is others' too. Raising it: more is computed again."""
 SLOWER = 1.1
 """By what factor a prompt may take longer elsewhere where answers are written here: each of its steps here would hold them up, and they it."""
+HELD_UP = 3.0
+"""By what factor a block takes longer here, at most, while answers are written: prompts get a third of the time at least (`engine.step_costs`). Raising it: a
+slow node is waited for longer, and answers here are held up less by what computing its blocks here takes."""
 MOST_PARTS = 6
 """Of a block, that one machine asks another for at once. Raising it: more peers are sent blocks at a time, each of them slower."""
 OPENING_S, ROUND_TRIPS = 0.02, 4
@@ -58,6 +61,10 @@ class KvPrice:
         """The fewest that are worth fetching; None: no number is."""
         gain_s = self.computed_s / FASTER - self.fetched_s
         return max(1, ceil(self.opening_s / gain_s)) if gain_s > 0 else None
+
+    def here_s(self, n_writing: int) -> float:
+        """One block here, beside so many answers."""
+        return self.computed_s * (HELD_UP if n_writing else 1.0)
 
     def saved_s(self, n_blocks: int, n_writing: int = 0) -> float:
         """What fetching so many saves, to a prompt and to so many answers that are written here; 0 where it is not worth it."""

@@ -96,7 +96,8 @@ class PeerKv:
         """Runs a request of another node on this engine; None: none may."""
         self._found: tuple[int, int, KvPeer | None, PromptPush | None] = (0, 0, None, None)
         self._asked: RequestId | None = None
-        """For the `fetch` that follows `run_of`: what was found, and of which request, where there is one."""
+        self._n_writing = 0
+        """For the `fetch` that follows `run_of`: what was found, of which request, where there is one, and beside how many answers."""
         self.prompts_per_s: Callable[[], float] = lambda: 0.0
         """Tokens of prompts a second, where the node's card does not say. From any thread."""
         self._fetches: dict[KvFetch, bool] = {}
@@ -160,7 +161,7 @@ class PeerKv:
 
     def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
         self._found = here, run, peer, push = self._look(keys, request, n_writing)
-        self._asked = None if request is None else request.request_id
+        self._asked, self._n_writing = None if request is None else request.request_id, n_writing
         if push is not None:
             return run
         # Of a prefix that has a mark at so many blocks, and none at twice as many, there may be more: to ask costs nothing.
@@ -256,11 +257,12 @@ class PeerKv:
             return self._under_way(self._pushed_in_parts(peer, keys, blocks, expected, push), is_routed=False)
         own, routed = self._runner.layers, push is not None and push.leg is not None
         at_once = 1 if push is None or peer.prefill is None else peer.prefill.last_blocks
+        here_s = peer.price.here_s(self._n_writing)
         parts: list[MovedBlocks] = []
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
             layers = None if part.layers == own else part.layers
             write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
-            patience = by_silence(self.now()) if routed else Patience(self.now(), peer.price.computed_s, expected, at_once)
+            patience = by_silence(self.now()) if routed else Patience(self.now(), here_s, expected, at_once)
             parts.append(fetch := PeerFetch(peer, part, keys, blocks, expected, write, self._wake, patience, push, self.now))
             if routed and self._asked is not None and self.routed.pop(self._asked, None) is None:
                 fetch.cancel()  # the event loop took it meanwhile, and told that it was not asked for
@@ -268,7 +270,7 @@ class PeerKv:
                 self._begin(fetch)
         if self.spread is not None:
             move = KvMove(peer.node_id, self.layout, peer.stops, expected)
-            parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * peer.price.computed_s), MOST_MOVE_S)))
+            parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * here_s), MOST_MOVE_S)))
         return self._under_way(PartsFetch(parts, GivenBlocks(peer.node_id, self._alike)), is_routed=routed)
 
     def _pushed_in_parts(
@@ -278,7 +280,7 @@ class PeerKv:
         assert self._begin is not None, "peers are shown"
         assert peer.prefill is not None, "it was found"
         push, at_once = replace(push, ticket=token_bytes(TICKET_BYTES)), peer.prefill.last_blocks
-        patience = partial(Patience, self.now(), peer.price.computed_s, expected, at_once)
+        patience = partial(Patience, self.now(), peer.price.here_s(self._n_writing), expected, at_once)
         parts: list[PeerFetch] = []
         own = self._runner.layers
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.kv.sharers import DIGEST, Sharer, sharer, sharers
 from tests.unit.ways.kv.test_faulty_peers import FIRST, Turn, another, damaged, dies, shorter
@@ -203,6 +204,30 @@ async def test_one_that_takes_too_long_is_left_by_the_watchdog(tmp_path: Path, g
         await until(lambda: p.sharing.meter.prefills in LEFT)
         await at_rest(p, d)
         await until(lambda: p.bench.engine.stats().blocks_in_use == 0)
+
+
+@pytest.mark.parametrize("n_writing", [0, 1])
+@in_loop
+async def test_one_is_waited_for_as_long_as_computing_here_would_take_beside_answers(
+    tmp_path: Path, gate: threading.Event, n_writing: int
+) -> None:
+    clock = FakeClock()
+    async with sharers(tmp_path, sharer("p", speed=FAST), sharer("d", speed=8.0)) as (p, d):
+        p.pace, d.kv.now = lambda: gate.wait(60), clock.monotonic
+        await p.computes_for(d)
+        if n_writing:
+            d.bench.add(GenerationRequest(RequestId("1"), tuple(PROMPT[:3]), 40, SamplingParams(seed=1), ignore_eos=True))
+            while not d.bench.answers:
+                d.bench.step()
+        answering = asyncio.create_task(d.answer("2", PROMPT))
+        await until(lambda: p.sharing._servicer.n_leases == 1)  # pyright: ignore[reportPrivateUsage]
+        clock.advance(2.5 * WHOLE * 4 / 8.0)  # alone all would be computed by now
+        ((push,),) = (fetch._parts for fetch in d.kv._fetches)  # type: ignore[attr-defined] # pyright: ignore
+        push.look()
+        gate.set()
+        assert (await answering).token_ids == alone(PROMPT)
+        await until(lambda: d.sharing.meter.pushes == {"whole" if n_writing else "watchdog": 1})
+        await at_rest(p, d)
 
 
 @in_loop
