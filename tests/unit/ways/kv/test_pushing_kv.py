@@ -222,7 +222,8 @@ async def test_one_is_waited_for_as_long_as_computing_here_would_take_beside_ans
         answering = asyncio.create_task(d.answer("2", PROMPT))
         await until(lambda: p.sharing._servicer.n_leases == 1)  # pyright: ignore[reportPrivateUsage]
         clock.advance(2.5 * WHOLE * 4 / 8.0)  # alone all would be computed by now
-        ((push,),) = (fetch._parts for fetch in d.kv._fetches)  # type: ignore[attr-defined] # pyright: ignore
+        (waited,) = d.kv._fetches  # pyright: ignore[reportPrivateUsage]
+        (push,) = waited._parts  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         push.look()
         gate.set()
         assert (await answering).token_ids == alone(PROMPT)
