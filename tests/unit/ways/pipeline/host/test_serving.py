@@ -90,7 +90,8 @@ async def test_layers_are_fetched_run_shown_and_counted(sharded: tuple[Home, str
         card = card_of(user, "host")
         channel = user.fleet.channel(NodeId("host"), card.addresses, Use.HOLD_LAYERS)
         stage = await open_stage(channel, NodeId("host"), request_for(digest, layers))
-        assert [part.digest for part in list_parts(new_home("host"))] == [digest]
+        # Layers are opened as they arrive; what is on the disk is noted once all of it is written out.
+        await until(lambda: [part.digest for part in list_parts(new_home("host"))] == [digest])
         ends = tensor_ends(user.fleet)
         ticket = secrets.token_bytes(32)
         expected = ends.expect(ticket, ActivationDtype.BF16, 256)
