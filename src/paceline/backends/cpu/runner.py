@@ -158,7 +158,7 @@ class CpuRunner:
         row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
         split = self._cutter.split_records
         pieces = int32(rows + split, N_PIECE)
-        ropes = {rope: rope_tables(rope, spec.head_dim, self._max_context) for rope in map(spec.rope_of, range(spec.n_layers))}
+        ropes = {rope: rope_tables(rope, spec.head_dim, self._max_context) for rope in set(map(spec.rope_of, range(spec.n_layers)))}
         for slot, layer in enumerate(range(self.layers.start, self.layers.stop)):
             for place, table in zip((places.COS, places.SIN), ropes[spec.rope_of(layer)], strict=True):
                 self._places[slot, place, places.AT] = table.ctypes.data
