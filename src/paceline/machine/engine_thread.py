@@ -61,8 +61,8 @@ class Died:
     """The engine ended by an error. What it ran is lost."""
 
     reason: str
-    for_good: bool
-    """Nothing follows; else another takes its place."""
+    is_long: bool
+    """None takes its place for now; else one does at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from another that waits for it. Python's 5 ms is a whole decode step of a small model."""
 
+
+AGAIN_S = 30.0
+"""Between attempts to have another engine, where there was none at once. Raising it: what failed for a passing cause stays down for longer."""
 
 News = StepReport | Died | Rebuilt
 
@@ -111,7 +114,7 @@ class EngineThread:
             engine: no other thread may touch it any more, but for what any thread may.
             release: frees what the engine ran on; called in the engine's thread, last.
             tell: called in that thread once a step, when the next one is under way, and whenever the engine comes to rest; must not wait.
-            rebuild: makes another, once one failed; None: it stays down. Called in that thread.
+            rebuild: makes another, once one failed; None: not now. Called in that thread, and again later.
         """
         self._engine = engine
         self._release = release
@@ -164,18 +167,29 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine failed")
             reason = f"{type(error).__name__}: {error}"
-            try:
-                engine = self._rebuild() if isinstance(error, Exception) else None
-            except Exception as again:
-                logger.exception("the engine could not be built anew")
-                reason, engine = f"{reason}; and not built anew: {type(again).__name__}: {again}", None
-            self._tell(Died(reason, for_good=engine is None))
-            if engine is None:
-                return False
+            engine, why = self._another() if isinstance(error, Exception) else (None, "")
+            self._tell(Died(reason + why, is_long=engine is None))
+            while engine is None:
+                if not isinstance(error, Exception) or self._is_stopped_within(AGAIN_S):
+                    return False
+                engine, _ = self._another()
             self._engine = engine
             self._tell(Rebuilt())
             return True
         return False
+
+    def _another(self) -> tuple[StepEngine | None, str]:
+        """An engine in place of one that failed, or why it could not be built."""
+        try:
+            return self._rebuild(), ""
+        except Exception as error:
+            logger.exception("the engine could not be built anew")
+            return None, f"; and not built anew: {type(error).__name__}: {error}"
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """With no engine."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: StopEngine() in self._commands, seconds)
 
     def _run(self) -> None:
         engine = self._engine

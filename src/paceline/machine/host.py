@@ -38,7 +38,7 @@ from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThre
 logger = logging.getLogger(__name__)
 
 COMES_BACK = "Another takes its place: ask again"
-STAYS_DOWN = "It stays down: restart paceline"
+STAYS_DOWN = "It stays down for some minutes, and is then tried again: restart paceline if this lasts"
 REBUILDS, WITHIN_S = 3, 600.0
 """How often an engine is built anew in so many seconds. Raising it: one that fails at every request goes on failing them for longer."""
 OF_CLIENTS = 2
@@ -277,9 +277,9 @@ class EngineHost:
 
     def _receive(self, news: News) -> None:
         match news:
-            case Died(reason, for_good):
+            case Died(reason, is_long):
                 self._died = reason
-                self._fail_all(f"The engine failed: {reason}. {STAYS_DOWN if for_good else COMES_BACK}", ENGINE_GONE)
+                self._fail_all(f"The engine failed: {reason}. {STAYS_DOWN if is_long else COMES_BACK}", ENGINE_GONE)
                 self._changed()
             case Rebuilt():
                 logger.warning("the engine was built anew")

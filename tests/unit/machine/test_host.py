@@ -21,6 +21,7 @@ from paceline.core.inference import ChunkStream, ServedModel
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
 from paceline.engine.grammar import Grammars
+from paceline.machine import engine_thread
 from paceline.machine.host import REBUILDS, WITHIN_S, EngineHost
 
 BOUND_S = 100
@@ -347,10 +348,11 @@ def test_what_was_sent_to_an_engine_that_failed_does_not_run_in_the_next() -> No
         run(work())
 
 
-def test_an_engine_that_fails_too_often_stays_down_until_long_after() -> None:
+def test_an_engine_that_fails_too_often_stays_down_until_long_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "AGAIN_S", 0.001)
     clock = FakeClock()
     engines = [EchoEngine(crash_at=1) for _ in range(REBUILDS + 1)]
-    with closing(host_of(engines[0], 4, *engines[1:], clock=clock)) as host:
+    with closing(host_of(engines[0], 4, *engines[1:], EchoEngine(), clock=clock)) as host:
 
         async def work() -> None:
             for number in range(REBUILDS + 1):
@@ -364,6 +366,10 @@ def test_an_engine_that_fails_too_often_stays_down_until_long_after() -> None:
             assert "the kernels burn" in (host.progress().error or "")
             with pytest.raises(EngineGone, match="the kernels burn"):
                 await anext(host.generate("echo", request("late")))
+            again = back_up(host)
+            clock.advance(WITHIN_S)
+            await again.wait()
+            assert len(await drain(host.generate("echo", request("after")))) == 3
 
         run(work())
 
