@@ -37,7 +37,8 @@ def test_a_machine_of_the_fleet_runs_the_other_rank(tmp_path: Path) -> None:
         port = free_port()
         a.up("--fleet-port", str(port), *SMALL)
         alone = [answer(a, seed) for seed in (1, 2)]
-        b.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
+        least = ("--device", f"cpu-{cpu.lowerings_here()[-1]}")  # a may well have more
+        b.up("--no-model", "--serve-shards", "--threads", "1", *least, "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
         until(lambda: (card := b.card_of("b")) is not None and any(offer.digest for offer in card.models))
         a.node.stop()
         a.up("--ways", "tensor", "--fleet-port", str(port), *SMALL)
