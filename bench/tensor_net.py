@@ -1,10 +1,11 @@
 """Tensor ranks on two hosts with latency between them, beside what the planner makes of it: a request's seconds, estimated and measured.
 
-    sudo python bench/tensor_net.py [--model smollm2-135m] [--one-way-ms 0.1,0.5,2.5] [--mbit 1000] [--rounds 3]
+    sudo python bench/tensor_net.py [--model smollm2-135m | FILE.gguf] [--one-way-ms 0.1,0.5,2.5] [--mbit 1000] [--rounds 3]
 
 Two machines are real processes in network namespaces, a core and a thread each; between them a switch in this process delays and paces frames
-(tests/fleet/network.py). A third process beside them runs the model alone, on the first one's core; it and the ranks answer in turns. The estimate is the cost
-model's, from what the machines measured of themselves and of their link, which is measured anew whenever the latency changes. Where others use the processor, what
+(tests/fleet/network.py), before all else that wants a core, so that a delay is what it says. A third process beside them runs the model alone, on the first
+one's core; it and the ranks answer in turns. The estimate is the cost model's, from what the machines measured of themselves and of their link; with each
+latency all are started anew. Where others use the processor, what
 one machine takes is not what was measured when the model was first loaded: beside the planner's own estimate stands one whose part of computing is what one
 machine took in the same turns, so that what is left is the exchange's.
 """
@@ -34,12 +35,13 @@ from paceline.bench.fleet import found_fleet
 from paceline.core.clock import SystemClock
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.settings import NodeSettings
+from paceline.store.catalog import MANIFEST
 from paceline.store.home import Home
 
 PRESET = "desk,exchange_s=0.5,restamp_s=2,ttl_s=60"
 PORT = 8154
-SETTLED_S = 120.0
-"""For a link to be measured anew."""
+KNOWN_S = 60.0
+"""For a link to be measured."""
 
 
 def learn(model: str, root: Path) -> None:
@@ -80,25 +82,21 @@ def planned(node: Machine, options: argparse.Namespace, ways: str) -> list[dict[
     return [made["chosen"], *made["runners_up"]]
 
 
-def round_trip_s(net: Network, node: Machine) -> float:
-    """As the first machine's card says it of its link to the second."""
+def link_of(net: Network, node: Machine) -> dict[str, float]:
+    """What the first machine's card says of its link to the second."""
     command = [*net.inside("m1"), sys.executable, __file__, "--link", str(node.home)]
-    return float(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    until = time.monotonic() + KNOWN_S
+    while not (found := json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)) and time.monotonic() < until:
+        time.sleep(1.0)
+    return found
 
 
-def link(home: Path) -> float:
+def link(home: Path) -> dict[str, float]:
     card = Machine("m1", home).card_of("m1")
-    return next((link.rtt_s for link in (card.links if card is not None else ()) if link.to == "m2"), 0.0)
-
-
-def settle(net: Network, node: Machine, delay_s: float, before_s: float) -> None:
-    """Until the link's figure is of this latency, or no more comes."""
-    until = time.monotonic() + SETTLED_S
-    while time.monotonic() < until:
-        rtt_s = round_trip_s(net, node)
-        if rtt_s > 2 * delay_s and (rtt_s > 1.5 * before_s or before_s == 0.0):
-            return
-        time.sleep(2.0)
+    found = next((link for link in (card.links if card is not None else ()) if link.to == "m2"), None)
+    return (
+        {} if found is None else {"call_ms": 1000 * found.rtt_s, "network_ms": 1000 * found.network_s, "mbyte_s": found.bytes_per_s / 1e6}
+    )
 
 
 def started(root: Path, net: Network) -> tuple[Machine, Machine, Machine]:
@@ -134,7 +132,7 @@ def main() -> None:
     parser.add_argument("--link", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.link is not None:
-        print(link(options.link))
+        print(json.dumps(link(options.link)))
         return
     if options.ask:
         print(json.dumps(ask(options.ask, options.model, options.prompt, options.answer, options.seed)))
@@ -148,7 +146,12 @@ def main() -> None:
         own.kernels.mkdir(parents=True, exist_ok=True)
         (home / "cache" / "kernels").symlink_to(own.kernels)
         os.environ["PACELINE_HOME"] = str(home)
+        if (path := Path(options.model)).is_file():  # of which both machines have to know
+            options.model = path.stem
+            (home / "models" / path.stem).mkdir()
+            (home / "models" / path.stem / MANIFEST).write_text(json.dumps({"path": str(path.resolve())}))
         learn(options.model, home)
+        net.first()
         one, two, alone = nodes = started(Path(folder), net)
         try:
             run(net, one, two, alone, options)
@@ -160,16 +163,13 @@ def main() -> None:
 
 def run(net: Network, one: Machine, two: Machine, alone: Machine, options: argparse.Namespace) -> None:
     small = ("--threads", "1", "--context", "2048", "--kv-tokens", "4096", "--draft", "off")
-    latencies = [float(each) / 1000 for each in options.one_way_ms.split(",")]
-    net.delay_s, net.bytes_per_s = latencies[0], options.mbit * 1e6 / 8
-    two.up("--no-model", "--serve-shards", "--threads", "1", "--peer", f"{net.address('m1')}:{PORT}")
+    net.bytes_per_s, seed = options.mbit * 1e6 / 8, 0
     alone.up("--model", options.model, *small)
-    one.up("--model", options.model, "--ways", "tensor", "--peer", f"{net.address('m2')}:{PORT}", *small)
-    before_s, seed = 0.0, 0
-    for delay_s in latencies:
+    for delay_s in [float(each) / 1000 for each in options.one_way_ms.split(",")]:
         net.delay_s = delay_s
-        settle(net, one, delay_s, before_s)
-        before_s = round_trip_s(net, one)
+        two.up("--no-model", "--serve-shards", "--threads", "1", "--peer", f"{net.address('m1')}:{PORT}")
+        one.up("--model", options.model, "--ways", "tensor", "--peer", f"{net.address('m2')}:{PORT}", *small)
+        known = link_of(net, one)
         times: dict[str, list[dict[str, float]]] = {"alone": [], "ranks": []}
         for _ in range(options.rounds):
             for name, node in (("alone", alone), ("ranks", one)):
@@ -183,13 +183,15 @@ def run(net: Network, one: Machine, two: Machine, alone: Machine, options: argpa
         corrected = expected["compute_s"] * lone / single_s + expected["latency_s"] + expected["bandwidth_s"]
         fits = (chosen == "tensor") == (took * 1.1 < lone)
         print(
-            f"{options.model}, {2000 * delay_s:g} ms there and back (card: {1000 * before_s:.2f} ms), load {os.getloadavg()[0]:.1f}: ranks {took:.2f} s measured, "
+            f"{options.model}, {2000 * delay_s:g} ms there and back ({known}), load {os.getloadavg()[0]:.1f}: ranks {took:.2f} s measured, "
             f"{expected['total_s']:.2f} estimated ({expected['total_s'] / took:.2f}), {corrected:.2f} with one machine as it was ({corrected / took:.2f}); "
             f"one machine {lone:.2f} s, {single_s:.2f} estimated; the plan takes {chosen}, {'as measured' if fits else 'unlike what was measured'}; "
             f"of it {expected['compute_s']:.2f} s computing, {expected['latency_s']:.2f} s on the way; rounds: "
             + ", ".join(f"{b['all_s']:.2f} to {a['all_s']:.2f}" for a, b in zip(times["alone"], times["ranks"], strict=True)),
             flush=True,
         )
+        one.node.stop()
+        two.node.stop()
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ RICH_CARD = NodeCard(
         ),
         *(ModelOffer(str(role), role, "int8") for role in (Role.EMBEDDER, Role.TOOL, Role.PREFILL)),
     ),
-    links=(Link(NodeId("node-2"), "10.0.0.2:7500", 0.0023, 1.1e9),),
+    links=(Link(NodeId("node-2"), "10.0.0.2:7500", 0.0023, 1.1e9, 0.0011),),
     ring_address="node-1:0",
     mlx_version="0.29",
     software="0.9.0",

@@ -80,6 +80,10 @@ class Network:
             self._add(name)
         self._thread.start()
 
+    def first(self) -> None:
+        """Have frames go on before anything else that wants a processor."""
+        os.sched_setscheduler(self._thread.native_id or 0, os.SCHED_FIFO, os.sched_param(1))
+
     def close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -7,7 +7,7 @@
       loaded MODEL FIRST-LAST
       drafts MODEL [decode RATE]
       saw step ROWS TIMEms | saw drafts NODE MODEL SHARE        (of the model named last, as the node served it)
-      link NODE RTTms BYTES
+      link NODE RTTms BYTES [RTTms]                             (of a call; of the network alone)
 
 Bytes take a suffix: K, M, G. A rate is tokens a second; without one it was not measured.
 """
@@ -46,8 +46,8 @@ class FleetText:
             case "loaded":
                 self._loaded(*words)
             case "link":
-                rtt_s = float(words[1].removesuffix("ms")) / 1000
-                self._change(links=(*self._last.links, Link(NodeId(words[0]), f"{words[0]}:1", rtt_s, number(words[2]))))
+                rtt_s, *network_s = (float(word.removesuffix("ms")) / 1000 for word in words if word.endswith("ms"))
+                self._change(links=(*self._last.links, Link(NodeId(words[0]), f"{words[0]}:1", rtt_s, number(words[2]), *network_s)))
             case _:
                 raise ValueError(f"what is {line!r}?")
 

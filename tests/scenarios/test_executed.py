@@ -237,6 +237,7 @@ def test_how_long_a_context_a_machine_serves_parts_no_machines(monkeypatch: pyte
         ("two alike on a quick link share each layer", "ranks on a 50% + b 50%"),
         ("ranks of unlike speeds", "ranks on a 68% + b 32%"),
         ("ranks behind a slow link are slower than one machine", "a alone"),
+        ("ranks behind a quick network whose calls take long", "ranks on a 50% + b 50%"),
         ("ranks that compute other bytes", "a alone"),
         ("ranks behind a slow link, asked for", "ranks on a 50% + b 50%"),
         ("a rank with less memory has less of each layer", "ranks on a 68% + b 32%"),

@@ -150,7 +150,10 @@ class Link:
     address: str
     """host:port that was best."""
     rtt_s: float
+    """Of a short call."""
     bytes_per_s: float
+    network_s: float = 0.0
+    """Of it, what the network takes; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

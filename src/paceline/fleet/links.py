@@ -77,6 +77,7 @@ class _Way:
     rtt_s: float = 0.0
     bytes_per_s: float = 0.0
     """Smoothed; 0: never measured."""
+    network_s: float = 0.0
     worse: int = 0
     """Bad figures in a row."""
     failures: int = 0
@@ -154,12 +155,13 @@ class LinkWatch:
         dues += [peer.ping_due_s for peer in self._peers.values() if peer.best]
         return min(dues, default=None)
 
-    def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None) -> bool:
+    def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None, network_s: float = 0.0) -> bool:
         """A measurement came out. True where the links that a card shows have changed.
 
         Args:
             rtt_s: the shortest round trip seen.
             bytes_per_s: None: it was a ping.
+            network_s: of the round trip, what the network takes; 0: not known.
         """
         if not 0 <= rtt_s < 1e6 or not 0 < (1 if bytes_per_s is None else bytes_per_s) < 1e15:
             return self.failed(measure_id, now)  # no measurement has such figures
@@ -169,10 +171,11 @@ class LinkWatch:
         peer.ping_due_s = now + self._apart(self._times.ping_s)
         if bytes_per_s is None:
             way.failures = 0
-            return self.observed(asked.node_id, asked.address, now, rtt_s=rtt_s)
+            return self.observed(asked.node_id, asked.address, now, rtt_s=rtt_s, network_s=network_s)
         fresh = way.worse >= IN_A_ROW or not way.is_known
         way.rtt_s = rtt_s if fresh else _smooth(way.rtt_s, rtt_s)
         way.bytes_per_s = bytes_per_s if fresh else _smooth(way.bytes_per_s, bytes_per_s)
+        way.network_s = network_s if fresh else _smooth(way.network_s, network_s)
         way.worse = way.failures = 0
         way.due_s = now + self._apart(self._times.full_s)
         return self._choose(asked.node_id, peer)
@@ -190,7 +193,16 @@ class LinkWatch:
             self._measure_anew(peer, now, but=way.address)
         return self._choose(asked.node_id, peer)
 
-    def observed(self, node_id: NodeId, address: str, now: float, *, rtt_s: float | None = None, bytes_per_s: float | None = None) -> bool:
+    def observed(
+        self,
+        node_id: NodeId,
+        address: str,
+        now: float,
+        *,
+        rtt_s: float | None = None,
+        bytes_per_s: float | None = None,
+        network_s: float | None = None,
+    ) -> bool:
         """What other traffic took on a way, for nothing. True where the links that a card shows have changed."""
         peer, way = self._find(node_id, address)
         if peer is None or way is None or not way.is_known:
@@ -205,6 +217,8 @@ class LinkWatch:
         way.worse = 0
         if rtt_s is not None and rtt_s >= 0:
             way.rtt_s = _smooth(way.rtt_s, rtt_s)
+        if network_s is not None:
+            way.network_s = _smooth(way.network_s, network_s)
         if bytes_per_s is not None and bytes_per_s > 0:
             # Traffic that did not fill the way says how much it carries at least.
             way.bytes_per_s = max(way.bytes_per_s, _smooth(way.bytes_per_s, bytes_per_s))
@@ -247,7 +261,11 @@ class LinkWatch:
             return before is not None
         peer.best = best.address
         old = before if before is not None and before.address == best.address else Link(node_id, best.address, 0.0, 0.0)
-        peer.shown = Link(node_id, best.address, settled(best.rtt_s, old.rtt_s), settled(best.bytes_per_s, old.bytes_per_s))
+        peer.shown = Link(
+            node_id,
+            best.address,
+            *map(settled, (best.rtt_s, best.bytes_per_s, best.network_s), (old.rtt_s, old.bytes_per_s, old.network_s)),
+        )
         return peer.shown != before
 
 

@@ -303,7 +303,8 @@ class Links:
                 rate, rtt = sensible(link.bytes_per_s, 1.0, 1e15), sensible(link.rtt_s, 1e-7, 1e4)
                 if rate is None or rtt is None or link.to == card.node_id or link.to not in cards:
                     continue
-                said, known = replace(link, bytes_per_s=rate, rtt_s=rtt), best.get((card.node_id, link.to))
+                network = min(sensible(link.network_s, 1e-7, 1e4) or 0.0, rtt)
+                said, known = replace(link, bytes_per_s=rate, rtt_s=rtt, network_s=network), best.get((card.node_id, link.to))
                 if known is None or (rate, -rtt, link.address) > (known.bytes_per_s, -known.rtt_s, known.address):
                     best[card.node_id, link.to] = said
         self._best = best

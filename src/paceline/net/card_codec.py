@@ -140,7 +140,13 @@ _LINK: Final = Codec(
     Link,
     wire.Link,
     _REFUSE,
-    {"to": Mapped("to_node_id", is_node_id), "address": is_address, "rtt_s": "rtt_seconds", "bytes_per_s": "bytes_per_second"},
+    {
+        "to": Mapped("to_node_id", is_node_id),
+        "address": is_address,
+        "rtt_s": "rtt_seconds",
+        "bytes_per_s": "bytes_per_second",
+        "network_s": "network_seconds",
+    },
     bounds=_BOUNDS,
 )
 _DEVICE: Final = Codec(

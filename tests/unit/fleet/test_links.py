@@ -321,3 +321,15 @@ def test_nobody_measures_themselves_or_who_leaves() -> None:
     assert peers_to_measure(own, [own, other]) == {"b": (WIFI,)}
     assert peers_to_measure(own, [own, replace(other, leaving=True)]) == {}
     assert peers_to_measure(own, [own, replace(other, addresses=())]) == {}
+
+
+def test_what_the_network_takes_of_a_round_trip_is_shown_and_followed() -> None:
+    watch = LinkWatch(random.Random(1))
+    watch.set_peers({BEE: (CABLE,)}, 0.0)
+    (full,) = watch.tick(2.0)
+    watch.measured(full.id, 2.0, 0.001, 1e8, 0.0002)
+    assert watch.links == (Link(BEE, CABLE, 0.001, 1e8, 0.0002),)
+    (ping,) = watch.tick(20.0)
+    assert ping.payload_bytes == 0
+    watch.measured(ping.id, 20.0, 0.001, None, 0.0003)
+    assert watch.links[0].network_s == pytest.approx(0.000225, rel=0.05)

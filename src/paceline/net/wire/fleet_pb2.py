@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\"\xff\x03\n\x0fModelCapability\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.paceline.v1.CapabilityRole\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x0c\n\x04warm\x18\x07 \x01(\x08\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x16\n\x0eholds_identity\x18\t \x01(\x08\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12&\n\x05shape\x18\x0b \x01(\x0b\x32\x17.paceline.v1.ModelShape\x12\x12\n\nvocabulary\x18\x0c \x01(\t\x12+\n\x05shard\x18\r \x01(\x0b\x32\x1c.paceline.v1.ShardCapability\x12\x18\n\x10tokenizer_sha256\x18\x0e \x01(\t\x12\x11\n\tunder_way\x18\x0f \x01(\r\x12\x14\n\x0c\x66iles_sha256\x18\x10 \x01(\t\x12$\n\x05steps\x18\x11 \x03(\x0b\x32\x15.paceline.v1.StepTime\x12*\n\x06\x64rafts\x18\x12 \x03(\x0b\x32\x1a.paceline.v1.MeasuredDraft\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"F\n\rMeasuredDraft\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nacceptance\x18\x03 \x01(\x01\"\xb5\x01\n\x0fShardCapability\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x1e\n\x16max_concurrent_streams\x18\x03 \x01(\r\x12\x16\n\x0estreams_in_use\x18\x04 \x01(\r\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eloaded_percent\x18\x07 \x01(\r\"\xd1\x01\n\nModelShape\x12\x10\n\x08n_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nedge_bytes\x18\x04 \x01(\x04\x12$\n\x1ckv_bytes_per_token_per_layer\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\x12*\n\x07\x64ivided\x18\x08 \x01(\x0b\x32\x19.paceline.v1.DividedShape\"Z\n\x0c\x44ividedShape\x12\x10\n\x08kv_heads\x18\x01 \x01(\r\x12\x0b\n\x03\x66\x66n\x18\x02 \x01(\r\x12\x12\n\nvocabulary\x18\x03 \x01(\r\x12\x17\n\x0f\x61ttention_bytes\x18\x04 \x01(\x04\"\xbc\x04\n\x0eNodeCapability\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0egrpc_addresses\x18\x02 \x03(\t\x12\x14\n\x0cring_address\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x06 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x07 \x01(\x04\x12\x13\n\x0bmlx_version\x18\x08 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12,\n\x06models\x18\x0b \x03(\x0b\x32\x1c.paceline.v1.ModelCapability\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12\x19\n\x11\x61nnounced_at_unix\x18\r \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x0e \x01(\r\x12\x16\n\x0einstance_nonce\x18\x0f \x01(\x0c\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12 \n\x05links\x18\x12 \x03(\x0b\x32\x11.paceline.v1.Link\x12\x14\n\x0cstamp_anchor\x18\x13 \x01(\x0c\x12\x15\n\rserves_shards\x18\x14 \x01(\x08\x12\x1a\n\x12shard_memory_bytes\x18\x15 \x01(\x04\x12$\n\x07\x64\x65vices\x18\x16 \x03(\x0b\x32\x13.paceline.v1.Device\"\xb8\x01\n\x06\x44\x65vice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x05 \x01(\x04\x12\x1a\n\x12shard_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07weights\x18\x07 \x03(\t\"Z\n\x04Link\x12\x12\n\nto_node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\"B\n\nSignedCard\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\"`\n\nPassedCard\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.SignedCard\x12\x0c\n\x04\x62\x65\x61t\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"]\n\x06Stamps\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\x12\x0f\n\x07\x61ges_ms\x18\x04 \x03(\r\x12\x0e\n\x06proofs\x18\x05 \x01(\x0c\"N\n\nRevocation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0frevoked_at_unix\x18\x02 \x01(\x03\x12\x16\n\x0enot_after_unix\x18\x03 \x01(\x03\"9\n\x10SignedRevocation\x12\x12\n\nrevocation\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"P\n\x0eRevocationList\x12\x16\n\x0esigned_at_unix\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0eissuer_node_id\x18\x03 \x01(\t\"7\n\x14SignedRevocationList\x12\x0c\n\x04list\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"A\n\x0b\x43\x61rdDigests\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\"\xa1\x02\n\x1b\x45xchangeCapabilitiesRequest\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12)\n\x07\x64igests\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12#\n\x06stamps\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12:\n\x0frevocation_list\x18\x06 \x01(\x0b\x32!.paceline.v1.SignedRevocationList\"\xaf\x02\n\x1c\x45xchangeCapabilitiesResponse\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12#\n\x06stamps\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12(\n\x06wanted\x18\x05 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12\x0c\n\x04more\x18\x06 \x01(\x08\x12:\n\x0frevocation_list\x18\x07 \x01(\x0b\x32!.paceline.v1.SignedRevocationList\"\x1a\n\x18GetNodeCapabilityRequest\"i\n\x19GetNodeCapabilityResponse\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.PassedCard\x12%\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x16.paceline.v1.NodeFacts\"j\n\tNodeFacts\x12\x15\n\rclock_unix_us\x18\x01 \x01(\x03\x12\x13\n\x0btensor_port\x18\x02 \x01(\r\x12\x12\n\narithmetic\x18\x03 \x01(\r\x12\x0e\n\x06python\x18\x04 \x01(\t\x12\r\n\x05numba\x18\x05 \x01(\t\"=\n\x12MeasureLinkRequest\x12\x16\n\x0eresponse_bytes\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"&\n\x13MeasureLinkResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"+\n\x0cRenewRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\"$\n\rRenewResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"Z\n\x0bJoinRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"\x87\x01\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63\x61_certificate\x18\x02 \x01(\x0c\x12\x16\n\x0epeer_addresses\x18\x03 \x03(\t\x12\x32\n\x0brevocations\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation*\xdd\x01\n\x0e\x43\x61pabilityRole\x12\x1f\n\x1b\x43\x41PABILITY_ROLE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41PABILITY_ROLE_VERIFIER\x10\x01\x12\x1c\n\x18\x43\x41PABILITY_ROLE_PROPOSER\x10\x02\x12\x1c\n\x18\x43\x41PABILITY_ROLE_EMBEDDER\x10\x03\x12\x18\n\x14\x43\x41PABILITY_ROLE_TOOL\x10\x04\x12\x19\n\x15\x43\x41PABILITY_ROLE_SHARD\x10\x05\x12\x1b\n\x17\x43\x41PABILITY_ROLE_PREFILL\x10\x06\x32\xb6\x02\n\x11\x43\x61pabilityService\x12k\n\x14\x45xchangeCapabilities\x12(.paceline.v1.ExchangeCapabilitiesRequest\x1a).paceline.v1.ExchangeCapabilitiesResponse\x12\x62\n\x11GetNodeCapability\x12%.paceline.v1.GetNodeCapabilityRequest\x1a&.paceline.v1.GetNodeCapabilityResponse\x12P\n\x0bMeasureLink\x12\x1f.paceline.v1.MeasureLinkRequest\x1a .paceline.v1.MeasureLinkResponse2P\n\x0eRenewalService\x12>\n\x05Renew\x12\x19.paceline.v1.RenewRequest\x1a\x1a.paceline.v1.RenewResponse2J\n\x0bJoinService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\"\xff\x03\n\x0fModelCapability\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.paceline.v1.CapabilityRole\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x0c\n\x04warm\x18\x07 \x01(\x08\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x16\n\x0eholds_identity\x18\t \x01(\x08\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12&\n\x05shape\x18\x0b \x01(\x0b\x32\x17.paceline.v1.ModelShape\x12\x12\n\nvocabulary\x18\x0c \x01(\t\x12+\n\x05shard\x18\r \x01(\x0b\x32\x1c.paceline.v1.ShardCapability\x12\x18\n\x10tokenizer_sha256\x18\x0e \x01(\t\x12\x11\n\tunder_way\x18\x0f \x01(\r\x12\x14\n\x0c\x66iles_sha256\x18\x10 \x01(\t\x12$\n\x05steps\x18\x11 \x03(\x0b\x32\x15.paceline.v1.StepTime\x12*\n\x06\x64rafts\x18\x12 \x03(\x0b\x32\x1a.paceline.v1.MeasuredDraft\")\n\x08StepTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"F\n\rMeasuredDraft\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nacceptance\x18\x03 \x01(\x01\"\xb5\x01\n\x0fShardCapability\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x1e\n\x16max_concurrent_streams\x18\x03 \x01(\r\x12\x16\n\x0estreams_in_use\x18\x04 \x01(\r\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eloaded_percent\x18\x07 \x01(\r\"\xd1\x01\n\nModelShape\x12\x10\n\x08n_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nedge_bytes\x18\x04 \x01(\x04\x12$\n\x1ckv_bytes_per_token_per_layer\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\x12*\n\x07\x64ivided\x18\x08 \x01(\x0b\x32\x19.paceline.v1.DividedShape\"Z\n\x0c\x44ividedShape\x12\x10\n\x08kv_heads\x18\x01 \x01(\r\x12\x0b\n\x03\x66\x66n\x18\x02 \x01(\r\x12\x12\n\nvocabulary\x18\x03 \x01(\r\x12\x17\n\x0f\x61ttention_bytes\x18\x04 \x01(\x04\"\xbc\x04\n\x0eNodeCapability\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0egrpc_addresses\x18\x02 \x03(\t\x12\x14\n\x0cring_address\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x06 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x07 \x01(\x04\x12\x13\n\x0bmlx_version\x18\x08 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12,\n\x06models\x18\x0b \x03(\x0b\x32\x1c.paceline.v1.ModelCapability\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12\x19\n\x11\x61nnounced_at_unix\x18\r \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x0e \x01(\r\x12\x16\n\x0einstance_nonce\x18\x0f \x01(\x0c\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12 \n\x05links\x18\x12 \x03(\x0b\x32\x11.paceline.v1.Link\x12\x14\n\x0cstamp_anchor\x18\x13 \x01(\x0c\x12\x15\n\rserves_shards\x18\x14 \x01(\x08\x12\x1a\n\x12shard_memory_bytes\x18\x15 \x01(\x04\x12$\n\x07\x64\x65vices\x18\x16 \x03(\x0b\x32\x13.paceline.v1.Device\"\xb8\x01\n\x06\x44\x65vice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x05 \x01(\x04\x12\x1a\n\x12shard_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07weights\x18\x07 \x03(\t\"s\n\x04Link\x12\x12\n\nto_node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\x12\x17\n\x0fnetwork_seconds\x18\x05 \x01(\x01\"B\n\nSignedCard\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\"`\n\nPassedCard\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.SignedCard\x12\x0c\n\x04\x62\x65\x61t\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"]\n\x06Stamps\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\x12\x0f\n\x07\x61ges_ms\x18\x04 \x03(\r\x12\x0e\n\x06proofs\x18\x05 \x01(\x0c\"N\n\nRevocation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0frevoked_at_unix\x18\x02 \x01(\x03\x12\x16\n\x0enot_after_unix\x18\x03 \x01(\x03\"9\n\x10SignedRevocation\x12\x12\n\nrevocation\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"P\n\x0eRevocationList\x12\x16\n\x0esigned_at_unix\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0eissuer_node_id\x18\x03 \x01(\t\"7\n\x14SignedRevocationList\x12\x0c\n\x04list\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"A\n\x0b\x43\x61rdDigests\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\"\xa1\x02\n\x1b\x45xchangeCapabilitiesRequest\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12)\n\x07\x64igests\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12#\n\x06stamps\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12:\n\x0frevocation_list\x18\x06 \x01(\x0b\x32!.paceline.v1.SignedRevocationList\"\xaf\x02\n\x1c\x45xchangeCapabilitiesResponse\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12#\n\x06stamps\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12(\n\x06wanted\x18\x05 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12\x0c\n\x04more\x18\x06 \x01(\x08\x12:\n\x0frevocation_list\x18\x07 \x01(\x0b\x32!.paceline.v1.SignedRevocationList\"\x1a\n\x18GetNodeCapabilityRequest\"i\n\x19GetNodeCapabilityResponse\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.PassedCard\x12%\n\x05\x66\x61\x63ts\x18\x02 \x01(\x0b\x32\x16.paceline.v1.NodeFacts\"j\n\tNodeFacts\x12\x15\n\rclock_unix_us\x18\x01 \x01(\x03\x12\x13\n\x0btensor_port\x18\x02 \x01(\r\x12\x12\n\narithmetic\x18\x03 \x01(\r\x12\x0e\n\x06python\x18\x04 \x01(\t\x12\r\n\x05numba\x18\x05 \x01(\t\"=\n\x12MeasureLinkRequest\x12\x16\n\x0eresponse_bytes\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"&\n\x13MeasureLinkResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"+\n\x0cRenewRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\"$\n\rRenewResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"Z\n\x0bJoinRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"\x87\x01\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63\x61_certificate\x18\x02 \x01(\x0c\x12\x16\n\x0epeer_addresses\x18\x03 \x03(\t\x12\x32\n\x0brevocations\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation*\xdd\x01\n\x0e\x43\x61pabilityRole\x12\x1f\n\x1b\x43\x41PABILITY_ROLE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41PABILITY_ROLE_VERIFIER\x10\x01\x12\x1c\n\x18\x43\x41PABILITY_ROLE_PROPOSER\x10\x02\x12\x1c\n\x18\x43\x41PABILITY_ROLE_EMBEDDER\x10\x03\x12\x18\n\x14\x43\x41PABILITY_ROLE_TOOL\x10\x04\x12\x19\n\x15\x43\x41PABILITY_ROLE_SHARD\x10\x05\x12\x1b\n\x17\x43\x41PABILITY_ROLE_PREFILL\x10\x06\x32\xb6\x02\n\x11\x43\x61pabilityService\x12k\n\x14\x45xchangeCapabilities\x12(.paceline.v1.ExchangeCapabilitiesRequest\x1a).paceline.v1.ExchangeCapabilitiesResponse\x12\x62\n\x11GetNodeCapability\x12%.paceline.v1.GetNodeCapabilityRequest\x1a&.paceline.v1.GetNodeCapabilityResponse\x12P\n\x0bMeasureLink\x12\x1f.paceline.v1.MeasureLinkRequest\x1a .paceline.v1.MeasureLinkResponse2P\n\x0eRenewalService\x12>\n\x05Renew\x12\x19.paceline.v1.RenewRequest\x1a\x1a.paceline.v1.RenewResponse2J\n\x0bJoinService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPABILITYROLE']._serialized_start=3875
-  _globals['_CAPABILITYROLE']._serialized_end=4096
+  _globals['_CAPABILITYROLE']._serialized_start=3900
+  _globals['_CAPABILITYROLE']._serialized_end=4121
   _globals['_MODELCAPABILITY']._serialized_start=41
   _globals['_MODELCAPABILITY']._serialized_end=552
   _globals['_STEPTIME']._serialized_start=554
@@ -50,49 +50,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEVICE']._serialized_start=1733
   _globals['_DEVICE']._serialized_end=1917
   _globals['_LINK']._serialized_start=1919
-  _globals['_LINK']._serialized_end=2009
-  _globals['_SIGNEDCARD']._serialized_start=2011
-  _globals['_SIGNEDCARD']._serialized_end=2077
-  _globals['_PASSEDCARD']._serialized_start=2079
-  _globals['_PASSEDCARD']._serialized_end=2175
-  _globals['_STAMPS']._serialized_start=2177
-  _globals['_STAMPS']._serialized_end=2270
-  _globals['_REVOCATION']._serialized_start=2272
-  _globals['_REVOCATION']._serialized_end=2350
-  _globals['_SIGNEDREVOCATION']._serialized_start=2352
-  _globals['_SIGNEDREVOCATION']._serialized_end=2409
-  _globals['_REVOCATIONLIST']._serialized_start=2411
-  _globals['_REVOCATIONLIST']._serialized_end=2491
-  _globals['_SIGNEDREVOCATIONLIST']._serialized_start=2493
-  _globals['_SIGNEDREVOCATIONLIST']._serialized_end=2548
-  _globals['_CARDDIGESTS']._serialized_start=2550
-  _globals['_CARDDIGESTS']._serialized_end=2615
-  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_start=2618
-  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_end=2907
-  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_start=2910
-  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_end=3213
-  _globals['_GETNODECAPABILITYREQUEST']._serialized_start=3215
-  _globals['_GETNODECAPABILITYREQUEST']._serialized_end=3241
-  _globals['_GETNODECAPABILITYRESPONSE']._serialized_start=3243
-  _globals['_GETNODECAPABILITYRESPONSE']._serialized_end=3348
-  _globals['_NODEFACTS']._serialized_start=3350
-  _globals['_NODEFACTS']._serialized_end=3456
-  _globals['_MEASURELINKREQUEST']._serialized_start=3458
-  _globals['_MEASURELINKREQUEST']._serialized_end=3519
-  _globals['_MEASURELINKRESPONSE']._serialized_start=3521
-  _globals['_MEASURELINKRESPONSE']._serialized_end=3559
-  _globals['_RENEWREQUEST']._serialized_start=3561
-  _globals['_RENEWREQUEST']._serialized_end=3604
-  _globals['_RENEWRESPONSE']._serialized_start=3606
-  _globals['_RENEWRESPONSE']._serialized_end=3642
-  _globals['_JOINREQUEST']._serialized_start=3644
-  _globals['_JOINREQUEST']._serialized_end=3734
-  _globals['_JOINRESPONSE']._serialized_start=3737
-  _globals['_JOINRESPONSE']._serialized_end=3872
-  _globals['_CAPABILITYSERVICE']._serialized_start=4099
-  _globals['_CAPABILITYSERVICE']._serialized_end=4409
-  _globals['_RENEWALSERVICE']._serialized_start=4411
-  _globals['_RENEWALSERVICE']._serialized_end=4491
-  _globals['_JOINSERVICE']._serialized_start=4493
-  _globals['_JOINSERVICE']._serialized_end=4567
+  _globals['_LINK']._serialized_end=2034
+  _globals['_SIGNEDCARD']._serialized_start=2036
+  _globals['_SIGNEDCARD']._serialized_end=2102
+  _globals['_PASSEDCARD']._serialized_start=2104
+  _globals['_PASSEDCARD']._serialized_end=2200
+  _globals['_STAMPS']._serialized_start=2202
+  _globals['_STAMPS']._serialized_end=2295
+  _globals['_REVOCATION']._serialized_start=2297
+  _globals['_REVOCATION']._serialized_end=2375
+  _globals['_SIGNEDREVOCATION']._serialized_start=2377
+  _globals['_SIGNEDREVOCATION']._serialized_end=2434
+  _globals['_REVOCATIONLIST']._serialized_start=2436
+  _globals['_REVOCATIONLIST']._serialized_end=2516
+  _globals['_SIGNEDREVOCATIONLIST']._serialized_start=2518
+  _globals['_SIGNEDREVOCATIONLIST']._serialized_end=2573
+  _globals['_CARDDIGESTS']._serialized_start=2575
+  _globals['_CARDDIGESTS']._serialized_end=2640
+  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_start=2643
+  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_end=2932
+  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_start=2935
+  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_end=3238
+  _globals['_GETNODECAPABILITYREQUEST']._serialized_start=3240
+  _globals['_GETNODECAPABILITYREQUEST']._serialized_end=3266
+  _globals['_GETNODECAPABILITYRESPONSE']._serialized_start=3268
+  _globals['_GETNODECAPABILITYRESPONSE']._serialized_end=3373
+  _globals['_NODEFACTS']._serialized_start=3375
+  _globals['_NODEFACTS']._serialized_end=3481
+  _globals['_MEASURELINKREQUEST']._serialized_start=3483
+  _globals['_MEASURELINKREQUEST']._serialized_end=3544
+  _globals['_MEASURELINKRESPONSE']._serialized_start=3546
+  _globals['_MEASURELINKRESPONSE']._serialized_end=3584
+  _globals['_RENEWREQUEST']._serialized_start=3586
+  _globals['_RENEWREQUEST']._serialized_end=3629
+  _globals['_RENEWRESPONSE']._serialized_start=3631
+  _globals['_RENEWRESPONSE']._serialized_end=3667
+  _globals['_JOINREQUEST']._serialized_start=3669
+  _globals['_JOINREQUEST']._serialized_end=3759
+  _globals['_JOINRESPONSE']._serialized_start=3762
+  _globals['_JOINRESPONSE']._serialized_end=3897
+  _globals['_CAPABILITYSERVICE']._serialized_start=4124
+  _globals['_CAPABILITYSERVICE']._serialized_end=4434
+  _globals['_RENEWALSERVICE']._serialized_start=4436
+  _globals['_RENEWALSERVICE']._serialized_end=4516
+  _globals['_JOINSERVICE']._serialized_start=4518
+  _globals['_JOINSERVICE']._serialized_end=4592
 # @@protoc_insertion_point(module_scope)

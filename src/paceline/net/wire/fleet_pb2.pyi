@@ -473,11 +473,15 @@ class Link(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     RTT_SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NETWORK_SECONDS_FIELD_NUMBER: _builtins.int
     to_node_id: _builtins.str
     address: _builtins.str
     """The address that was best."""
     rtt_seconds: _builtins.float
+    """Of a short call."""
     bytes_per_second: _builtins.float
+    network_seconds: _builtins.float
+    """Of it, what the network takes. 0: not known."""
     def __init__(
         self,
         *,
@@ -485,10 +489,11 @@ class Link(_message.Message):
         address: _builtins.str = ...,
         rtt_seconds: _builtins.float = ...,
         bytes_per_second: _builtins.float = ...,
+        network_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes_per_second", b"bytes_per_second", "rtt_seconds", b"rtt_seconds", "to_node_id", b"to_node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes_per_second", b"bytes_per_second", "network_seconds", b"network_seconds", "rtt_seconds", b"rtt_seconds", "to_node_id", b"to_node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from paceline.backends.cpu import crossing
-from paceline.core.errors import ExecutorLost, FleetError, NodeUnreachable, PacelineError, StreamClosed
+from paceline.core.errors import ConfigError, ExecutorLost, FleetError, NodeUnreachable, PacelineError, StreamClosed
 from paceline.fleet.eligibility import Use
 from paceline.machine.fetch import in_thread
 from paceline.machine.setup import Setup
@@ -41,6 +41,9 @@ class AwayRank:
     Args:
         setup: of the model.
         patience_s: with its silence while it loads.
+
+    Raises:
+        ConfigError: this node is stopping.
     """
 
     pid = 0
@@ -55,7 +58,12 @@ class AwayRank:
         self._losing = threading.Lock()
         self._changed = threading.Event()
         """Set once it is ready, or gone."""
-        self._open = asyncio.run_coroutine_threadsafe(self._run(), place.loop)
+        running = self._run()
+        try:
+            self._open = asyncio.run_coroutine_threadsafe(running, place.loop)
+        except RuntimeError as error:  # its loop is closed
+            running.close()
+            raise ConfigError(f"Rank {order.rank} can't be had on {place.node_id}: this node is stopping", "Start it again.") from error
 
     def wake(self) -> None:
         if self._pump is not None:

@@ -4,7 +4,7 @@ Law: only machines that compute the same bytes, compiled, and have the weights. 
 the speeds are those of decoding, of prompts or of the whole request, whichever ends sooner, lowered where a share would not fit a machine.
 
 Symbols as in `fleet.choices`; besides a, f, v: a rank's parts of attention, feed-forward and head; c: the part of a layer's weights that is attention's;
-w, k: what a layer's weights and one row's KV take; R, B: a link's round trip, without what the call that measured it takes, and bytes a second.
+w, k: what a layer's weights and one row's KV take; R, B: a link's round trip, of the network alone, and bytes a second.
 
     half       R / 2 + EXCHANGE_S + bytes / B; bytes: 4 x hidden x rows for each partial sum. Three ranks meet at the first: two ways instead of one
     layer      max(a (c w + k)) + max(f (1 - c) w) + 2 half: ranks wait for one another at the end of each
@@ -36,7 +36,8 @@ ONLY = frozenset({TENSOR})
 EXCHANGE_S = 1e-4
 """What both ends of an exchange take beside its way. Measured: 73 us on hosts of one core that read weights, too, beside other work (docs/performance.md)."""
 CALL_S = 5e-4
-"""Of a link's round trip, what the RPC takes that measured it. Below what cards say of loopback, 0.84 ms on a busy machine: a way is rather called slow."""
+"""Of a link's round trip, what the RPC takes that measured it, where a card does not say what the network takes. Below what cards say of loopback, 0.84 ms
+on a busy machine: a way is rather called slow."""
 CHUNK = 512
 """Prompt rows of a step: the engine's default."""
 SUM_BYTES, LOGIT_BYTES, ROW_BYTES = 4, 4, 2
@@ -59,6 +60,11 @@ class _Part:
     head: float
     sums: tuple[int, int]
     """Partial sums that it hands on at the end of attention and of the feed-forward."""
+
+
+def _way_s(link: Link) -> float:
+    """One way, without what a call takes beside it."""
+    return (link.network_s or max(0.0, link.rtt_s - CALL_S)) / 2
 
 
 @lru_cache(4096)
@@ -100,8 +106,7 @@ class _Group:
     @property
     def hop_s(self) -> float:
         """From a rank to the one it waits for longest."""
-        ways = sorted((max(0.0, link.rtt_s - CALL_S) / 2 for link in self.links), reverse=True)
-        return sum(ways[:2])
+        return sum(sorted(map(_way_s, self.links), reverse=True)[:2])
 
     def weights(self, part: _Part) -> float:
         """Of a layer's, a rank's part."""
@@ -268,7 +273,7 @@ def _companies(fleet: PricedFleet, first: Machine, able: Sequence[Machine]) -> I
     halves = 2 * first.shape.n_layers
 
     def is_near(link: Link | None) -> bool:
-        return link is not None and halves * (max(0.0, link.rtt_s - CALL_S) / 2 + EXCHANGE_S) < first.token_s
+        return link is not None and halves * (_way_s(link) + EXCHANGE_S) < first.token_s
 
     near = [
         other for other in able if other is not first and (fleet.request.ways == ONLY or is_near(fleet.link(first.node_id, other.node_id)))

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -416,3 +417,12 @@ def test_a_rank_that_can_t_be_is_refused_and_why(
     monkeypatch.setattr(AwayRank, "_request", lambda self, ticket: replace(request(self, ticket), **wrong))
     with pytest.raises(ConfigError, match=says), group(model, hosts.places("b"), 1.0, 1.0):
         pass
+
+
+def test_a_node_that_stops_begins_no_rank() -> None:
+    """What watches ranks outlives the fleet's loop, and may miss one meanwhile."""
+    over: Any = asyncio.new_event_loop()
+    over.close()
+    nothing: Any = SimpleNamespace(rank=1)
+    with pytest.raises(ConfigError, match="this node is stopping"):
+        AwayRank(RankPlace(NodeId("b"), nothing, over), nothing, nothing, nothing, 1.0)
