@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ def lends_here() -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with other, context.wrap_socket(one, server_side=True, do_handshake_on_connect=False) as sock:
         return native_of(sock) is not None
+
+
+def reader_of(sock: ssl.SSLSocket) -> Callable[[int, memoryview], int]:
+    """What reads up to a record of a socket, and raises as `recv_into`: without the layer above it, where there is one, as large tensors are read a record at a time."""
+    held = getattr(sock, "_sslobj", None)
+    return held.read if held is not None else lambda n, into: sock.recv_into(into, n)
 
 
 def native_of(sock: ssl.SSLSocket) -> NativeTls | None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from paceline.core.errors import StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
-from paceline.net.tensor.native import native_of
+from paceline.net.tensor.native import native_of, reader_of
 
 CLOSE_WAIT_S = 1.0
 """How long closing waits for the thread that was woken."""
@@ -126,7 +126,7 @@ class Pipe:
         self.now = time.perf_counter
         """The monotonic clock of all deadlines."""
         sock.setblocking(False)
-        self._sock = sock
+        self._sock, self._read = sock, reader_of(sock)
         self.native = native_of(sock)
         """For compiled code that reads or writes it, inside `with`, instead of this."""
         self._using = threading.Lock()
@@ -205,7 +205,7 @@ class Pipe:
             StreamClosed: the other side went away.
         """
         try:
-            n = self._sock.recv_into(into)
+            n = self._read(len(into), into)
         except _NOT_YET:
             return 0
         except (OSError, ValueError) as error:
