@@ -3,6 +3,8 @@
 A deed is done once, to the first stream of blocks that it sends which comes so far. The file then goes by another name: `held`, or `done`.
 
     hold N          after N blocks nothing is sent, until `held` is removed
+    dial 0          no stream is opened for a prompt that is computed for another, until `held` is removed
+    last 0          nothing is said after the last block, until `held` is removed
     damaged N       the block after N others is not as its checksum says
     another N       ... has another's name
     lie N           ... has other bytes than the model computes, and their checksum
@@ -144,10 +146,14 @@ sent = Counter[BlockSender]()
 reads = Counter[str]()
 
 
-def send_badly(sender: BlockSender, key: bytes, data: memoryview) -> None:
-    if taken({"hold"}, sent[sender], "held"):
+def held_at(deed: str, after: int = 0) -> None:
+    if taken({deed}, after, "held"):
         while (HOME / "held").exists():
             time.sleep(0.01)
+
+
+def send_badly(sender: BlockSender, key: bytes, data: memoryview) -> None:
+    held_at("hold", sent[sender])
     match taken({"damaged", "another", "lie", "nan", "close"}, sent[sender], "done"):
         case "damaged":
             return send_block(BadSum(sender), key, data)  # type: ignore[arg-type]
@@ -184,6 +190,25 @@ def read_badly(self: PeerKv, loan: KvLoan, key: bytes, into: memoryview, *part: 
     return not is_in("done", "forget") and read(self, loan, key, into, *part)
 
 
+def send_late(self: prefilling.Prefilling) -> None:
+    opened = self._open_sender
+
+    def open_sender() -> BlockSender:
+        held_at("dial")
+        sender = opened()
+        finish = sender.finish
+
+        def finish_late() -> None:
+            finish()
+            held_at("last")
+
+        sender.finish = finish_late  # type: ignore[method-assign]
+        return sender
+
+    self._open_sender = open_sender
+    send(self)
+
+
 def is_in(name: str, word: str) -> bool:
     try:
         return (HOME / name).read_text().startswith(word)
@@ -207,6 +232,7 @@ if __name__ == "__main__":  # and not where a process of its own is begun
     read, make, wall = PeerKv.read, PeerKv.__init__, SystemClock.wall
     PeerKv.read, PeerKv.__init__ = read_badly, made  # type: ignore[method-assign]
     SystemClock.wall = lambda self: wall(self) + number_in("clock_s", 0.0)  # type: ignore[method-assign]
+    send, prefilling.Prefilling.send = prefilling.Prefilling.send, send_late  # type: ignore[method-assign]
     scheduler.BlockPool, warm.Shard = Poisoned, WatchedShard  # type: ignore[misc]
     prefilling.send_block = giving.send_block = send_badly
     # It stays as fast as its home says.

@@ -8,7 +8,7 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from itertools import count
@@ -203,6 +203,69 @@ def test_one_whose_blocks_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExe
     assert (trio.p.home / "held").exists()
     trio.p.goes_on()
     held.check()
+    trio.at_rest()
+
+
+@pytest.mark.parametrize("deed", ["hold 0", "last 0"])
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_one_is_killed_before_the_first_block_or_after_the_last(trio: Trio, pool: ThreadPoolExecutor, name: str, deed: str) -> None:
+    trio.whole()
+    at_first = deed == "hold 0"
+    here, there = PushEnd.WRITE_FAILED if at_first else PushEnd.WHOLE, LeaseEnd.LEFT
+    before, before_there = pushed(trio.d, here), prefilled(trio.p, there)
+    asked = begin(trio, pool, deed, trio.d)
+    if name == "p":
+        trio.p.node.kill()
+        asked.check()
+        until(lambda: pushed(trio.d, here) > before)
+    else:
+        trio.d.node.kill()
+        until(lambda: prefilled(trio.p, there) > before_there)
+        # Behind the last block D may have answered by then.
+        with pytest.raises(APIError) if at_first else suppress(APIError):
+            asked.answer.result()
+    trio.p.goes_on()
+    trio.whole()
+    trio.at_rest()
+
+
+def test_a_registration_that_reaches_nobody_is_computed(trio: Trio, pool: ThreadPoolExecutor) -> None:
+    before = pushed(trio.d, PushEnd.HANDSHAKE_FAILED)
+    while pushed(trio.d, PushEnd.HANDSHAKE_FAILED) == before:  # one that D has known to be gone is not asked
+        trio.whole()
+        trio.p.node.process.send_signal(signal.SIGSTOP)
+        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
+        asked = Asked(trio.d, said, pool.submit(ask, trio.d, said))
+        until(lambda asked=asked: counted(trio.d, "paceline_requests_running") == 1 or asked.answer.done())
+        trio.p.node.kill()
+        asked.check()
+    start(trio.p)
+    trio.whole()
+    trio.at_rest()
+
+
+def test_a_handshake_that_hangs_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor) -> None:
+    trio.whole()
+    asked = begin(trio, pool, "dial 0", trio.d)
+    before = pushed(trio.e, PushEnd.WHOLE)
+    while pushed(trio.e, PushEnd.WHOLE) == before:
+        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
+        assert ask(trio.e, said) == ask(trio.e, said, cache_salt="computed anew")
+    assert (trio.p.home / "held").exists()
+    trio.p.goes_on()
+    asked.check()
+
+    # P calls one that was stopped, and answers no handshake.
+    before = prefilled(trio.p, LeaseEnd.WRITE_FAILED)
+    while prefilled(trio.p, LeaseEnd.WRITE_FAILED) == before:
+        trio.whole()
+        asked = begin(trio, pool, "dial 0", trio.d)
+        trio.d.node.process.send_signal(signal.SIGSTOP)
+        trio.p.goes_on()
+        until(lambda: metric(trio.p, "paceline_kv_leases") == 0)
+        trio.d.node.process.send_signal(signal.SIGCONT)
+        asked.check()
+    trio.whole()
     trio.at_rest()
 
 
