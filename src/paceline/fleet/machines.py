@@ -199,7 +199,7 @@ LinkOf = Callable[[NodeId, NodeId], Link | None]
 
 
 def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of: LinkOf, request: PlanRequest) -> list[Machine]:
-    """Machines without the weights that could fetch them from one of a group."""
+    """Machines beside a group that could share its weights: they fetch them from one of it, or have them."""
     if not group or not group[0].offer.digest:
         return []
     has = {machine.node_id for machine in group}
@@ -224,13 +224,16 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of
         offer = _as_loaded(offer, card)
         machine = _machine(card.running(offer.weights), offer, source.shape, request)
         if machine is not None:
-            found.append(replace(machine, fetch_from=source.node_id))
+            # A node may have the weights and be of another group all the same: what it runs them with takes other room.
+            is_here = any(own.shard is None and own.digest == offer.digest for own in card.models)
+            found.append(machine if is_here else replace(machine, fetch_from=source.node_id))
     return found
 
 
 def _as_loaded(offer: ModelOffer, card: NodeCard) -> ModelOffer:
-    """What is known of a model that never ran whole on a node, where that has run layers of it: whose bytes, and how fast."""
-    loaded = next((own for own in card.models if own.shard is not None and own.warm and own.model.is_same(offer.model)), None)
+    """What is known of a model that a node offers, or would fetch, where it runs it, or layers of it: whose bytes, and how fast."""
+    known = (own for own in card.models if own.numerics_id and (own.warm or own.shard is None))
+    loaded = next((own for own in known if own.model.is_same(offer.model)), None)
     if loaded is None or offer.numerics_id:
         return offer
     return replace(
