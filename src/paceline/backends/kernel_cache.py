@@ -46,7 +46,12 @@ def sources() -> list[Path]:
     """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
     here = Path(__file__).parent
     constants = ("core/model.py", "core/weights.py", "engine/arithmetic.py")
-    return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
+    return [
+        here / "compiling.py",
+        *sorted(here.glob("cpu/*.py")),
+        *sorted(here.glob("ggml/*.py")),
+        *(here.parent / name for name in constants),
+    ]
 
 
 def _version() -> str:

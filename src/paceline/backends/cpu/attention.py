@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llvmlite import binding, ir
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import Lowering, lowering_in_use, sizes
 from paceline.backends.cpu.lowering import EMIT, lowered
 from paceline.backends.cpu.neon import Neon
@@ -34,8 +34,8 @@ _FLUSHES_EARLY, WIDE = EMIT.flushes_early, EMIT is not Neon
 SCORES_4, SCORES_2, MIXES_4 = (4, 4, 2) if WIDE else (1, 2, 1)
 """Blocks of keys, and slices of heads, that four (or two) rows take at once: as many as registers hold, of 128 bits four a sum."""
 
-record_bytes = njit(nogil=True)(sizes.record_bytes)
-scratch_bytes = njit(nogil=True)(sizes.scratch_bytes)
+record_bytes = inner(sizes.record_bytes)
+scratch_bytes = inner(sizes.scratch_bytes)
 
 
 @intrinsic
@@ -299,13 +299,13 @@ def _take_query(_, fused, q, head_dim, out):
     return lowered(body, types.void, fused, *[types.int64] * 3)
 
 
-@njit(nogil=True)
+@inner
 def first_seen(position, window):
     """The first key that a row sees: all before it, or the last ones of a window."""
     return max(0, position + 1 - window) if window else 0
 
 
-@njit(nogil=True)
+@inner
 def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
     """Scores of M rows, or the mix of values by their weights."""
     values = keys + 2 * BLOCK * head_dim
@@ -335,7 +335,7 @@ def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, sco
         mix(FUSED, 1, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
 
 
-@njit(nogil=True)
+@inner
 def _careful_products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
     """`_products`, right where results were flushed before they were rounded; row by row."""
     values = keys + 2 * BLOCK * head_dim
@@ -346,7 +346,7 @@ def _careful_products(rows, table, blocks, keys, block_stride, q, head_dim, weig
             mix(CAREFUL, 1, 1, table, blocks, values, block_stride, weights + m * WEIGHT_STRIDE, head_dim, out + m * out_stride, out_stride)
 
 
-@njit(nogil=True)
+@inner
 def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head_dim, scale_bits, records, stride):
     """Scores of M rows to weights; the first is row `position` of all heads' rows. Keys are those from `begin` to `end`."""
     for m in range(rows):
@@ -360,7 +360,7 @@ def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head
         _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, records + m * stride)
 
 
-@njit(nogil=True)
+@inner
 def attend(
     table, keys, block_stride, q, q_stride, heads, rows, first, window, head_dim, scale_bits, start, stop, records, record_step, scratch
 ):
@@ -417,7 +417,7 @@ def attend(
     restore_denormals(mode)
 
 
-@njit(nogil=True)
+@inner
 def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride, sinks):
     """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments.
 

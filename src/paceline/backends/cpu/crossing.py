@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.lowering import lowered, write
 from paceline.backends.cpu.simd import I32, I64, Emit, Value
@@ -94,7 +95,7 @@ def _clear(_, function):
     return lowered(body, types.void, types.int64)
 
 
-@njit(nogil=True)
+@inner
 def _tried(w, function, ssl, address, n):
     """Bytes that were read or written; 0: none can be now; less: the stream is broken."""
     moved = _move(w[function], w[ssl], address, n)
@@ -108,7 +109,7 @@ def _tried(w, function, ssl, address, n):
     return -1
 
 
-@njit(nogil=True)
+@inner
 def _mark(piece, seq, exchange):
     """Write into a piece that begins a frame what is its own."""
     at = piece[ADDRESS] + SEQ_AT
@@ -120,7 +121,7 @@ def _mark(piece, seq, exchange):
             write(8, at + byte, exchange >> (8 * byte))
 
 
-@njit(nogil=True)
+@inner
 def _begin(pieces, message, seq, exchange):
     """Mark a message's frames. Returns the sequence number behind them."""
     for i in range(message[FIRST], message[STOP]):
@@ -130,7 +131,7 @@ def _begin(pieces, message, seq, exchange):
     return seq
 
 
-@njit(nogil=True)
+@inner
 def _send(w, messages, pieces):
     """What can be sent now of the message that is next. Returns bytes, or less than 0."""
     message = messages[w[OUT_DONE] % len(messages)]
@@ -161,7 +162,7 @@ def _send(w, messages, pieces):
     return n
 
 
-@njit(nogil=True)
+@inner
 def _take(w, messages, pieces):
     """What is there of the message that is to come next. Returns bytes; -1 where the stream is broken, -2 where something else came."""
     message = messages[w[IN_DONE] % len(messages)]
@@ -194,7 +195,7 @@ def _take(w, messages, pieces):
     return n
 
 
-@njit(nogil=True)
+@inner
 def _now(scratch):
     _clock(_MONOTONIC, scratch.ctypes.data)
     return scratch[0] * 1_000_000_000 + scratch[1]

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from numba import njit, types
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.draw_filters import NO_TOKEN, NOWHERE, first_of, last_left, noise_key, race, survey, write_logprobs
@@ -33,7 +34,7 @@ N_WORDS = LOGPROBS + 1 + MAX_TOP
 CLAIMED, DONE, N_CONTROL = 0, 8, 16
 
 
-@njit(nogil=True)
+@inner
 def _adjust(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A):
     """Apply bias and penalties to a row at `x`, and keep what was there."""
     penalty = max(np.float32(real[REPETITION]), np.float32(TINY))
@@ -51,14 +52,14 @@ def _adjust(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A):
             lanes.store_float(logit, at)
 
 
-@njit(nogil=True)
+@inner
 def _restore(x, n, whole, ids_A, saved_A):
     for a in range(whole[FIRST_ADJUSTED], whole[STOP_ADJUSTED]):
         if ids_A[a] < n:
             lanes.store_float(saved_A[a], x + 4 * np.int64(ids_A[a]))
 
 
-@njit(nogil=True)
+@inner
 def _draw(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A, tail, maxima, bounds):
     """Draw a row at `x`. Returns the token, or `NO_TOKEN`; `whole` and `real` are its words, and receive what else is asked for."""
     raw = top = survey(x, n, tail, maxima)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu.draw_lanes import BLOCK, HASH, ROUNDER, ROUNDER_BITS
 from paceline.engine.arithmetic import EXP2, LN2, LOG2E, LOG_SERIES, ROOT_HALF, WEIGHT_BITS, WEIGHTLESS
@@ -22,20 +22,20 @@ NO_TOKEN = -1
 NOWHERE = np.float32(-np.inf)
 
 
-@njit(nogil=True)
+@inner
 def order_of(x):
     """A float32 as 32 bits that compare as it does, both zeros alike: int64."""
     bits = lanes.float_bits(x + np.float32(0))
     return bits ^ 0xFFFFFFFF if bits >> 31 else bits | 0x80000000
 
 
-@njit(nogil=True)
+@inner
 def value_of(order):
     """The float32 of such bits."""
     return lanes.bits_float(order & 0x7FFFFFFF if order >> 31 else order ^ 0xFFFFFFFF)
 
 
-@njit(nogil=True)
+@inner
 def survey(x, n, tail, maxima):
     """Copy the last block of a row to `tail`, padded; write the largest of each block. Returns the largest of all; NaN where one is."""
     full = n // BLOCK
@@ -47,7 +47,7 @@ def survey(x, n, tail, maxima):
     return of_tail if of_tail > top or of_tail != of_tail else top  # noqa: PLR0124  NaN alone differs from itself
 
 
-@njit(nogil=True)
+@inner
 def first_of(x, n, maxima, top):
     """The lowest id of the largest logit."""
     for block in range(len(maxima)):
@@ -58,7 +58,7 @@ def first_of(x, n, maxima, top):
     return NO_TOKEN
 
 
-@njit(nogil=True)
+@inner
 def _kth_largest(values, k):
     """The k-th largest, by a heap of the k largest so far; minus infinity where there are no k."""
     if k > len(values):
@@ -89,7 +89,7 @@ def _kth_largest(values, k):
     return heap[0]
 
 
-@njit(nogil=True)
+@inner
 def gather(x, n, tail, maxima, least):
     """(ids, orders) of the tokens whose logit is at least `least`, in order of their ids."""
     room = 0
@@ -112,7 +112,7 @@ def gather(x, n, tail, maxima, least):
     return ids[:found], orders[:found]
 
 
-@njit(nogil=True)
+@inner
 def select(ids, orders, worths, need):
     """(order, id) of the last of the fewest tokens, largest logit first, of equal ones the lower id first, whose worths sum to `need`.
 
@@ -138,7 +138,7 @@ def select(ids, orders, worths, need):
     return prefix, np.int64(NO_TOKEN)
 
 
-@njit(nogil=True)
+@inner
 def largest(x, n, tail, maxima, k):
     """(ids, orders) of the k largest, in order of their ids."""
     ids, orders = gather(x, n, tail, maxima, _kth_largest(maxima, k))
@@ -156,7 +156,7 @@ _SLACK = 1.001
 _GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-@njit(nogil=True)
+@inner
 def _splitmix(x):
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _MIX1
@@ -164,13 +164,13 @@ def _splitmix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@njit(nogil=True)
+@inner
 def noise_key(seed, position):
     key = _splitmix(_splitmix(np.uint64(seed)) ^ (np.uint64(position) * _GOLDEN))
     return np.int64(key >> np.uint64(32)), np.int64(key & np.uint64(0xFFFFFFFF))
 
 
-@njit(nogil=True)
+@inner
 def _noise(token, high, low):
     """32 random bits of a token."""
     mask = np.int64(0xFFFFFFFF)
@@ -181,7 +181,7 @@ def _noise(token, high, low):
     return x ^ (x >> 16)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def log_of(x):
     bits = lanes.double_bits(x)
     exponent = (bits - ROOT_HALF) >> 52
@@ -194,7 +194,7 @@ def log_of(x):
     return exponent * LN2 + 2.0 * s * series
 
 
-@njit(nogil=True, error_model="numpy")
+@inner(error_model="numpy")
 def race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last, high, low):
     """The token of the least log(E) - z among those that the filters leave.
 
@@ -238,7 +238,7 @@ _CUT, _CUTS = 2.0, 9
 _C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in EXP2)
 
 
-@njit(nogil=True)
+@inner
 def weight_of(z):
     t = max(z * _LOG2E, np.float32(WEIGHTLESS))
     whole = np.float32(math.floor(t))
@@ -248,7 +248,7 @@ def weight_of(z):
     return lanes.double_bits(np.float64(p) * power + ROUNDER) - ROUNDER_BITS
 
 
-@njit(nogil=True)
+@inner
 def total_weight(x, n, tail, maxima, top, inverse):
     """Of all tokens."""
     total = np.int64(0)
@@ -258,13 +258,13 @@ def total_weight(x, n, tail, maxima, top, inverse):
     return total
 
 
-@njit(nogil=True)
+@inner
 def _share_of(top_p, total):
     """The whole number that a nucleus must reach."""
     return min(total, max(np.int64(1), np.int64(math.ceil(top_p * np.float64(total)))))
 
 
-@njit(nogil=True)
+@inner
 def _nucleus(ids, orders, top, inverse, total, top_p):
     """(found, order, id) of the last token of a nucleus, if what was gathered holds it. `total` 0: of what was gathered."""
     worths = np.empty(len(ids), np.int64)
@@ -279,7 +279,7 @@ def _nucleus(ids, orders, top, inverse, total, top_p):
     return True, order, last
 
 
-@njit(nogil=True)
+@inner
 def last_left(x, n, tail, maxima, top, inverse, top_k, top_p):
     """(logit, id) of the last token that top-k and top-p leave; others are left if larger, or equal with an id no higher."""
     if 0 < top_k < n:
@@ -303,7 +303,7 @@ def last_left(x, n, tail, maxima, top, inverse, top_k, top_p):
     return NOWHERE, np.int64(n)
 
 
-@njit(nogil=True)
+@inner
 def write_logprobs(x, n, tail, maxima, top, n_top, out_ids, out_logprobs):
     """Write the largest logits' ids and log probabilities, largest first. Returns the logarithm of the sum of all weights."""
     log_total = log_of(np.float64(total_weight(x, n, tail, maxima, top, _ONE)) * 2.0**-WEIGHT_BITS)

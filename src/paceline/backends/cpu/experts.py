@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.lowering import lowered, read, write
@@ -137,7 +137,7 @@ def _mix(_, outputs, hidden, k, places, shares, choices, segment_of, out):
     return lowered(body, types.void, *[types.int64] * 8)
 
 
-@njit(nogil=True)
+@inner
 def _is_among(expert, choices, count):
     for j in range(count):  # noqa: SIM110 - compiled
         if read(32, choices + 4 * j) == expert:
@@ -145,7 +145,7 @@ def _is_among(expert, choices, count):
     return False
 
 
-@njit(nogil=True)
+@inner
 def choose(logits, weights, experts, k, normed, choices, shares):
     """The K experts of a row, in their order, and their shares: those of the largest logits, of equal ones the first.
 
@@ -182,7 +182,7 @@ def choose(logits, weights, experts, k, normed, choices, shares):
         _store(shares + 4 * j, _load(weights + 4 * read(32, choices + 4 * j)) / total)
 
 
-@njit(nogil=True)
+@inner
 def _bring_together(sizes, buffers, batch):
     """Give each row of each expert its place, and cut experts' rows into parts."""
     experts, n, counts = sizes[EXPERTS], batch[ROWS] * sizes[TOP_K], buffers[COUNTS]
@@ -213,7 +213,7 @@ def _bring_together(sizes, buffers, batch):
     batch[N_EXPERT_PARTS] = parts
 
 
-@njit(nogil=True)
+@inner
 def route(task, layer, sizes, weights, buffers, batch, scratch):
     """Choose the experts of a panel of rows. Whoever ends last brings rows together."""
     experts, k, row = sizes[EXPERTS], sizes[TOP_K], task * PANEL
@@ -242,7 +242,7 @@ _INT8, _INT16, _BF16 = (int(kind) for kind in Inputs)
 _INT8_BYTES, _INT16_BYTES, _BF16_BYTES = (GROUP_BYTES[kind] for kind in Inputs)
 
 
-@njit(nogil=True)
+@inner
 def gather(row, layer, sizes, weights, buffers, batch):
     """Copy what a row has for products to its place with each of its experts."""
     k, groups = sizes[TOP_K], sizes[HIDDEN] // 32
@@ -268,7 +268,7 @@ def gather(row, layer, sizes, weights, buffers, batch):
                   buffers[EXPERT_ROWS + _BF16] + target * _BF16_BYTES, own_high * _BF16_BYTES, groups)  # fmt: skip
 
 
-@njit(nogil=True)
+@inner
 def project(unit, down, layer, sizes, weights, buffers, scratch):
     """One chunk of an expert's outputs for a part of its rows: its inner activations, or (`down`) what it gives."""
     hidden, width, chunks = sizes[HIDDEN], sizes[EXPERT_WIDTH], chunks_of(EXPERTS_DOWN if down else EXPERTS_GATE, sizes)
@@ -300,7 +300,7 @@ def project(unit, down, layer, sizes, weights, buffers, scratch):
         hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, LANES * block, width, n_rows, before, ACT, buffers)
 
 
-@njit(nogil=True)
+@inner
 def mix(row, sizes, buffers, out):
     """What a row's experts give: fp32 [D] at `out`."""
     at, k = 4 * sizes[TOP_K] * row, sizes[TOP_K]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.pages import write_key, write_value
 from paceline.backends.cpu.places import (
@@ -36,7 +35,7 @@ from paceline.backends.cpu.rows import add_into, head_norm, rotate, round_bf16
 from paceline.backends.cpu.sizes import BLOCK, PART
 
 
-@njit(nogil=True)
+@inner
 def _turn(x, position, layer, dim, rotary, weights, out):
     """out = bf16 of a head (fp32), whose first `rotary` dimensions turn."""
     at = position * rotary * 2
@@ -45,14 +44,14 @@ def _turn(x, position, layer, dim, rotary, weights, out):
         round_bf16(x + 4 * rotary, dim - rotary, out + 2 * rotary)
 
 
-@njit(nogil=True)
+@inner
 def _block_of(row, position, buffers, batch):
     """The block that holds a row."""
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
     return sync.load_int32(table + 4 * (position // BLOCK))
 
 
-@njit(nogil=True)
+@inner
 def norm_heads(row, layer, sizes, weights, buffers, batch, scratch):
     """What follows the q and k products of a row whose norms are over all heads: bias, norm, rotary embedding; each head goes to its place."""
     dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
@@ -71,7 +70,7 @@ def norm_heads(row, layer, sizes, weights, buffers, batch, scratch):
         write_key(block + head * sizes[HEAD_STRIDE], position % BLOCK, scratch, dim)
 
 
-@njit(nogil=True)
+@inner
 def place_heads(task, layer, sizes, weights, buffers, batch, scratch):
     """What follows a task of the q, k, v products, whose outputs are one head of a part of the rows (fp32, in the scratch).
 

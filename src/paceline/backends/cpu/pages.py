@@ -23,10 +23,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.simd import I32, Emit, Value
 from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
@@ -62,7 +62,7 @@ def _put_value(_, values, slot, v, head_dim):
     return lowered(body, types.void, *[types.int64] * 4)
 
 
-@njit(nogil=True)
+@inner
 def write_value(values, slot, n_rows, v, head_dim, zeros):
     """Put a token's bf16 value (address `v`) in place `slot` of a block (address of its KV head's values).
 

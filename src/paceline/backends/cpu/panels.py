@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.places import AT, EIGHT_GROUPS, INPUTS, PRODUCT
 from paceline.backends.cpu.products import call_product
@@ -13,7 +12,7 @@ _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 _GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
 
 
-@njit(nogil=True)
+@inner
 def hold(kinds, x, n, row, column, k, rows, before, place, buffers):
     """Hold `n` bf16 activations from `x`, inputs `column`, ... of K of a row of `rows`, at `place` in every one of `kinds` (bits by `Inputs`).
 
@@ -31,7 +30,7 @@ def hold(kinds, x, n, row, column, k, rows, before, place, buffers):
         deal_bf16(x, n, buffers[place + _BF16] + group * _GROUP_BYTES[_BF16], high * _GROUP_BYTES[_BF16])
 
 
-@njit(nogil=True)
+@inner
 def multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers, expanded):
     """out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix from `block` on.
 

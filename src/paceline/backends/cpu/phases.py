@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.forms import PANEL
 from paceline.backends.cpu.places import (
     EXPERT_WIDTH,
@@ -46,20 +45,20 @@ TASKS_A_THREAD = 16
 """Of a product of few rows, at least: a thread's last one may keep the others waiting."""
 
 
-@njit(nogil=True)
+@inner
 def chunks_a_task(chunks, rows, team):
     """How many chunks of outputs, one behind the other in memory, a task of a product takes: of few rows many, since reading begins anew with each task."""
     return 1 if rows >= WIDE_FROM else max(1, chunks // (TASKS_A_THREAD * team))
 
 
-@njit(nogil=True)
+@inner
 def _tasks(chunks, rows, team):
     """Tasks of a product whose outputs are so many chunks."""
     many = chunks_a_task(chunks, rows, team)
     return (chunks + many - 1) // many * ((rows + PART - 1) // PART)
 
 
-@njit(nogil=True)
+@inner
 def chunks_of(kind, sizes):
     """Chunks of a product's outputs; of experts, of one of them."""
     if kind == PROJECT_QKV:
@@ -70,7 +69,7 @@ def chunks_of(kind, sizes):
     return (n // 16 + CHUNK - 1) // CHUNK
 
 
-@njit(nogil=True)
+@inner
 def prepare_batch(sizes, batch):
     """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
     rows, pieces, kv_heads = batch[ROWS], batch[N_PIECES], sizes[KV_HEADS]
@@ -80,7 +79,7 @@ def prepare_batch(sizes, batch):
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // max(1, kv_heads) if few else 1
 
 
-@njit(nogil=True)
+@inner
 def phase(work, position, sizes, batch):
     """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
     rows, kv_heads = batch[ROWS], sizes[KV_HEADS]
@@ -117,7 +116,7 @@ def phase(work, position, sizes, batch):
     return kind, layer, _tasks(chunks_of(kind, sizes), rows, sizes[TEAM])
 
 
-@njit(nogil=True)
+@inner
 def is_shared(kind):
     """Whether all ranks work on what a phase makes."""
     return kind in (PROJECT_OUT, PROJECT_DOWN, PROJECT_HEAD)

@@ -17,6 +17,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.forms import LANES, LAYOUT, POINTS, Form, Scales
 from paceline.backends.cpu.lowering import lowered, read, read_half, write
 from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value
@@ -263,7 +264,7 @@ def gate(_, kind, x, out):
     return lowered(body, types.void, kind, *[types.int64] * 2)
 
 
-@njit(nogil=True)
+@inner
 def open_gate(kind, outputs):
     """`gate` in place, by whichever activation."""
     if kind == 1:
@@ -280,7 +281,7 @@ def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDAr
     reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data, np.float32(scale))
 
 
-@njit
+@inner
 def _read_scale(record, g, half, lane, kind, at):
     """(scale, offset) of one half of group g in a record, for one output. at: where a record's scales begin."""
     if kind == Scales.SUB_MINIMUMS:
@@ -297,7 +298,7 @@ def _read_scale(record, g, half, lane, kind, at):
     return read_half(record + at + 2 * lane), read_half(record + at + 32 + 2 * lane) if kind == Scales.SCALE_OFFSET else np.float32(0)
 
 
-@njit
+@inner
 def _read_code(record, g, k, lane, bits, codes_bytes, plane_at, plane_bytes):
     """The code of input k of 32 in group g of a record, for one output."""
     if bits == 8:

@@ -12,8 +12,7 @@ Shapes: T rows, D hidden, HQ query heads, HK key/value heads, HD head dimension,
 
 from __future__ import annotations
 
-from numba import njit
-
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import experts, sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.heads import norm_heads, place_heads
@@ -156,7 +155,7 @@ SPINS_BEFORE_YIELD = 200
 ranks, each exchange waits for longer."""
 
 
-@njit(nogil=True)
+@inner
 def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
     """A piece of attention for `n_heads` query heads from `first_head`, all of KV head `head`. The last piece of a tile finishes it."""
     dim, heads = sizes[HEAD_DIM], sizes[Q_HEADS]
@@ -197,7 +196,7 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
         )
 
 
-@njit(nogil=True)
+@inner
 def _add(block, blocks, row, part, x, sizes, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
     for m in range(part):
@@ -208,7 +207,7 @@ def _add(block, blocks, row, part, x, sizes, scratch, rounded):
             add_scaled(0, target, scratch + m * CHUNK * 64, 16 * blocks, sizes[RESIDUAL_SCALE])
 
 
-@njit(nogil=True)
+@inner
 def _multiply_parts(weights, layer, place, block, blocks, x, k, row, rows, parts, sizes, buffers, scratch):
     """A task's outputs, each of this rank's partial sums for itself, where all ranks see them.
 
@@ -223,7 +222,7 @@ def _multiply_parts(weights, layer, place, block, blocks, x, k, row, rows, parts
         multiply(weights, layer, place, block, blocks, x, k, row, rows, out, stride, bounds, segments, buffers, scratch + sizes[EXPANDED])
 
 
-@njit(nogil=True)
+@inner
 def _add_partials(row, down, sizes, buffers, scratch):
     """Add all ranks' partial sums of a row, as the tree of segments does. Returns where the sum is, which others may read too.
 
@@ -241,7 +240,7 @@ def _add_partials(row, down, sizes, buffers, scratch):
     return total
 
 
-@njit(nogil=True)
+@inner
 def _end_half(row, down, layer, sizes, weights, buffers, scratch):
     """Add to a row's residual what attention (`down`: feed-forward) gave, where tasks of its product could not: all ranks' sums, and what is normed first."""
     norm, hidden = weights[layer, FFN_OUT_NORM if down else ATTN_OUT_NORM, AT], sizes[HIDDEN]
@@ -264,7 +263,7 @@ def _end_half(row, down, layer, sizes, weights, buffers, scratch):
         add_scaled(0, x, added, hidden, scale)
 
 
-@njit(nogil=True)
+@inner
 def _sum_at(number, joins, sums, at, hidden, scratch):
     """Address of a row of a sum, by its number."""
     if number < sums:
@@ -272,7 +271,7 @@ def _sum_at(number, joins, sums, at, hidden, scratch):
     return scratch + 4 * hidden * (number - sums)
 
 
-@njit(nogil=True)
+@inner
 def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase that goes row by row."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
@@ -308,7 +307,7 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
         hold(kinds, scratch, hidden, row, 0, hidden, rows, 0, H, buffers)
 
 
-@njit(nogil=True)
+@inner
 def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
     """One task of attention: some query heads of one KV head, over one piece."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
@@ -319,7 +318,7 @@ def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
     _attend(piece, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, weights, buffers, batch, scratch)
 
 
-@njit(nogil=True)
+@inner
 def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
     """One head of the queries, keys or values, for a part of the rows."""
     dim, q_heads, kv_heads, hidden = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS], sizes[HIDDEN]
@@ -340,7 +339,7 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
         place_heads(task, layer, sizes, weights, buffers, batch, scratch)
 
 
-@njit(nogil=True)
+@inner
 def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch):
     """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
     hidden = sizes[HIDDEN]
@@ -354,7 +353,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
               buffers)  # fmt: skip
 
 
-@njit(nogil=True)
+@inner
 def _do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a matrix product: its chunks, one after the other."""
     chunks = chunks_of(kind, sizes)
@@ -365,7 +364,7 @@ def _do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
         _do_product(rank, kind, layer, part + chunk, sizes, weights, buffers, batch)
 
 
-@njit(nogil=True)
+@inner
 def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One chunk of a matrix product, and what follows it on its outputs."""
     hidden, ffn, rows = sizes[HIDDEN], sizes[FFN], batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS]
@@ -406,7 +405,7 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
             _add(block, blocks, row, part, buffers[X], sizes, scratch, down)
 
 
-@njit(nogil=True)
+@inner
 def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase of a mixture's feed-forward."""
     scratch, rows = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE], batch[ROWS]
@@ -422,7 +421,7 @@ def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
             experts.project(unit, kind == EXPERTS_DOWN, layer, sizes, weights, buffers, scratch)
 
 
-@njit(nogil=True)
+@inner
 def take_part(rank, sizes, weights, buffers, batch):
     """Claim and do tasks of the phase posted last until none is left. Returns the word of the thread's group as last seen."""
     control, groups = buffers[CONTROL], sizes[GROUPS]
@@ -446,7 +445,7 @@ def take_part(rank, sizes, weights, buffers, batch):
         sync.finish(control, own)
 
 
-@njit(nogil=True)
+@inner
 def meet(sizes, buffers, batch):
     """Say that this rank's part of an exchange is there, and wait for the other ranks'. Returns whether all are; False: the batch was given up, by
     this process or (the word behind all ranks') by another.

@@ -22,10 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.simd import I32, I64, Emit, Value
 
@@ -87,7 +87,7 @@ def pause(_):
     return lowered(body, types.void)
 
 
-@njit(nogil=True)
+@inner
 def sleep_at(word, seen):
     """Let the core go until the word at an address is another than `seen`, for a moment. Processes that have the memory in common may wake one another."""
     if _FUTEX:
@@ -96,26 +96,26 @@ def sleep_at(word, seen):
         give_way()
 
 
-@njit(nogil=True)
+@inner
 def wake_at(word):
     """Wake all who sleep at a word, which was changed."""
     if _FUTEX:
         _system_call(_FUTEX, word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
-@njit(nogil=True)
+@inner
 def phase_of(control, group):
     """Address of a group's word."""
     return control + 8 * (GROUPS_AT + 2 * WORD * group)
 
 
-@njit(nogil=True)
+@inner
 def share_of(count, group, groups):
     """Which of so many tasks are a group's: the first one, and behind the last one. Fewer than there are groups go to the first groups."""
     return (count * group + groups - 1) // groups, (count * (group + 1) + groups - 1) // groups
 
 
-@njit(nogil=True)
+@inner
 def post(control, kind, layer, count, groups):
     """Start a phase; the one before must be finished."""
     word = ((kind << LAYER_BITS | layer) << TASK_BITS | count) << TASK_BITS
@@ -123,7 +123,7 @@ def post(control, kind, layer, count, groups):
         store_release(phase_of(control, group), word)
 
 
-@njit(nogil=True)
+@inner
 def claim(control, own, groups):
     """Claim a task, of a thread's own group if there is one. Returns (task, its phase's word), or (-1, the own group's word as last seen)."""
     seen = load_acquire(phase_of(control, own))
@@ -142,26 +142,26 @@ def claim(control, own, groups):
     return -1, seen
 
 
-@njit(nogil=True)
+@inner
 def task_of(word):
     """(next task, number of tasks) of a phase's word."""
     mask = (1 << TASK_BITS) - 1
     return word & mask, word >> TASK_BITS & mask
 
 
-@njit(nogil=True)
+@inner
 def kind_and_layer(word):
     rest = word >> (2 * TASK_BITS)
     return rest >> LAYER_BITS & ((1 << KIND_BITS) - 1), rest & ((1 << LAYER_BITS) - 1)
 
 
-@njit(nogil=True)
+@inner
 def finish(control, own):
     """Say that a claimed task is done, by a thread of a group."""
     fetch_add(phase_of(control, own) + 8 * WORD, 1)
 
 
-@njit(nogil=True)
+@inner
 def wait_for(control, done, groups):
     """Spin until `done` tasks were finished in all."""
     spins = 0

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.phases import HEADS, LAYERS, is_shared, phase, prepare_batch
 from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, GROUPS, RANKS, TEAM, WATCH
@@ -31,7 +32,7 @@ _WORD_YIELDS = 4_000
 _WORD_SLEEPS = 4
 
 
-@njit(nogil=True)
+@inner
 def _await_phase(rank, seen, control, sizes):
     """Wait until the word of the thread's group is another than `seen`. False where none came for a while, or the team stops."""
     groups = sizes[GROUPS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from paceline.backends.compiling import inner
 from paceline.backends.kernel_cache import in_use
 
 TO_SINGLE = np.float32(2.0**112)
@@ -29,7 +30,7 @@ def u32(row, at):
     return u16(row, at) | u16(row, at + 2) << np.uint32(16)
 
 
-@njit(nogil=True)
+@inner
 def single(half):
     """float32 of the bits of a finite half, exactly."""
     magnitude = np.uint32((half & 0x7FFF) << 13).view(np.float32) * TO_SINGLE
@@ -42,7 +43,7 @@ def half_at(row, at):
     return single(u16(row, at))
 
 
-@njit(nogil=True)
+@inner
 def half_bits(value):
     """Bits of the half nearest to a float32, ties to even; beyond the largest, the largest. uint16."""
     clipped = min(max(value, -HALF_MAX), HALF_MAX)
@@ -55,7 +56,7 @@ def half_bits(value):
     return np.uint16(sign | rounded)
 
 
-@njit(nogil=True)
+@inner
 def bf16_bits(value):
     """Bits of the bf16 nearest to a float32, ties to even; a NaN stays one. uint16."""
     bits = np.float32(value).view(np.uint32)
