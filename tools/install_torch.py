@@ -3,6 +3,7 @@
 With `--if-needed` nothing is installed where Paceline's own kernels run and there is no such GPU: then tests alone use torch.
 On macOS, or beside an NVIDIA GPU, pip's ordinary torch is right. On Linux without one, a CPU build is looked for: first where this
 machine's own pip looks (its configuration, a wheel folder), then, as PyTorch's documentation has it, through uv's `--torch-backend cpu`.
+What it needs is installed first, as requirements/torch.txt names it.
 `TORCH_SPEC` overrides what is installed; `PIP_EXTRA` adds options to pip (an index or a wheel folder of your own).
 """
 
@@ -18,12 +19,12 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def pinned() -> str:
     """The torch that pyproject.toml pins."""
-    (spec,) = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["torch"]
+    (spec,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"]
     return spec
 
 
@@ -45,9 +46,13 @@ def installed() -> str | None:
         return None
 
 
+def pip_install() -> list[str]:
+    return [sys.executable, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_EXTRA", ""))]
+
+
 def attempts(spec: str) -> list[list[str]]:
     """Commands to try, in order; the first that succeeds is enough."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_EXTRA", ""))]
+    pip = pip_install()
     if "TORCH_SPEC" in os.environ or platform.system() != "Linux" or has_nvidia_gpu() or "+" in spec:
         return [[*pip, spec]]
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--torch-backend", "cpu", spec]
@@ -61,6 +66,7 @@ def main() -> int:
     if (have := installed()) is not None and spec in {f"torch=={have}", f"torch=={have.partition('+')[0]}"}:
         return 0
     print(f"Installing {spec} (the largest download)", flush=True)
+    subprocess.run([*pip_install(), "--no-deps", "--require-hashes", "--requirement", str(ROOT / "requirements/torch.txt")], check=True)
     commands = attempts(spec)
     for command in commands:
         if command[2] == "uv":

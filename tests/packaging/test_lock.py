@@ -15,7 +15,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-FILES = ("pip", "install", "dev", "ring")
+FILES = ("pip", "install", "torch", "dev", "ring")
 PACKAGE = re.compile(r"([a-z0-9-]+)==(\S+)(?: ; [^\\]+)? \\")
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
 
@@ -36,7 +36,7 @@ def direct() -> Iterator[tuple[str, tuple[str, ...]]]:
     for text in (*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]):
         yield text, ("install",)
     for text in EXTRAS["dev"]:
-        yield text, ("install", "dev")
+        yield text, ("install", "torch", "dev")
     for text in EXTRAS["ring"]:
         yield text, ("ring",)
 

@@ -10,13 +10,13 @@ Imported before anything is compiled: by whatever has functions to compile.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from numba import njit
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.registry import cpu_target
 
-inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner: Any = partial(cast("Any", njit), nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """`njit` of a function that compiled code calls. Python must not: it would jump to nowhere."""
 
 
@@ -63,4 +63,5 @@ class _Codegen(JITCPUCodegen):
             super().set_env(env_name, env)
 
 
-cpu_target.target_context._internal_codegen = _Codegen("paceline")  # noqa: SLF001 - Numba has no setting for it
+_target: Any = cpu_target.target_context
+_target._internal_codegen = _Codegen("paceline")  # noqa: SLF001 - Numba has no setting for it

@@ -17,22 +17,16 @@ if not cpu.runs_here():
 
 from numba import njit
 
-from paceline.backends.cpu.attention import (
-    SEGMENT,
-    attend,
-    finish,
-    flush_denormals,
-    mix,
-    record_bytes,
-    restore_denormals,
-    score,
-    scratch_bytes,
-)
+from paceline.backends.cpu import attention
+from paceline.backends.cpu.attention import SEGMENT, flush_denormals, mix, restore_denormals, score
 from paceline.backends.cpu.pages import write_key, write_value
-from paceline.backends.cpu.sizes import BLOCK, aligned
+from paceline.backends.cpu.sizes import BLOCK, aligned, record_bytes, scratch_bytes
 from paceline.backends.cpu.weights import sink_records
 
 Bits = npt.NDArray[np.uint16]
+
+attend, finish = njit(attention.attend.py_func), njit(attention.finish.py_func)
+"""With a way in from Python."""
 
 
 @njit

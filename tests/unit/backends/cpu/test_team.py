@@ -30,7 +30,9 @@ SPEC = ModelSpec(
     rms_eps=1e-5, rope=RopeSpec(10_000.0), tied_head=True,
 )  # fmt: skip
 
-claim, finish, post, share_of, wait_for = (njit(each.py_func) for each in (sync.claim, sync.finish, sync.post, sync.share_of, sync.wait_for))
+claim, finish, post, share_of, wait_for = (
+    njit(each.py_func) for each in (sync.claim, sync.finish, sync.post, sync.share_of, sync.wait_for)
+)
 """With a way in from Python."""
 
 
