@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 _HEAD = object.__basicsize__
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-KNOWN_BELOW = (3, 16)
-"""Up to here CPython's source keeps a socket as `native_of` reads it. Raising it without having read that: a crash, where it changed."""
+KNOWN_BELOW = (3, 14)
+"""Below this CPython was seen to keep a socket as `native_of` reads it. Raising it without having tried that: a crash, where it changed."""
 
 
 class NativeTls(NamedTuple):
