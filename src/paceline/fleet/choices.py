@@ -180,7 +180,8 @@ class Standing:
         self.rather: Choice | None = None
         """What the last plan would have in its place."""
         self._since_s: float | None = None
-        self._failed: tuple[Choice, float] | None = None
+        self._failed: list[tuple[Choice, float]] = []
+        """What could not be had, and when."""
 
     def look(self, made: Plan | None, now: float, *, is_whole: bool = True) -> Choice | None:
         """What to move to, if to anything.
@@ -199,12 +200,12 @@ class Standing:
         if better is None:
             return None
         self._since_s = now if self._since_s is None else self._since_s
-        if self._failed is not None and is_same(better, self._failed[0]) and now - self._failed[1] < FAILED_S:
+        if any(is_same(better, choice) and now - at_s < FAILED_S for choice, at_s in self._failed):
             return None
         return better if now - self._since_s >= HELD_S else None
 
     def failed(self, chosen: Choice, now: float) -> None:
-        self._failed = chosen, now
+        self._failed = [*((choice, at_s) for choice, at_s in self._failed if not is_same(choice, chosen)), (chosen, now)]
 
     def moved(self, chosen: Choice) -> None:
         self.running, self.rather, self._since_s = chosen, None, None

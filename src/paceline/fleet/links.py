@@ -175,7 +175,7 @@ class LinkWatch:
         fresh = way.worse >= IN_A_ROW or not way.is_known
         way.rtt_s = rtt_s if fresh else _smooth(way.rtt_s, rtt_s)
         way.bytes_per_s = bytes_per_s if fresh else _smooth(way.bytes_per_s, bytes_per_s)
-        way.network_s = network_s if fresh else _smooth(way.network_s, network_s)
+        way.network_s = network_s if fresh else _smooth_known(way.network_s, network_s)
         way.worse = way.failures = 0
         way.due_s = now + self._apart(self._times.full_s)
         return self._choose(asked.node_id, peer)
@@ -201,7 +201,7 @@ class LinkWatch:
         *,
         rtt_s: float | None = None,
         bytes_per_s: float | None = None,
-        network_s: float | None = None,
+        network_s: float = 0.0,
     ) -> bool:
         """What other traffic took on a way, for nothing. True where the links that a card shows have changed."""
         peer, way = self._find(node_id, address)
@@ -217,8 +217,7 @@ class LinkWatch:
         way.worse = 0
         if rtt_s is not None and rtt_s >= 0:
             way.rtt_s = _smooth(way.rtt_s, rtt_s)
-        if network_s is not None:
-            way.network_s = _smooth(way.network_s, network_s)
+        way.network_s = _smooth_known(way.network_s, network_s)
         if bytes_per_s is not None and bytes_per_s > 0:
             # Traffic that did not fill the way says how much it carries at least.
             way.bytes_per_s = max(way.bytes_per_s, _smooth(way.bytes_per_s, bytes_per_s))
@@ -278,6 +277,11 @@ def _is_clearly_better(other: _Way, present: _Way) -> bool:
 
 def _smooth(old: float, new: float) -> float:
     return old + SMOOTHING * (new - old)
+
+
+def _smooth_known(old: float, new: float) -> float:
+    """Likewise, of figures that are 0 where they are not known."""
+    return _smooth(old, new) if old and new else new or old
 
 
 def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) -> tuple[float, float]:

@@ -71,6 +71,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Say goodbye and stop. Bounded; idempotent."""
+        self._is_on = False
         await end_tasks(*self._tasks)
         await self._leave()
 
@@ -118,11 +119,16 @@ class Discovery:
         zeroconf, self._zeroconf = self._zeroconf, None
         if zeroconf is None:
             return
+        has_ended = False
         try:
             async with asyncio.timeout(CLOSE_S):
                 await zeroconf.async_close()
+            has_ended = True
         except (TimeoutError, OSError) as error:
             logger.debug("mDNS ended without a goodbye: %s", error)
+        finally:
+            if not has_ended:  # or was cancelled: its sockets are given back all the same
+                zeroconf.zeroconf.close()
 
     def _service(self, addresses: tuple[str, ...]) -> AsyncServiceInfo:
         from zeroconf.asyncio import AsyncServiceInfo

@@ -133,20 +133,20 @@ async def _built_as_planned(
     told: LoadTold,
     alone: Callable[[], Awaitable[BuiltNode]],
     makes_way: Sequence[Idle] = (),
-    failed: Choice | None = None,
+    failed: Sequence[Choice] = (),
 ) -> tuple[BuiltNode, Callable[[], None]]:
     """A model as this node's plan has it; and what is to be called once it is served, which shows its plan and goes on planning.
 
     Args:
         alone: builds all of it on this machine.
         makes_way: what is loaded here and makes way for it.
-        failed: could not be had, so that its way is left out; later plans may try it again.
+        failed: could not be had, so that their ways are left out; later plans may try them again.
 
     Raises:
         UserError: it can't be had, and why.
     """
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
-    wanted, asked = asked, _with_free_slots(whole, asked if failed is None else replace(asked, ways=asked.ways - {failed.way}))
+    wanted, asked = asked, _with_free_slots(whole, replace(asked, ways=asked.ways - {each.way for each in failed}))
     await whole.offer(location, None)
     made: Plan | None = None
     if asked.ways - SPREAD:
@@ -195,7 +195,7 @@ async def _built_as_planned(
         free_what_failed(error)
         without = "tensor ranks" if way == TENSOR else way
         told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without {without}")
-        return await _built_as_planned(whole, settings, wanted, access, clock, told, alone, makes_way, made.chosen)
+        return await _built_as_planned(whole, settings, wanted, access, clock, told, alone, makes_way, (*failed, made.chosen))
     return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
 
 
@@ -208,7 +208,7 @@ def _follow(
     location: ModelLocation,
     made: Plan | None,
     clock: Clock,
-    failed: Choice | None = None,
+    failed: Sequence[Choice] = (),
 ) -> None:
     name = location.name
     whole.forget_plan(name)  # of how it was served before
@@ -319,13 +319,13 @@ class _Replanning:
         location: ModelLocation,
         made: Plan,
         clock: Clock,
-        failed: Choice | None = None,
+        failed: Sequence[Choice] = (),
     ) -> None:
         self._whole, self._settings, self._asked, self._access = whole, settings, asked, access
         self._location, self._clock = location, clock
         self._standing = Standing(made.chosen)
-        if failed is not None:
-            self._standing.failed(failed, clock.monotonic())
+        for choice in failed:
+            self._standing.failed(choice, clock.monotonic())
         self._serves = made.chosen
         self._is_gone = False
         """It could be served in no way any more, and is tried again."""

@@ -28,6 +28,7 @@ from paceline.store.home import Home
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
+from paceline.ways.tensor.price import TENSOR
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) -> tuple[list[str], Choice | None]:
@@ -257,7 +258,44 @@ def test_a_pipeline_that_can_t_be_had_at_the_load_is_planned_without_and_tried_l
     assert any("bee went away. Planning without pipeline" in line for line in told)
     (given,) = followed
     assert asked in given, "it may be a pipeline later"
-    assert spread in given, "but this one not soon"
+    assert (spread,) in given, "but this one not soon"
+
+
+def test_ways_that_fail_one_after_the_other_are_each_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
+    spread, *_ = candidates()
+    ranks = replace(spread, way=TENSOR)
+
+    def plan_now(*given: Any) -> Any:
+        left = given[3].ways
+        best = ranks if TENSOR in left else spread if PIPELINE in left else made.chosen
+        return replace(made, chosen=best, runners_up=(made.chosen,))
+
+    monkeypatch.setattr(pipelines, "plan_once_shown", plan_now)
+    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
+    followed, built = list[Any](), list[Way]()
+    monkeypatch.setattr(pipelines, "_follow", lambda *given: followed.append(given))
+
+    async def fails(_whole: object, _settings: object, _asked: object, _access: object, chosen: Choice, *_: object) -> Any:
+        built.append(chosen.way)
+        assert len(built) < 9, "it goes on for ever"
+        raise PlacementError("bee went away")
+
+    async def alone(*_: object) -> Any:
+        built.append(ALONE)
+        return SimpleNamespace(pipeline_id="")
+
+    async def offer(*_: object) -> None: ...
+
+    monkeypatch.setattr(pipelines, "_build_spread", fails)
+    monkeypatch.setattr(pipelines, "_build_here", alone)
+    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, attach=offer, slots=SimpleNamespace(taken=0), planning={})
+    asked = Constraints(frozenset({ALONE, PIPELINE, TENSOR}), PipelineOrder(PipelineSettings()))
+    asyncio.run(serve_planned(whole, NodeSettings("m"), asked, SystemClock(), LoadTold(*[lambda *_: None] * 4)))
+    assert built == [TENSOR, PIPELINE, ALONE]
+    (given,) = followed
+    assert (ranks, spread) in given, "neither is tried again soon"
 
 
 def test_ways_that_were_full_or_failed_at_the_start_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
