@@ -139,7 +139,7 @@ def _machine(home: Home) -> Iterator[Finding]:
     yield _kernels(home, here)
     if not lends_here():
         said = f"compiled code can't use the TLS of this Python ({facts.python}, {ssl.OPENSSL_VERSION}): tensor ranks of other machines are slower"
-        yield Finding("tls", Level.NOTE, here, said, "Run paceline with CPython 3.11 to 3.15 that has OpenSSL as a library beside it.")
+        yield Finding("tls", Level.NOTE, here, said, "Run paceline with CPython 3.11 to 3.13 that has OpenSSL as a library beside it.")
     free = available_bytes()
     if free < LEAST_MEMORY:
         todo = "Stop other programs, or give the container more: not even the bundled model fits."
