@@ -162,6 +162,7 @@ class Way:
     address: str
     rtt_seconds: float
     bytes_per_second: float | None
+    network_seconds: float = 0.0
 
 
 refuse = refuse_with(MalformedMessage)
