@@ -1,4 +1,4 @@
-"""Compiled kernels, kept between runs. A first start compiles for some twenty seconds; later ones read machine code.
+"""Compiled kernels, kept between runs. A first start compiles for some fifteen seconds; later ones read machine code.
 
 Numba notices a changed function but not a changed callee, so the folder's name is a hash of all kernel sources, of the compilers'
 versions and of the processor. Must run before the kernel modules are imported.

@@ -336,7 +336,7 @@ def note_compiling(console: Console) -> None:
     from paceline.machine.setup import must_compile
 
     if must_compile():
-        console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
+        console.print("First start: compiling kernels for this processor takes some fifteen seconds, once", style="dim", soft_wrap=True)
 
 
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
