@@ -265,7 +265,7 @@ class EndpointLoad:
     home: str = ""
     """As `RunningEndpoint` has it."""
     failing: tuple[str, ...] = ()
-    """What /health says of that, though it may be ok."""
+    """What /health names as failing, though its status may be ok."""
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:

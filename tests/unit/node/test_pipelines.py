@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from paceline.core.errors import ImpossiblePin, OutOfMemory, PipelineDisabled, P
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.placement import headline
-from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, Pin, Plan, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines, planning
@@ -222,56 +223,15 @@ def test_why_there_is_no_plan_is_shown_until_there_is_one(monkeypatch: pytest.Mo
     assert "m" not in whole.planning, "what is no more loaded is not planned"
 
 
-@pytest.mark.parametrize("others", [True, False], ids=["there is another way", "there is none"])
-def test_a_pipeline_that_can_t_be_had_at_the_load_is_planned_without_and_tried_later(
-    monkeypatch: pytest.MonkeyPatch, *, others: bool
-) -> None:
-    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
-    spread, *_ = candidates()
-    chosen = replace(made, chosen=spread, runners_up=(made.chosen,) if others else ())
-    monkeypatch.setattr(pipelines, "plan_once_shown", lambda *given: chosen if PIPELINE in given[3].ways else made)
-    monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
-    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
-    told, followed, built = list[str](), list[Any](), list[Way]()
-    monkeypatch.setattr(pipelines, "_follow", lambda *given: followed.append(given))
+def load_as_planned(
+    monkeypatch: pytest.MonkeyPatch, chosen_of: Callable[[Collection[Way]], Plan], ways: Collection[Way], told: list[str]
+) -> tuple[list[Way], list[Any]]:
+    """Load a model where nothing can be spread: what was built, in turn, and what is followed then.
 
-    async def fails(*_: object) -> Any:
-        raise PlacementError("bee went away")
-
-    async def alone(*_: object) -> Any:
-        built.append(ALONE)
-        return SimpleNamespace(pipeline_id="")
-
-    async def offer(*_: object) -> None: ...
-
-    monkeypatch.setattr(pipelines, "_build_spread", fails)
-    monkeypatch.setattr(pipelines, "_build_here", alone)
-    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, attach=offer, slots=SimpleNamespace(taken=0), planning={})
-    asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
-    load = serve_planned(whole, NodeSettings("m"), asked, SystemClock(), LoadTold(*[lambda *_: None] * 3, told.append))
-    if not others:
-        with pytest.raises(PlacementError, match="bee went away"):
-            asyncio.run(load)
-        return
-    asyncio.run(load)
-    assert built == [ALONE]
-    assert any("bee went away. Planning without pipeline" in line for line in told)
-    (given,) = followed
-    assert asked in given, "it may be a pipeline later"
-    assert (spread,) in given, "but this one not soon"
-
-
-def test_ways_that_fail_one_after_the_other_are_each_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
-    spread, *_ = candidates()
-    ranks = replace(spread, way=TENSOR)
-
-    def plan_now(*given: Any) -> Any:
-        left = given[3].ways
-        best = ranks if TENSOR in left else spread if PIPELINE in left else made.chosen
-        return replace(made, chosen=best, runners_up=(made.chosen,))
-
-    monkeypatch.setattr(pipelines, "plan_once_shown", plan_now)
+    Args:
+        chosen_of: the plan, of the ways that are left.
+    """
+    monkeypatch.setattr(pipelines, "plan_once_shown", lambda *given: chosen_of(given[3].ways))
     monkeypatch.setattr(pipelines, "resolve", lambda ref, _: SimpleNamespace(name=ref))
     monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
     followed, built = list[Any](), list[Way]()
@@ -288,13 +248,48 @@ def test_ways_that_fail_one_after_the_other_are_each_tried_once(monkeypatch: pyt
 
     async def offer(*_: object) -> None: ...
 
+    def unheard(*_: object) -> None: ...
+
     monkeypatch.setattr(pipelines, "_build_spread", fails)
     monkeypatch.setattr(pipelines, "_build_here", alone)
     whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, attach=offer, slots=SimpleNamespace(taken=0), planning={})
-    asked = Constraints(frozenset({ALONE, PIPELINE, TENSOR}), PipelineOrder(PipelineSettings()))
-    asyncio.run(serve_planned(whole, NodeSettings("m"), asked, SystemClock(), LoadTold(*[lambda *_: None] * 4)))
-    assert built == [TENSOR, PIPELINE, ALONE]
+    asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings()))
+    asyncio.run(serve_planned(whole, NodeSettings("m"), asked, SystemClock(), LoadTold(unheard, unheard, unheard, told.append)))
     (given,) = followed
+    assert asked in given, "each may be tried later"
+    return built, given
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["there is another way", "there is none"])
+def test_a_pipeline_that_can_t_be_had_at_the_load_is_planned_without_and_tried_later(
+    monkeypatch: pytest.MonkeyPatch, *, others: bool
+) -> None:
+    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
+    spread, *_ = candidates()
+    chosen = replace(made, chosen=spread, runners_up=(made.chosen,) if others else ())
+    told = list[str]()
+    load = partial(load_as_planned, monkeypatch, lambda left: chosen if PIPELINE in left else made, {ALONE, PIPELINE}, told)
+    if not others:
+        with pytest.raises(PlacementError, match="bee went away"):
+            load()
+        return
+    built, given = load()
+    assert built == [PIPELINE, ALONE]
+    assert any("bee went away. Planning without pipeline" in line for line in told)
+    assert (spread,) in given, "but this one not soon"
+
+
+def test_ways_that_fail_one_after_the_other_are_each_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
+    spread, *_ = candidates()
+    ranks = replace(spread, way=TENSOR)
+
+    def chosen_of(left: Collection[Way]) -> Plan:
+        best = ranks if TENSOR in left else spread if PIPELINE in left else made.chosen
+        return replace(made, chosen=best, runners_up=(made.chosen,))
+
+    built, given = load_as_planned(monkeypatch, chosen_of, {ALONE, PIPELINE, TENSOR}, [])
+    assert built == [TENSOR, PIPELINE, ALONE]
     assert (ranks, spread) in given, "neither is tried again soon"
 
 
