@@ -63,21 +63,17 @@ class Held:
     def note_filled(self, blocks: Sequence[int]) -> None:
         """Nothing is made of it."""
 
-    def _of(self, part: LayerRange | None) -> slice:
+    def _of(self, block: BlockId, part: LayerRange | None) -> memoryview:
+        """Where that part of a block lies: other parts are written meanwhile, by other threads."""
         part = part or self.layers
         assert self.layers.start <= part.start < part.stop <= self.layers.stop, f"{part} of {self.layers}"
-        return slice(SLOT_BYTES * part.start, SLOT_BYTES * part.stop)
+        return memoryview(self.runner._kv[block, part.start : part.stop]).cast("B")  # pyright: ignore[reportPrivateUsage]
 
     def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
-        data = memoryview(bytearray(self.runner.block_bytes))
-        self.runner.export_block(block, data)
-        into[:] = data[self._of(part)]
+        into[:] = self._of(block, part)
 
     def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
-        whole = memoryview(bytearray(self.runner.block_bytes))
-        self.runner.export_block(block, whole)
-        whole[self._of(part)] = data
-        self.runner.import_block(block, whole)
+        self._of(block, part)[:] = data
         self.written.append(block)
 
 
