@@ -255,27 +255,26 @@ class NixlAgent:
 
 
 class NixlReading:
-    """Reads a peer's slots into slots of this process. For one thread.
+    """Reads a peer's slots, one at a time. For one thread.
 
     Args:
         described, address, n_slots, slot_bytes: the peer's memory, as its `StagedMemory` says.
-        n_here: slots of this process.
         token: told to the peer with each slot that was read.
     """
 
-    def __init__(self, agent: NixlAgent, described: bytes, address: int, n_slots: int, slot_bytes: int, n_here: int, token: bytes) -> None:
+    def __init__(self, agent: NixlAgent, described: bytes, address: int, n_slots: int, slot_bytes: int, token: bytes) -> None:
         self._agent, self._token = agent, token
         self._each = -(-slot_bytes // PIECE_BYTES)
         self._handles: list[Any] = []
         self._under_way: Any = None
         self._name = agent.meet(described)
         try:
-            self._into = agent.stage(n_here, slot_bytes)
+            self._into = agent.stage(1, slot_bytes)
         except NixlFailed:
             agent.part(self._name)
             raise
         try:
-            for owner, start, n in (("NIXL_INIT_AGENT", self._into.address, n_here), (self._name, address, n_slots)):
+            for owner, start, n in (("NIXL_INIT_AGENT", self._into.address, 1), (self._name, address, n_slots)):
                 ends = [(at, min(PIECE_BYTES, slot_bytes - at)) for at in range(0, slot_bytes, PIECE_BYTES)]
                 pieces = [(start + slot * slot_bytes + at, length, 0) for slot in range(n) for at, length in ends]
                 self._handles.append(agent.call("prep_xfer_dlist", owner, np.array(pieces, np.uint64), "DRAM"))
@@ -283,8 +282,8 @@ class NixlReading:
             self.close()
             raise
 
-    def read(self, theirs: int, mine: int, deadline: float) -> memoryview:
-        """One slot, by a deadline on the monotonic clock.
+    def read(self, slot: int, deadline: float) -> memoryview:
+        """What one of them holds, by a deadline on the monotonic clock. Good until the next call.
 
         Raises:
             NixlFailed: the peer is gone, or it took too long. No other slot is read then.
@@ -293,7 +292,7 @@ class NixlReading:
         local, remote = self._handles
         for place in range(n):
             token = self._token if place == n - 1 else b""
-            transfer = agent.call("make_prepped_xfer", "READ", local, [mine * n + place], remote, [theirs * n + place], token)
+            transfer = agent.call("make_prepped_xfer", "READ", local, [place], remote, [slot * n + place], token)
             state = agent.call("transfer", transfer)
             self._under_way = transfer if state == "PROC" else None
             while self._under_way is not None and time.perf_counter() < deadline:
@@ -304,7 +303,7 @@ class NixlReading:
                 agent.call("release_xfer_handle", transfer)
             if state != "DONE":
                 raise NixlFailed("NIXL reads nothing more of a peer's memory")
-        return self._into.slot(mine)
+        return self._into.slot(0)
 
     def close(self) -> None:
         """Nothing is let go of that a read may still use. Raises NixlFailed where the library can't end it."""

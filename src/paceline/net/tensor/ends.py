@@ -329,10 +329,6 @@ class TensorReceiver(End):
         self._incoming.space()[: len(data)] = data
         self._incoming.filled(len(data))
 
-    def swap(self) -> None:
-        """Have the array of the last message stay good until this is called again."""
-        self._incoming.swap()
-
     def look(self, seconds: float) -> None:
         """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
         self._pipe.look_s = seconds

@@ -84,7 +84,7 @@ class IncomingBytes:
         self._parts: list[memoryview] = []
         self._direct = False
         self._header = bytearray()
-        self._store, self._spare = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._store = np.empty(0, np.uint8)
         self._data = self._store.data
         self._filled = 0
         self._form: tuple[int, tuple[int, ...]] = (0, ())
@@ -227,10 +227,6 @@ class IncomingBytes:
         self._filled = 0
         self._expect_data(n_data)
         return None
-
-    def swap(self) -> None:
-        """Leave the tensor that came last to its reader until this is called again: the next one goes to other memory."""
-        self._store, self._spare, self._form = self._spare, self._store, (0, ())
 
     def _make_room(self, dtype_code: int, shape: tuple[int, ...], total: int) -> None:
         """The array that this tensor goes to. Most are like the one before, and need no other."""

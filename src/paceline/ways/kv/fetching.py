@@ -10,14 +10,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from paceline.core.errors import ExecutorLost, NixlFailed, StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError
+from paceline.core.errors import ExecutorLost, NixlFailed, StreamClosed, StreamCorrupt, StreamIdle, StreamStalled
 from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
@@ -371,21 +370,9 @@ def receive_blocks(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, 
         StreamCorrupt: what came is another block than the next one that was asked for, or damaged. The peer is told.
         TensorStreamError: the stream broke, or nothing came.
     """
-    with ThreadPoolExecutor(1, "paceline-kv-check") as checker:
-        checked: Future[bool] | None = None
-        for key in fetch.keys[fetch.filled :][:most]:
-            try:
-                message = _next(receiver, fetch)
-            except TensorStreamError:
-                if checked is not None:
-                    checked.result()  # a block that was wrong ended the stream
-                raise
-            if checked is not None and not checked.result():
-                return
-            receiver.swap()
-            checked = checker.submit(_take, receiver, fetch, key, message)
-        if checked is not None:
-            checked.result()
+    for key in fetch.keys[fetch.filled :][:most]:
+        if not _take(receiver, fetch, key, _next(receiver, fetch)):
+            return
 
 
 def _next(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch) -> TensorMessage:
@@ -399,7 +386,7 @@ def _next(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch) -> Tensor
 
 
 def _take(receiver: TensorReceiver | StagedReceiver, fetch: PeerFetch, key: bytes, message: TensorMessage) -> bool:
-    """In a thread of its own, while the next block comes."""
+    """Check what came and write it. Returns whether more is wanted."""
     data = message.array.data.cast("B") if message.array.nbytes else memoryview(b"")
     if len(data) != fetch.part.block_bytes or message.header != _HEADER.pack(key, crc32(data)):
         raise receiver.refuse(StreamCorrupt(f"{receiver.peer} sent another block of KV than the one asked for, or a damaged one"))

@@ -34,8 +34,6 @@ SEND_S: Final = 5.0
 STAGED_BYTES: Final = 8 << 20
 MOST_SLOTS: Final = 8
 """Of one transfer, and two at least. Raising them: more is read at a time, out of slower caches."""
-SLOTS_HERE: Final = 2
-"""One is read into while the other is checked."""
 REST_S: Final = 600.0
 """For which NIXL is not used with a node with which it failed."""
 MOST_DESCRIBED: Final = 64 << 10
@@ -203,11 +201,8 @@ class StagedReceiver:
         place, self._taken = self._taken, self._taken + 1
         if self._reading is None or message.array.nbytes:
             return message
-        data = self._reading.read(place % self._n_slots, place % SLOTS_HERE, time.perf_counter() + SEND_S)
+        data = self._reading.read(place % self._n_slots, time.perf_counter() + SEND_S)
         return TensorMessage(message.header, np.frombuffer(data, np.uint16))
-
-    def swap(self) -> None:
-        self._receiver.swap()
 
     def refuse(self, error: TensorStreamError) -> TensorStreamError:
         return self._receiver.refuse(error)
@@ -224,7 +219,7 @@ class StagedReceiver:
         seen = compare_digest(proof, self._offered.door.proof(self.peer, self._ticket))
         if not seen or not 0 < self._n_slots <= MOST_SLOTS or len(described) > MOST_DESCRIBED:
             raise self.refuse(StreamCorrupt(f"{self.peer} opens memory and did not see this node's door"))
-        self._reading = NixlReading(self._offered.agent, described, address, self._n_slots, self._block_bytes, SLOTS_HERE, token)
+        self._reading = NixlReading(self._offered.agent, described, address, self._n_slots, self._block_bytes, token)
 
 
 class NixlUse:

@@ -293,7 +293,7 @@ def test_an_agent_has_no_port() -> None:
 def test_a_read_that_fails_is_released_and_one_that_did_not_end_is_kept(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     giver, reader = NixlAgent(), NixlAgent()
     there = giver.stage(2, 64)
-    reading = NixlReading(reader, there.describe(), there.address, 2, 64, 2, secrets.token_bytes(nixl.TOKEN_BYTES))
+    reading = NixlReading(reader, there.describe(), there.address, 2, 64, secrets.token_bytes(nixl.TOKEN_BYTES))
     call, released = NixlAgent.call, Counter[str]()
 
     def said(agent: NixlAgent, name: str, *of: Any) -> Any:
@@ -305,7 +305,7 @@ def test_a_read_that_fails_is_released_and_one_that_did_not_end_is_kept(monkeypa
 
     monkeypatch.setattr(NixlAgent, "call", said)
     with pytest.raises(NixlFailed):
-        reading.read(0, 0, 0.0)
+        reading.read(0, 0.0)
     reading.close()
     ended = state == "ERR"
     names = ("release_xfer_handle", "release_dlist_handle", "remove_remote_agent", "deregister_memory")
@@ -321,9 +321,9 @@ def test_slots_are_read_whole(slot_bytes: int) -> None:
     for place in range(3):
         there.slot(place)[:] = secrets.token_bytes(slot_bytes)
     giver.listen(token)
-    reading = NixlReading(reader, there.describe(), there.address, 3, slot_bytes, 2, token)
+    reading = NixlReading(reader, there.describe(), there.address, 3, slot_bytes, token)
     for n, place in enumerate([0, 2, 1, 2], start=1):
-        assert reading.read(place, n % 2, 1e9) == there.slot(place)
+        assert reading.read(place, 1e9) == there.slot(place)
         until = time.perf_counter() + 60
         while giver.n_read(token) < n:
             assert time.perf_counter() < until
