@@ -14,10 +14,23 @@ from typing import Any, cast
 
 from numba import njit
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
-from numba.core.registry import cpu_target
+from numba.core.registry import CPUDispatcher, cpu_target
 
-inner: Any = partial(cast("Any", njit), nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""`njit` of a function that compiled code calls. Python must not: it would jump to nowhere."""
+
+class _Inner(CPUDispatcher):
+    """Has no way in from Python: a call would jump to nowhere."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise TypeError(f"{self.py_func.__qualname__} is for compiled code: call it there, or njit(function.py_func)")
+
+
+def inner(function: Any = None, **options: Any) -> Any:
+    """`njit` of a function that compiled code alone calls. From Python, a call of it is a `TypeError`."""
+    if function is None:
+        return partial(inner, **options)
+    made = cast("Any", njit)(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+    made.__class__ = _Inner
+    return made
 
 
 class _Library(JITCodeLibrary):

@@ -351,3 +351,20 @@ def reader(form: Form) -> Callable[..., None]:
 
     read_rows.__qualname__ = f"embed_{form.name.lower()}"
     return njit(types.void(*[types.int64] * 5, types.float32), nogil=True, cache=in_use())(read_rows)
+
+
+@intrinsic
+def _exp2(_, x, n, out):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, n, out = args
+        with e.loop(e.b.lshr(n, e.i64(4))) as i:
+            at = e.mul(i, 64)
+            e.store(e.exp2(e.load(F, x, at)), out, at)
+
+    return lowered(body, types.void, *[types.int64] * 3)
+
+
+@njit(types.void(*[types.int64] * 3), nogil=True, cache=in_use())
+def exponentials(x, n, out):
+    """out = exp2(x): fp32 [n], n a multiple of 16."""
+    _exp2(x, n, out)

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
 
 SPEC = ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True)
-IDENTITY = "e215a4cf8c67c24e"
+IDENTITY = "001c16de12e6c649"
 """The numerics id of all forms."""
 EVERY_PART = replace(
     SPEC, head_dim=64, rope=RopeSpec(10000.0, dims=32, gain=1.25), qk_norm=True, qk_norm_whole=True, norms=Norms.AROUND,
@@ -27,7 +27,7 @@ MIXTURE = replace(
     SPEC, moe=MoeSpec(8, 3, 512, norm_topk=True, biased=True), qkv_bias=True, out_bias=True, sinks=True, activation=Activation.CLAMPED
 )
 """What no model has together: each part that some family has."""
-IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "892c1b72faa91bb9"), "mixture": (MIXTURE, "b7dacc5d40f92019")}
+IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "53b06c9d2010964f"), "mixture": (MIXTURE, "6557ad5320a68788")}
 MEASURE = """
 import sys
 from paceline.backends import cpu

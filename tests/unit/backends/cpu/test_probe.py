@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
+from numba import njit
 
 from paceline.backends import cpu
 
@@ -16,7 +17,9 @@ if not cpu.runs_here():
 from paceline.backends.cpu import probe
 from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.lowering import EMIT
 from paceline.backends.cpu.runner import CpuRunner
+from paceline.backends.cpu.simd import Emit, F, I, Value
 from paceline.core.errors import PacelineError
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec
 from paceline.engine.local import RowPlan
@@ -67,3 +70,21 @@ def test_a_build_whose_cuts_differ_beyond_a_segment_is_refused(monkeypatch: pyte
     monkeypatch.setattr(probe, "CpuRunner", runner_of(differs))
     with pytest.raises(PacelineError, match="cuts"):
         probe.numerics_id(SPEC, {Form.Q8_0}, 1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-126.0, -125.9), (-101.0, -100.9), (0.4, 0.5), (127.9, 128.0)])
+def test_an_exponential_that_is_off_by_a_bit_somewhere_has_another_id(monkeypatch: pytest.MonkeyPatch, low: float, high: float) -> None:
+    right = EMIT.exp2
+
+    def wrong(e: Emit, x: Value) -> Value:
+        b, result = e.b, right(e, x)
+        inside = b.and_(b.fcmp_ordered(">", x, e.const(low)), b.fcmp_ordered("<", x, e.const(high)))
+        return b.select(inside, b.bitcast(b.xor(b.bitcast(result, I), e.const_i(1)), F), result)
+
+    def id_of() -> str:
+        monkeypatch.setattr(probe, "exponentials", njit(probe.exponentials.py_func))  # compiled again
+        return probe.numerics_id(SPEC, {Form.Q8_0}, 1)
+
+    same = id_of()
+    monkeypatch.setattr(EMIT, "exp2", wrong)
+    assert id_of() != same
