@@ -364,7 +364,7 @@ def _exp2(_, x, n, out):
     return lowered(body, types.void, *[types.int64] * 3)
 
 
-@njit(types.void(*[types.int64] * 3), nogil=True, cache=in_use())
+@njit(nogil=True, cache=in_use())
 def exponentials(x, n, out):
     """out = exp2(x): fp32 [n], n a multiple of 16."""
     _exp2(x, n, out)
