@@ -164,13 +164,13 @@ class EngineThread:
         """Run an engine until it is stopped; or fails, and another was put in its place."""
         try:
             self._run()
-        except BaseException as error:
+        except BaseException as error:  # compiled libraries raise a panic as one
             logger.exception("the engine failed")
             reason = f"{type(error).__name__}: {error}"
-            engine, why = self._another() if isinstance(error, Exception) else (None, "")
+            engine, why = self._another()
             self._tell(Died(reason + why, is_long=engine is None))
             while engine is None:
-                if not isinstance(error, Exception) or self._is_stopped_within(AGAIN_S):
+                if self._is_stopped_within(AGAIN_S):
                     return False
                 engine, _ = self._another()
             self._engine = engine
@@ -182,7 +182,7 @@ class EngineThread:
         """An engine in place of one that failed, or why it could not be built."""
         try:
             return self._rebuild(), ""
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine could not be built anew")
             return None, f"; and not built anew: {type(error).__name__}: {error}"
 

@@ -42,7 +42,7 @@ class Gate:
 class EchoEngine:
     """Steps only when `gate` lets it. One token a live sequence and step."""
 
-    def __init__(self, *, refuse: str | None = None, crash_at: int | None = None) -> None:
+    def __init__(self, *, refuse: str | None = None, crash_at: int | None = None, crash: type[BaseException] = RuntimeError) -> None:
         self.gate = Gate()
         self.rested = threading.Event()
         self.aborted: list[RequestId] = []
@@ -56,7 +56,7 @@ class EchoEngine:
         self.notices: tuple[Notice, ...] = ()
         """For each live request, with its next token."""
         self._refuse = refuse
-        self._crash_at = crash_at
+        self._crash_at, self._crash = crash_at, crash
         self._steps = 0
         self._live: dict[RequestId, tuple[GenerationRequest, int]] = {}
 
@@ -93,7 +93,7 @@ class EchoEngine:
             return []
         self._steps += 1
         if self._steps == self._crash_at:
-            raise RuntimeError("the kernels burn")
+            raise self._crash("the kernels burn")
         chunks = [GenerationChunk(name, 0, (), "", notices=self.notices) for name in self._live if self.notices]
         self.notices = ()
         for request, done in list(self._live.values()):

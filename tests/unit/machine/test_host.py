@@ -301,8 +301,13 @@ def test_when_the_engine_dies_every_stream_says_so_and_so_does_health() -> None:
     assert engine.closed.is_set()
 
 
-def test_an_engine_that_failed_is_replaced_and_its_answers_end_saying_so() -> None:
-    first, second = EchoEngine(crash_at=3), EchoEngine()
+class Panic(BaseException):
+    """As what a library in Rust raises where it panics."""
+
+
+@pytest.mark.parametrize("crash", [RuntimeError, Panic])
+def test_an_engine_that_failed_is_replaced_and_its_answers_end_saying_so(crash: type[BaseException]) -> None:
+    first, second = EchoEngine(crash_at=3, crash=crash), EchoEngine()
     first.gate.shut()
     with closing(host_of(first, 4, second)) as host:
 
