@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from paceline.backends.cpu import crossing
-from paceline.core.errors import ConfigError, ExecutorLost, FleetError, NodeUnreachable, PacelineError, StreamClosed
+from paceline.core.errors import ExecutorLost, FleetError, NodeStopping, NodeUnreachable, PacelineError, StreamClosed
 from paceline.fleet.eligibility import Use
 from paceline.machine.fetch import in_thread
 from paceline.machine.setup import Setup
@@ -43,7 +43,7 @@ class AwayRank:
         patience_s: with its silence while it loads.
 
     Raises:
-        ConfigError: this node is stopping.
+        NodeStopping: this node is.
     """
 
     pid = 0
@@ -63,7 +63,7 @@ class AwayRank:
             self._open = asyncio.run_coroutine_threadsafe(running, place.loop)
         except RuntimeError as error:  # its loop is closed
             running.close()
-            raise ConfigError(f"Rank {order.rank} can't be had on {place.node_id}: this node is stopping", "Start it again.") from error
+            raise NodeStopping(f"Rank {order.rank} can't be had on {place.node_id}: this node is stopping", "Start it again.") from error
 
     def wake(self) -> None:
         if self._pump is not None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
-from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable
+from paceline.core.errors import SERVER_STOPPING, ConfigError, ExecutorLost, ExecutorUnavailable, NodeStopping
 from paceline.core.generation import Notice
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.process import Rank, RankProcess
@@ -75,7 +75,7 @@ class RankProcesses:
         try:
             for order in orders:
                 self._processes.append(self._start(order, SILENT_S))
-        except ConfigError:
+        except (ConfigError, NodeStopping):
             self.close()
             raise
 
@@ -190,10 +190,11 @@ class RankProcesses:
                 lost.close(0)
                 self._processes[i] = self._start(lost.order, SILENT_AGAIN_S)
             return all(self._is_ready(process, LOOK_S) for process in self._processes)
-        except ConfigError as error:
+        except (ConfigError, NodeStopping) as error:
             self.lost = error.message
             logger.warning("the tensor group: %s", error)
-            raise ExecutorUnavailable(error.message, error.hint, code="tensor_unavailable") from error
+            code = SERVER_STOPPING if isinstance(error, NodeStopping) else "tensor_unavailable"
+            raise ExecutorUnavailable(error.message, error.hint, code=code) from error
 
     def close(self) -> None:
         """End them all."""
@@ -207,7 +208,7 @@ class RankProcesses:
             process.close(ENDING_S)
 
     def _start(self, order: RankOrder, patience_s: float) -> Rank:
-        """Raises ConfigError where the system allows for no further process."""
+        """Raises ConfigError where the system allows for no further process, NodeStopping where this node is."""
         if (away := self._away.get(order.rank)) is not None:
             self._memory.say_done(order.rank, self._memory.number)
             return away(order, patience_s)

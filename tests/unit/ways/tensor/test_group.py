@@ -23,7 +23,7 @@ from paceline.backends import cpu
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError, ExecutorLost, ExecutorUnavailable, OutOfMemory
+from paceline.core.errors import SERVER_STOPPING, ConfigError, ExecutorLost, ExecutorUnavailable, NodeStopping, OutOfMemory
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, RequestId
 from paceline.core.weights import WeightSource
@@ -393,6 +393,30 @@ def test_a_start_that_fails_counts_and_the_next_waits(model: Path, monkeypatch: 
         _until(lambda: "not whole: " in _refused(group))
         assert "Resource temporarily unavailable" in _refused(group)
         assert len(tried) == MOST_STARTS
+
+
+def test_ranks_that_a_stopping_node_does_not_have_are_said_as_its_stop_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopping(self: RankProcesses, order: RankOrder, patience_s: float) -> object:
+        raise NodeStopping(f"Rank {order.rank} can't be had: this node is stopping")
+
+    codes = list[str]()
+    with engine(model, 1.0, 1.0) as built:
+        group = group_of(built)
+        monkeypatch.setattr(RankProcesses, "_start", stopping)
+        monkeypatch.setattr("paceline.ways.tensor.ranks.AGAIN_S", 0.0)
+        monkeypatch.setattr("paceline.ways.tensor.ranks.MOST_STARTS", 1000)
+        os.kill(group.processes[1], signal.SIGKILL)
+
+        def refused() -> bool:
+            try:
+                group.make_whole()
+            except ExecutorUnavailable as error:
+                codes.append(error.code)
+            return "this node is stopping" in (group.lacks or "")
+
+        _until(refused)
+        _until(lambda: refused() and bool(codes))
+    assert set(codes) == {SERVER_STOPPING}
 
 
 def test_a_group_that_is_whole_by_the_time_it_may_be_mended_is_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _reca
 
 from paceline.backends import cpu
 from paceline.backends.memory import own_bytes
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, NodeStopping
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
@@ -424,5 +424,5 @@ def test_a_node_that_stops_begins_no_rank() -> None:
     over: Any = asyncio.new_event_loop()
     over.close()
     nothing: Any = SimpleNamespace(rank=1)
-    with pytest.raises(ConfigError, match="this node is stopping"):
+    with pytest.raises(NodeStopping, match="this node is stopping"):
         AwayRank(RankPlace(NodeId("b"), nothing, over), nothing, nothing, nothing, 1.0)
