@@ -26,7 +26,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import read_failing, running, starting
+from paceline.cli.running import read_health, running, starting
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -43,7 +43,7 @@ from paceline.net.discovery import own_hosts, own_interfaces
 from paceline.net.member.reach import Barrier, Reach, Setting, barrier_at, own_facts, reach
 from paceline.net.member.state import Looked, look, read_running
 from paceline.net.tensor.dialling import tensor_addresses
-from paceline.net.tensor.native import lends_here
+from paceline.net.tensor.native import LENDERS, lends_here
 from paceline.net.trust.certificates import is_address
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -139,7 +139,7 @@ def _machine(home: Home) -> Iterator[Finding]:
     yield _kernels(home, here)
     if not lends_here():
         said = f"compiled code can't use the TLS of this Python ({facts.python}, {ssl.OPENSSL_VERSION}): tensor ranks of other machines are slower"
-        yield Finding("tls", Level.NOTE, here, said, "Run paceline with CPython 3.11 to 3.13 that has OpenSSL as a library beside it.")
+        yield Finding("tls", Level.NOTE, here, said, f"Run paceline with {LENDERS}.")
     free = available_bytes()
     if free < LEAST_MEMORY:
         todo = "Stop other programs, or give the container more: not even the bundled model fits."
@@ -225,13 +225,19 @@ def _apis(home: Home) -> Iterator[Finding]:
         try:
             with one.client() as client:
                 health = client.get("/health").json()
-            state, failing = printable(str(health["status"]), 100), read_failing(health)
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-            state, failing = f"no answer ({printable(str(error), 200)})", ()
+            state, error, failing = read_health(health)
+        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as gone:
+            state, error, failing = "no answer", printable(str(gone), 200), ()
         if state == "ok":
             yield Finding("port.api", Level.OK, one.url, "it answers")
         else:
-            yield Finding("port.api", Level.PROBLEM, one.url, f"/health says {state}", "See what paceline up printed there.")
+            yield Finding(
+                "port.api",
+                Level.PROBLEM,
+                one.url,
+                f"/health says {state}" + (f": {error}" if error else ""),
+                "See what paceline up printed there.",
+            )
         for what in failing:
             yield Finding("background", Level.NOTE, one.url, f"it keeps failing: {what}", "See what paceline up printed there.")
     coming = starting(home)

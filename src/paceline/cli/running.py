@@ -264,6 +264,8 @@ class EndpointLoad:
     """None: nothing came or went."""
     home: str = ""
     """As `RunningEndpoint` has it."""
+    error: str = ""
+    """What /health says is wrong; empty where the status is ok."""
     failing: tuple[str, ...] = ()
     """What /health names as failing, though its status may be ok."""
 
@@ -284,7 +286,8 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
         serves = (
             "asks for a key, which PACELINE_API_KEY can give" if one.models is None else f"serves {', '.join(one.models) or 'no model now'}"
         )
-        lines = [f"{one.url}/v1: {one.state}" + (f", {serves}" if one.state not in (GONE, STARTING) else "")]
+        state = f"{one.state} ({one.error})" if one.error else one.state
+        lines = [f"{one.url}/v1: {state}" + (f", {serves}" if one.state not in (GONE, STARTING) else "")]
         if one.requests is not None:
             rate = "" if one.client_tokens_per_s is None else f", {one.client_tokens_per_s:.0f} tokens/s"
             lines.append(f"  its clients: {counted(one.requests, 'request')} under way{rate}")
@@ -304,16 +307,16 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
 
 
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
-    state, models, failing = GONE, None, ()
+    (state, error, failing), models = (GONE, "", ()), None
     try:
         with one.client(_key()) as client:
             health = client.get("/health").json()
-            state, failing = printable(str(health["status"])), read_failing(health)
+            state, error, failing = read_health(health)
             models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if not last:
-        return EndpointLoad(one.url, one.process, state, models, home=one.home, failing=failing)
+        return EndpointLoad(one.url, one.process, state, models, home=one.home, error=error, failing=failing)
 
     peers = ("peer_fetched", "peer_missed", "peer_given", "peer_pushed")
 
@@ -355,15 +358,16 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         if any(last[what] for what in (*peers, "leases"))
         else None,
         home=one.home,
+        error=error,
         failing=failing,
     )
 
 
-def read_failing(health: Mapping[str, object]) -> tuple[str, ...]:
-    """Of an endpoint's /health: why it is not well, and what fails though it goes on."""
-    error, failing = health.get("error"), health.get("failing")
-    each = [*([error] if error else []), *(failing if isinstance(failing, list) else [])]
-    return tuple(printable(str(one), 300) for one in each)
+def read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:
+    """An endpoint's /health: its status, what is wrong, and what fails though it goes on. Raises KeyError where it has no status."""
+    failing = health.get("failing")
+    each = failing if isinstance(failing, list) else []
+    return printable(str(health["status"])), printable(str(health.get("error") or ""), 300), tuple(printable(str(one), 300) for one in each)
 
 
 def _figures(one: RunningEndpoint) -> dict[str, float]:

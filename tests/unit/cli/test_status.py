@@ -220,6 +220,24 @@ def test_what_keeps_failing_is_shown_by_status_and_doctor(tmp_path: Path, monkey
     assert found == {f"it keeps failing: {what}": Level.NOTE for what in seen.failing}
 
 
+def test_what_is_wrong_is_said_once_and_not_as_what_keeps_failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    inference = ScriptedInference()
+    inference.reported = Progress(busy=False, seconds_since_step=0.0, error="RuntimeError: the kernels burn")
+    served = Served(inference)
+    try:
+        with announced(served.url, has_key=False, certificate=None, owner_key=None):
+            (seen,) = endpoints_here(Home(tmp_path))
+            found = [each for each in doctor._apis(Home(tmp_path)) if each.check != "port.api" or each.level is not Level.OK]
+    finally:
+        served.close()
+    assert (seen.state, seen.error, seen.failing) == ("failed", "RuntimeError: the kernels burn", ())
+    shown = shown_of(seen)
+    assert shown[0].startswith(f"{served.url}/v1: failed (RuntimeError: the kernels burn), serves")
+    assert "keeps failing" not in " ".join(shown)
+    assert [each.what for each in found] == ["/health says failed: RuntimeError: the kernels burn"]
+
+
 def test_in_no_fleet_endpoints_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     monkeypatch.setattr(status, "WATCH_S", 0.0)

@@ -19,6 +19,8 @@ _HEAD = object.__basicsize__
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 KNOWN_BELOW = (3, 14)
 """Below this CPython was seen to keep a socket as `native_of` reads it. Raising it without having tried that: a crash, where it changed."""
+LENDERS = f"CPython older than {'.'.join(map(str, KNOWN_BELOW))} that has OpenSSL as a library beside it"
+"""Whose sockets can be borrowed, for people."""
 
 
 class NativeTls(NamedTuple):

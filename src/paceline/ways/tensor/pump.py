@@ -29,6 +29,7 @@ from paceline.core.errors import ExecutorLost, StreamClosed, StreamCorrupt, Stre
 from paceline.core.model import LayerRange
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, TensorMessage
+from paceline.net.tensor.native import LENDERS
 from paceline.ways.tensor import frames
 from paceline.ways.tensor.crossing import CalledOff, Crossing
 from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
@@ -80,7 +81,7 @@ class Pump(ABC):
         outs, ins = ([0, *self._others], [rank]) if leads else ([rank], [0, *self._others])
         self._crossing = Crossing(memory, sender, receiver, outs, ins, self._views, look_s=LOOK_S, stalled_s=SENT_S)
         if not self._crossing.is_possible:
-            logger.warning("sums of rank %d cross without compiled code, which takes longer: paceline doctor says why", rank)
+            logger.warning("sums of rank %d take longer: they cross without compiled code, for which run paceline with %s", rank, LENDERS)
         receiver.look(LOOK_S)
         self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
 
