@@ -95,7 +95,9 @@ def link(home: Path) -> dict[str, float]:
     card = Machine("m1", home).card_of("m1")
     found = next((link for link in (card.links if card is not None else ()) if link.to == "m2"), None)
     return (
-        {} if found is None else {"call_ms": 1000 * found.rtt_s, "network_ms": 1000 * found.network_s, "mbyte_s": found.bytes_per_s / 1e6}
+        {}
+        if found is None
+        else {"call_ms": 1000 * found.rtt_s, "network_ms": 1000 * (found.network_s or 0.0), "mbyte_s": found.bytes_per_s / 1e6}
     )
 
 

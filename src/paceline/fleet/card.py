@@ -152,8 +152,8 @@ class Link:
     rtt_s: float
     """Of a short call."""
     bytes_per_s: float
-    network_s: float = 0.0
-    """Of it, what the network takes; 0: not known."""
+    network_s: float | None = None
+    """Of it, what the network takes; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

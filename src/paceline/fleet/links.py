@@ -77,7 +77,7 @@ class _Way:
     rtt_s: float = 0.0
     bytes_per_s: float = 0.0
     """Smoothed; 0: never measured."""
-    network_s: float = 0.0
+    network_s: float | None = None
     worse: int = 0
     """Bad figures in a row."""
     failures: int = 0
@@ -155,13 +155,13 @@ class LinkWatch:
         dues += [peer.ping_due_s for peer in self._peers.values() if peer.best]
         return min(dues, default=None)
 
-    def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None, network_s: float = 0.0) -> bool:
+    def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None, network_s: float | None = None) -> bool:
         """A measurement came out. True where the links that a card shows have changed.
 
         Args:
             rtt_s: the shortest round trip seen.
             bytes_per_s: None: it was a ping.
-            network_s: of the round trip, what the network takes; 0: not known.
+            network_s: of the round trip, what the network takes; None: not known.
         """
         if not 0 <= rtt_s < 1e6 or not 0 < (1 if bytes_per_s is None else bytes_per_s) < 1e15:
             return self.failed(measure_id, now)  # no measurement has such figures
@@ -201,7 +201,7 @@ class LinkWatch:
         *,
         rtt_s: float | None = None,
         bytes_per_s: float | None = None,
-        network_s: float = 0.0,
+        network_s: float | None = None,
     ) -> bool:
         """What other traffic took on a way, for nothing. True where the links that a card shows have changed."""
         peer, way = self._find(node_id, address)
@@ -263,7 +263,9 @@ class LinkWatch:
         peer.shown = Link(
             node_id,
             best.address,
-            *map(settled, (best.rtt_s, best.bytes_per_s, best.network_s), (old.rtt_s, old.bytes_per_s, old.network_s)),
+            settled(best.rtt_s, old.rtt_s),
+            settled(best.bytes_per_s, old.bytes_per_s),
+            None if best.network_s is None else settled(best.network_s, old.network_s or 0.0),
         )
         return peer.shown != before
 
@@ -279,9 +281,9 @@ def _smooth(old: float, new: float) -> float:
     return old + SMOOTHING * (new - old)
 
 
-def _smooth_known(old: float, new: float) -> float:
-    """Likewise, of figures that are 0 where they are not known."""
-    return _smooth(old, new) if old and new else new or old
+def _smooth_known(old: float | None, new: float | None) -> float | None:
+    """Likewise, of figures that may not be known."""
+    return new if old is None else old if new is None else _smooth(old, new)
 
 
 def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) -> tuple[float, float]:

@@ -198,7 +198,7 @@ LinkOf = Callable[[NodeId, NodeId], Link | None]
 """The link from one node to another; None where there is none to plan with."""
 
 
-def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of: LinkOf, request: PlanRequest) -> list[Machine]:
+def could_share(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of: LinkOf, request: PlanRequest) -> list[Machine]:
     """Machines beside a group that could share its weights: they fetch them from one of it, or have them."""
     if not group or not group[0].offer.digest:
         return []
@@ -306,7 +306,7 @@ class Links:
                 rate, rtt = sensible(link.bytes_per_s, 1.0, 1e15), sensible(link.rtt_s, 1e-7, 1e4)
                 if rate is None or rtt is None or link.to == card.node_id or link.to not in cards:
                     continue
-                network = min(sensible(link.network_s, 1e-7, 1e4) or 0.0, rtt)
+                network = None if link.network_s is None else sensible(link.network_s, 1e-7, rtt)
                 said, known = replace(link, bytes_per_s=rate, rtt_s=rtt, network_s=network), best.get((card.node_id, link.to))
                 if known is None or (rate, -rtt, link.address) > (known.bytes_per_s, -known.rtt_s, known.address):
                     best[card.node_id, link.to] = said

@@ -19,9 +19,9 @@ from paceline.fleet import choices
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.choices import Seconds, gib, rate, seconds
 from paceline.fleet.eligibility import MayGiveWeights
-from paceline.fleet.machines import DIGEST_DIGITS, Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers
+from paceline.fleet.machines import DIGEST_DIGITS, Links, Machine, barred_hosts, could_share, groups, live_cards, matching_offers
 from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlannedStage, PlanRequest
-from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, STILL_READ, PricedFleet, PricesWay, named
+from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, PricedFleet, PricesWay, still_read
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
@@ -108,7 +108,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
     found: list[Choice] = []
     reasons: list[ImpossiblePin] = []
     for group in having:
-        machines = [*group, *fetchers(group, cards, fleet.links.between, request)] if request.pins else group
+        machines = [*group, *could_share(group, cards, fleet.links.between, request)] if request.pins else group
         for each in ways:
             try:
                 found += each.price(fleet, machines)
@@ -133,7 +133,7 @@ def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence
     reasons: list[ImpossiblePin] = []
     for searched, fetching in _searches(fleet):
         for group in having:
-            more = fetchers(group, fleet.cards, searched.link, searched.request) if fetching else []
+            more = could_share(group, fleet.cards, searched.link, searched.request) if fetching else []
             if fetching and not more and not searched.in_need:
                 continue
             machines = [*group, *more]
@@ -182,7 +182,7 @@ def _nothing(
     constraint = Constraint.MEMORY if any(each.constraint is Constraint.MEMORY for each in excluded) else Constraint.NO_CANDIDATE
     reasons = "; ".join(f"{each.node_id} {each.why}" for each in excluded[:4])
     more = f"; and {len(excluded) - 4} more" if len(excluded) > 4 else ""
-    having = [[*group, *fetchers(group, fleet.cards, links.between, request)] for group in having]
+    having = [[*group, *could_share(group, fleet.cards, links.between, request)] for group in having]
     machines = [machine for group in having for machine in group]
     first = request.orchestrator if any(each.spreads for each in ways) else None
     hosts = [machine for machine in machines if machine.card.serves_shards and machine.node_id != first]
@@ -191,8 +191,7 @@ def _nothing(
     else:
         linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
     if len(fleet.cards) > 1 and not any(machine.offer.digest for machine in machines):
-        where = named(machines)
-        hint = STILL_READ.format(where)
+        hint = still_read(machines)
     elif all(each.spreads for each in ways) and first is None and len({machine.node_id for machine in machines}) == 1:
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
     elif first is not None and all(machine.node_id in fleet.barred for machine in hosts):

@@ -44,13 +44,10 @@ class PricedFleet:
         return measured
 
 
-STILL_READ = "Its files are still being read on {}, and until that is done no other machine can share it: ask again in a minute."
-"""Where no digest is known: a hint, but for the nodes."""
-
-
-def named(machines: Sequence[Machine]) -> str:
-    """Machines in a sentence, the first of them."""
-    return " and ".join(sorted({machine.node_id for machine in machines})[:4])
+def still_read(machines: Sequence[Machine]) -> str:
+    """A hint, where no digest of the model is known."""
+    where = " and ".join(sorted({machine.node_id for machine in machines})[:4])
+    return f"Its files are still being read on {where}, and until that is done no other machine can share it: ask again in a minute."
 
 
 class PricesWay(ABC):
@@ -123,8 +120,8 @@ def pinned_machine(pin: Pin, machines: Sequence[Machine], request: PlanRequest) 
     """
     machine = next((each for each in machines if each.node_id == pin.node_id), None)
     if machine is None and machines and not any(each.offer.digest for each in machines):
-        why = f"{pin.node_id} is pinned, and can't share {request.title} with {named(machines)} yet"
-        raise ImpossiblePin(why, STILL_READ.format(named(machines)), awaited=f"the files of {request.title} are still being read")
+        why = f"{pin.node_id} is pinned, and can't share {request.title} yet"
+        raise ImpossiblePin(why, still_read(machines), awaited=f"the files of {request.title} are still being read")
     if machine is None:
         raise ImpossiblePin(
             f"{pin.node_id} is pinned, but has not the same weights of {request.title} as the others, nor a measured link to one that has",

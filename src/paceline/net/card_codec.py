@@ -17,7 +17,7 @@ from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
 from paceline.fleet.card import Device, DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.presets import MAX_TTL_S
-from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, refuse_with
+from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, or_none, refuse_with
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import fleet_pb2 as wire
 
@@ -145,7 +145,7 @@ _LINK: Final = Codec(
         "address": is_address,
         "rtt_s": "rtt_seconds",
         "bytes_per_s": "bytes_per_second",
-        "network_s": "network_seconds",
+        "network_s": or_none(_BOUNDS["float"], "network_seconds"),
     },
     bounds=_BOUNDS,
 )

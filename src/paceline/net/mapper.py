@@ -223,9 +223,9 @@ def refuse_with(kind: type[PacelineError]) -> RefuseField:
     return lambda text, _: kind(text)
 
 
-def or_none(bound: Bound | None = None) -> Mapped:
+def or_none(bound: Bound | None = None, name: str = "") -> Mapped:
     """A text or a number that is empty, or 0, in the message where the dataclass has None."""
-    return Mapped("", bound, None, lambda got: got or None)
+    return Mapped(name, bound, None, lambda got: got or None)
 
 
 def milliseconds(name: str, bound: Bound | None = None) -> Mapped:

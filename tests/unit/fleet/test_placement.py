@@ -535,7 +535,7 @@ def test_that_files_are_still_being_read_is_said() -> None:
 @pytest.mark.parametrize("known", ["", "d1"], ids=["by no machine", "by one of two"])
 def test_that_files_are_still_being_read_is_said_to_who_pins_machines(known: str) -> None:
     ant = node("ant", offer(digest=known), serves_shards=True)
-    with pytest.raises(ImpossiblePin, match=r"can't share m with .* yet") as refused:
+    with pytest.raises(ImpossiblePin, match=r"is pinned, and can't share m yet") as refused:
         plan([ant, node("bee", offer(digest=""), serves_shards=True)], PlanRequest("m", pins=(Pin(NodeId("ant")), Pin(NodeId("bee")))))
     assert f"Its files are still being read on {'bee' if known else 'ant'}" in refused.value.hint
 

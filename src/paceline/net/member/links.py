@@ -91,7 +91,9 @@ class LinkDriver:
             logger.debug("the link to %s at %s was not measured: %s", asked.node_id, asked.address, error)
             return self._watch.failed(asked.id, self._clock.monotonic())
         rtt_s, rate = (min(pings), None) if full_s is None else figures(pings, 2 * asked.payload_bytes, full_s)
-        return self._watch.measured(asked.id, self._clock.monotonic(), rtt_s, rate, min(rtt_s, round_trip_s(asked.address)))
+        network_s = round_trip_s(asked.address)
+        known_s = None if network_s is None else min(rtt_s, network_s)
+        return self._watch.measured(asked.id, self._clock.monotonic(), rtt_s, rate, known_s)
 
     async def _call(self, stub: CapabilityServiceStub, payload_bytes: int) -> float:
         began = self._clock.monotonic()

@@ -68,8 +68,11 @@ def hang_up(remotes: Collection[Remote]) -> None:
             continue  # listening, or closed meanwhile
 
 
-def round_trip_s(address: str) -> float:
-    """The shortest that the network took of late, on connections of this process to host:port: that of the network alone. 0: the system does not say."""
+def round_trip_s(address: str) -> float | None:
+    """The shortest that the network took of late, on connections of this process to host:port: that of the network alone. None: the system does not say.
+
+    Linux remembers it for five minutes (`tcp_min_rtt_wlen`): a network that became slower counts for as long as it was before.
+    """
     host, _, port = address.rpartition(":")
     found = list[int]()
     for end in _sockets() if sys.platform == "linux" else ():
@@ -79,7 +82,8 @@ def round_trip_s(address: str) -> float:
                 found += struct.unpack_from("I", end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4), _MIN_RTT)
         except (OSError, struct.error):
             continue  # closed meanwhile, or an old system
-    return min((us for us in found if us < _UNKNOWN), default=0) / 1e6
+    known = [us for us in found if us < _UNKNOWN]
+    return min(known) / 1e6 if known else None
 
 
 def _sockets() -> Generator[socket.socket]:

@@ -15,7 +15,7 @@ from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
 from paceline.fleet.card import DividedShape, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
-from paceline.fleet.machines import Links, barred_hosts, fetchers, groups, live_cards, matching_offers
+from paceline.fleet.machines import Links, barred_hosts, could_share, groups, live_cards, matching_offers
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Pin, PlanRequest
 from paceline.fleet.ways import PricedFleet, PricesWay
@@ -135,7 +135,7 @@ def _priced(way: PricesWay, cards: Sequence[NodeCard], request: PlanRequest, tru
     found: list[Choice] = []
     for fetching in (True,) if request.pins else (False, True):
         for group in having:
-            more = fetchers(group, fleet.cards, fleet.links.between, fleet.request) if fetching else []
+            more = could_share(group, fleet.cards, fleet.links.between, fleet.request) if fetching else []
             found += way.price(fleet, [*group, *more])
         if found:
             break

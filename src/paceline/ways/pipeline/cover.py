@@ -21,7 +21,7 @@ from paceline.fleet.machines import (
     Links,
     Machine,
     barred_hosts,
-    fetchers,
+    could_share,
     free_for_layers,
     groups,
     live_cards,
@@ -205,7 +205,7 @@ def spares_for(
     links, barred = Links(cards), barred_hosts(cards, request, trust or {})
     free: dict[NodeId, Machine] = {}
     for group in groups(matching_offers(cards, request), request):
-        for machine in stage_machines([*group, *fetchers(group, cards, links.between, request)], request, barred):
+        for machine in stage_machines([*group, *could_share(group, cards, links.between, request)], request, barred):
             if machine.node_id not in taken and machine.node_id != request.orchestrator:
                 free.setdefault(machine.node_id, machine)
     found: list[LayerSpan] = []

@@ -64,7 +64,7 @@ class _Part:
 
 def _way_s(link: Link) -> float:
     """One way, without what a call takes beside it."""
-    return (link.network_s or max(0.0, link.rtt_s - CALL_S)) / 2
+    return (max(0.0, link.rtt_s - CALL_S) if link.network_s is None else link.network_s) / 2
 
 
 @lru_cache(4096)
