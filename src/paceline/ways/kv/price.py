@@ -12,6 +12,7 @@ from math import ceil
 
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, LayerSpan, ModelRef
+from paceline.engine.step_costs import BESIDE
 from paceline.fleet.card import Link, ModelOffer, NodeCard, two_digits
 from paceline.fleet.machines import Links
 from paceline.machine.kv_spans import KvPart
@@ -23,9 +24,9 @@ FASTER = 1.25
 """By what factor fetching must be faster: estimates are rough, and the link is others' too. Raising it: more is computed again."""
 SLOWER = 1.1
 """By what factor a prompt may take longer elsewhere where answers are written here: each of its steps here would hold them up, and they it."""
-HELD_UP = 3.0
-"""By what factor a block takes longer here, at most, while answers are written: prompts get a third of the time at least (`engine.step_costs`). Raising it: a
-slow node is waited for longer, and answers here are held up less by what computing its blocks here takes."""
+HELD_UP = BESIDE / (BESIDE - 1)
+"""By what factor a block takes longer here, at most, while answers are written: prompts get the rest of a step at least. Raising it: a slow node is waited
+for longer, and answers here are held up less by what computing its blocks here takes."""
 MOST_PARTS = 6
 """Of a block, that one machine asks another for at once. Raising it: more peers are sent blocks at a time, each of them slower."""
 OPENING_S, ROUND_TRIPS = 0.02, 4
