@@ -14,11 +14,12 @@ import asyncio
 import hashlib
 import ipaddress
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from paceline.core.background import TaskSet, end_tasks, in_background
+from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
 from paceline.net.trust.certificates import join_host
@@ -47,10 +48,12 @@ class Discovery:
         fleet_id: others are told apart by it.
         host: the address it listens on; empty: all of this machine's.
         found: told host:port where a node of the fleet may be.
+        background: starts again what fails in a way that is not known here.
     """
 
-    def __init__(self, fleet_id: str, node_id: NodeId, host: str, found: Callable[[str], None]) -> None:
+    def __init__(self, fleet_id: str, node_id: NodeId, host: str, found: Callable[[str], None], background: Background) -> None:
         self._fleet_id, self._node_id, self._host, self._found = fleet_id, node_id, host, found
+        self._background = background
         self._zeroconf: AsyncZeroconf | None = None
         self._starting: asyncio.Task[None] | None = None
         self._is_on = False
@@ -67,7 +70,8 @@ class Discovery:
     def moved(self, addresses: Iterable[str]) -> None:
         """This machine has other addresses now, maybe on networks that it was not on: sockets are of the addresses that were there when they were made."""
         if self._is_on:
-            self._starting = self._spawn(self._start(tuple(addresses), self._starting))
+            begin = partial(self._start, tuple(addresses), self._starting)
+            self._starting = self._tasks.hold(self._background.keep(begin, "mDNS"))
 
     async def close(self) -> None:
         """Say goodbye and stop. Bounded; idempotent."""
@@ -151,7 +155,7 @@ class Discovery:
         # A node that goes says so by gossip, and a silent one expires there.
         if state_change is not ServiceStateChange.Removed and self._resolving < MOST_RESOLVING:
             self._resolving += 1
-            resolving = self._spawn(self._resolve(zeroconf, service_type, name))
+            resolving = self._tasks.hold(in_background(self._resolve(zeroconf, service_type, name), "mDNS"))
             resolving.add_done_callback(self._resolved)
 
     def _resolved(self, task: asyncio.Task[None]) -> None:
@@ -176,9 +180,6 @@ class Discovery:
             ip = ipaddress.ip_address(host)
             if not ip.is_link_local and not ip.is_unspecified and not ip.is_multicast:
                 self._found(join_host(host, info.port))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.hold(in_background(work, "mDNS"))
 
 
 class _Reworded(logging.Handler):
