@@ -30,7 +30,7 @@ from paceline.core.errors import (
 from paceline.core.model import LayerSpan
 from paceline.fleet.choices import Standing, is_same
 from paceline.fleet.placement import figures, headline
-from paceline.fleet.plan import ALONE, Choice, Plan
+from paceline.fleet.plan import ALONE, Choice, Plan, Way
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.node.build import BuiltNode, build_node
@@ -134,19 +134,21 @@ async def _built_as_planned(
     alone: Callable[[], Awaitable[BuiltNode]],
     makes_way: Sequence[Idle] = (),
     failed: Sequence[Choice] = (),
+    tried: frozenset[Way] = frozenset(),
 ) -> tuple[BuiltNode, Callable[[], None]]:
     """A model as this node's plan has it; and what is to be called once it is served, which shows its plan and goes on planning.
 
     Args:
         alone: builds all of it on this machine.
         makes_way: what is loaded here and makes way for it.
-        failed: could not be had, so that their ways are left out; later plans may try them again.
+        failed: could not be had; later plans may try them again, but not soon.
+        tried: ways that are left out therefore.
 
     Raises:
         UserError: it can't be had, and why.
     """
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
-    wanted, asked = asked, _with_free_slots(whole, replace(asked, ways=asked.ways - {each.way for each in failed}))
+    wanted, asked = asked, _with_free_slots(whole, replace(asked, ways=asked.ways - tried))
     await whole.offer(location, None)
     made: Plan | None = None
     if asked.ways - SPREAD:
@@ -169,7 +171,8 @@ async def _built_as_planned(
                     raise
                 free_what_failed(error)
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
-                asked, wanted, made = replace(asked, ways=asked.ways & SPREAD), replace(wanted, ways=wanted.ways & SPREAD), None
+                failed, tried = (*failed, *([made.chosen] if made else [])), tried | wanted.ways - SPREAD
+                asked, made = replace(asked, ways=asked.ways & SPREAD), None
             else:
                 return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
     if not asked.order.settings.enabled:
@@ -195,7 +198,9 @@ async def _built_as_planned(
         free_what_failed(error)
         without = "tensor ranks" if way == TENSOR else way
         told.say(f"{settings.model} can't be served as planned, {headline(made.chosen)}: {error.message}. Planning without {without}")
-        return await _built_as_planned(whole, settings, wanted, access, clock, told, alone, makes_way, (*failed, made.chosen))
+        return await _built_as_planned(
+            whole, settings, wanted, access, clock, told, alone, makes_way, (*failed, made.chosen), tried | {way}
+        )
     return node, partial(_follow, node, whole, settings, wanted, access, location, made, clock, failed)
 
 

@@ -18,6 +18,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ImpossiblePin, OutOfMemory, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
+from paceline.fleet.choices import FAILED_S
 from paceline.fleet.placement import headline
 from paceline.fleet.plan import ALONE, Choice, Pin, Plan, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
@@ -32,8 +33,8 @@ from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR
 
 
-def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) -> tuple[list[str], Choice | None]:
-    """What was said, and the plan of the pipeline that was built; this machine has the memory for no model."""
+def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) -> tuple[list[str], Choice | None, Any]:
+    """What was said, the plan of the pipeline that was built, and what plans on; this machine has the memory for no model."""
     said: list[str] = []
     spread: list[Choice] = []
 
@@ -67,16 +68,28 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings(enabled=enabled)))
     told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
     asyncio.run(serve_planned(whole, NodeSettings("m"), asked, SystemClock(), told))
-    return said, spread[0] if spread else None
+    return said, spread[0] if spread else None, whole.planning["m"]
 
 
 def test_what_does_not_fit_here_is_spread_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, made = served(monkeypatch, enabled=True, ways={ALONE, PIPELINE})
+    said, made, _ = served(monkeypatch, enabled=True, ways={ALONE, PIPELINE})
     assert said[0].startswith("Plan for m: own alone: "), "the plan's first choice is tried first"
     assert said[1].startswith("m does not fit this machine alone: The weights of m need 90.0 GiB")
     assert made is not None
     assert made.way == PIPELINE
     assert made.stages[0].node_id == "own"
+
+
+def test_what_did_not_fit_here_is_tried_here_again_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, follows = served(monkeypatch, enabled=True, ways={ALONE, PIPELINE})
+    assert follows._asked.ways == {ALONE, PIPELINE}
+    made = planning.plan(CARDS, PlanRequest("m", orchestrator=NodeId("own"), ways=frozenset({ALONE, PIPELINE})))
+    assert made.chosen.way == ALONE
+    made = replace(made, runners_up=())
+    standing, now = follows._standing, SystemClock().monotonic()
+    assert standing.look(made, now) is None
+    assert standing.look(made, now + FAILED_S / 2) is None, "its memory was too little a while ago"
+    assert standing.look(made, now + FAILED_S) is made.chosen
 
 
 def test_where_spreading_is_not_allowed_the_error_is_the_load_s(monkeypatch: pytest.MonkeyPatch) -> None:
