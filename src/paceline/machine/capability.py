@@ -173,16 +173,16 @@ def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:
     return replace(warm_offer(model), role=Role.SHARD, shard=state)
 
 
-def learn_digests(unread: Sequence[ModelLocation], home: Home, stopped: Callable[[], bool]) -> int:
+def learn_digests(unread: Sequence[ModelLocation], home: Home, stopped: Callable[[], bool]) -> tuple[str, ...]:
     """Compute digests, where there are none yet. Takes as long as reading the models; for a thread of its own.
 
     Args:
         stopped: asked every few MiB; True ends this at once.
 
     Returns:
-        How many models gained one.
+        What is to be said of those that can't be had.
     """
-    learned = 0
+    missing: list[str] = []
 
     def read(done: int, total: int) -> None:
         del done, total
@@ -190,27 +190,30 @@ def learn_digests(unread: Sequence[ModelLocation], home: Home, stopped: Callable
             raise _Stopped
 
     for location in unread:
+        why = "it can't be kept"
         try:
-            learned += learn_digest(location, home, read)
+            if learn_digest(location, home, read):
+                continue
         except _Stopped:
             break
         except (PacelineError, OSError) as error:
-            logger.warning("the digest of %s can't be had, and without it no other machine can share it: %s", location.name, error)
-    return learned
+            why = str(error)
+        missing.append(f"the digest of {location.name} can't be had, and without it no other machine can share it: {why}")
+    return tuple(missing)
 
 
 def learn_digest(location: ModelLocation, home: Home, progress: Callable[[int, int], None]) -> bool:
     """Compute the digest of one model, and what other nodes check its pieces by. Takes as long as reading it.
 
     Returns:
-        False where it was known.
+        Whether it is known from now on: False where it can't be kept.
 
     Raises:
         ModelFileError, UnsupportedModel: it can't be read, or run.
     """
     weights = open_weights(location.path, DigestCache(home))
     if weights.known_digest is not None:
-        return False
+        return True
     total, before = sum(file.stat().st_size for file in weights.files), 0
     for file in weights.files:
         before += file_sums(file, home, lambda read, before=before: progress(before + read, total)).size
@@ -261,12 +264,20 @@ class CapabilityReport:
         """Models whose digest was not known at the last look."""
         return self._offers_here.unread
 
-    def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (), beside: Sequence[ModelLocation] = ()) -> bool:
+    def look(
+        self,
+        warm: Sequence[WarmModel] = (),
+        drafts: Sequence[ModelOffer] = (),
+        beside: Sequence[ModelLocation] = (),
+        *,
+        is_busy: bool = False,
+    ) -> bool:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime, and once more where that was a busy time; afterwards for as long as reading new models' heads takes.
 
         Args:
             drafts: what this node proposes tokens with.
             beside: models that lie elsewhere than in the home.
+            is_busy: answers are written here now.
 
         Returns:
             Whether the card changed.
@@ -277,7 +288,7 @@ class CapabilityReport:
         if before is None and not ring.is_available and os.environ.keys() & {*RING_VARIABLES}:
             logger.warning("this machine is in no MLX ring, though it was started as a rank of one: %s", ring.failure_reason)
         self._seen = Seen(
-            devices=tuple(map(_device, self._devices, shown)),
+            devices=tuple(_device(device, last, is_busy) for device, last in zip(self._devices, shown, strict=True)),
             models=_steady((*self._offers_here.offers(warm, beside), *drafts), before.models if before else ()),
             ring_address=ring.address,
         )
@@ -336,14 +347,14 @@ def own_name() -> str:
     return platform.node() or f"node-{os.getuid()}"
 
 
-def _device(device: LocalDevice, shown: Device | None) -> Device:
+def _device(device: LocalDevice, shown: Device | None, is_busy: bool) -> Device:
     """As a card says it, with figures that stay what they were while they mean the same."""
     return Device(
         device.kernels,
         device.name(),
         _settled(device.total_bytes(), shown.memory_total_bytes if shown else 0),
         _settled(device.free_bytes(), shown.memory_free_bytes if shown else 0),
-        _settled(device.memory_rate(), shown.memory_bytes_per_s if shown else 0),
+        _settled(device.memory_rate(is_busy), shown.memory_bytes_per_s if shown else 0),
         weights=tuple(map(str, device.weights)),
     )
 

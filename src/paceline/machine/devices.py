@@ -132,10 +132,11 @@ _PIECE = 1 << 18
 """Copied at a time, into a buffer that stays in the second-level cache."""
 
 
-def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int], float] | None = None) -> float:
+def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int], float] | None = None, *, is_busy: bool = False) -> float:
     """Bytes a second. Measures where that was not done yet, or at a bad time and this is a better one.
 
     Args:
+        is_busy: answers are written here: what is measured now is too low.
         threads: default: as many as a step uses.
         measure: default: `stream_rate`.
     """
@@ -144,7 +145,7 @@ def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int],
     kept = read_json_object(home.memory_rate) or {}
     said = kept.get("bytes_per_s") if kept.get("machine") == machine else None
     before = float(said) if isinstance(said, int | float) and 0 < said < 1e15 else 0.0
-    disturbed = is_disturbed()
+    disturbed = is_busy or is_disturbed()
     if before and (disturbed or kept.get("disturbed") is not True):
         return before
     rate = max(before, (measure or stream_rate)(threads))
@@ -217,33 +218,35 @@ class LocalDevice:
     name: Callable[[], str]
     total_bytes: Callable[[], int]
     free_bytes: Callable[[], int]
-    memory_rate: Callable[[], float]
-    """Bytes a second. Measures the first time, so that what serves meanwhile is disturbed."""
+    memory_rate: Callable[[bool], float]
+    """Bytes a second, from whether answers are written here. Measures the first time, and of processors' memory again where answers were written then."""
 
 
 def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     """This machine's, the fastest first."""
     kernels = fastest_on_processors()
 
+    def rate(is_busy: bool) -> float:
+        return memory_rate(home, is_busy=is_busy)
+
     def processors(*weights: WeightsFormat) -> LocalDevice:
-        return LocalDevice(kernels, weights, processor_name, total_bytes, lambda: available_bytes(), lambda: memory_rate(home))
+        return LocalDevice(kernels, weights, processor_name, total_bytes, available_bytes, rate)
 
     if fastest_device() is DeviceKind.CPU:
         return (processors(*(WeightsFormat if kernels.compiled else (WeightsFormat.STORED, WeightsFormat.BF16))),)
     if fastest_device() is DeviceKind.MLX:
         from paceline.backends.mlx.loading import device_name
 
-        gpu = LocalDevice(
-            Kernels.MLX, (DeviceKind.MLX.format_unasked,), device_name, total_bytes, available_bytes, lambda: memory_rate(home)
-        )
+        gpu = LocalDevice(Kernels.MLX, (DeviceKind.MLX.format_unasked,), device_name, total_bytes, available_bytes, rate)
         return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
+    gpu_rate = cache(device_memory_rate)
     gpu = LocalDevice(
         Kernels.CUDA,
         (DeviceKind.CUDA.format_unasked,),
         name=_cuda().get_device_name,
         total_bytes=lambda: _cuda().mem_get_info()[1],
         free_bytes=free_device_bytes,
-        memory_rate=cache(device_memory_rate),
+        memory_rate=lambda _: gpu_rate(),
     )
     return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
 

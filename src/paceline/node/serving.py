@@ -6,6 +6,7 @@ Law: a caller that enters `serving` gets an `Inference` that works, and on leavi
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -45,6 +46,8 @@ from paceline.ways.pipeline.meter import PipelineMeter, pipeline_metrics
 from paceline.ways.pipeline.routes.build import PipelineSlots
 from paceline.ways.tensor.hosting import RankHost
 
+logger = logging.getLogger(__name__)
+
 LEARN_S = 60.0
 """Between two looks for models that were not read yet, as often as a card is made anew. Where they could not be read, they are tried after twice as
 long each time. Raising it: a model that came is shared later."""
@@ -80,7 +83,7 @@ class Portrait:
         self._warm = warm
 
     def look(self) -> bool:
-        return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside))
+        return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside), is_busy=self.load() > 0)
 
     @property
     def unread(self) -> tuple[ModelLocation, ...]:
@@ -296,10 +299,16 @@ class FleetServing:
         tried, pause_s, until_s = (), LEARN_S, 0.0
         while True:
             unread, now = self._portrait.unread, self._clock.monotonic()
+            if not unread:
+                self.fleet.troubles = ()
             if unread and (unread != tried or now >= until_s):
                 pause_s = LEARN_S if unread != tried else min(2 * pause_s, LEARN_MOST_S)
                 tried = unread
-                if await asyncio.to_thread(learn_digests, unread, self.home, self._ending.is_set):
+                missing = await asyncio.to_thread(learn_digests, unread, self.home, self._ending.is_set)
+                for what in set(missing) - set(self.fleet.troubles):
+                    logger.warning("%s", what)
+                self.fleet.troubles = missing
+                if len(missing) < len(unread):
                     await asyncio.to_thread(self._portrait.look)
                     self.fleet.look_again()
                 until_s = self._clock.monotonic() + pause_s

@@ -76,6 +76,15 @@ def test_a_rate_measured_beside_busy_programs_is_measured_again(home: Home, monk
     assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
 
 
+def test_a_rate_measured_beside_answers_is_measured_again_once_there_are_none(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    measured = iter([5e9, 7e9])
+    assert rates.memory_rate(home, 2, lambda _: next(measured), is_busy=True) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured), is_busy=True) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 7e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 7e9
+
+
 def test_this_machine_s_memory_has_a_rate() -> None:
     assert 1e8 < rates.stream_rate(1) < 1e13
 
@@ -92,7 +101,7 @@ def test_threads_that_others_interrupt_read_as_fast_as_in_the_moment_in_which_no
 def test_a_card_has_the_memory_s_rate_of_a_quiet_moment_once_there_was_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter([0.7e9, 4.7e9])
     (own, *_) = rates.local_devices(home)
-    device = replace(own, free_bytes=lambda: 1 << 30, memory_rate=lambda: rates.memory_rate(home, 2, lambda _: next(measured)))
+    device = replace(own, free_bytes=lambda: 1 << 30, memory_rate=lambda _: rates.memory_rate(home, 2, lambda _: next(measured)))
     report = CapabilityReport(NodeId("here"), home, [device])
     monkeypatch.setattr(rates, "is_disturbed", lambda: True)
     assert [report.look() and report.card().memory_bytes_per_s for _ in range(2)] == [700_000_000, False]
@@ -214,10 +223,9 @@ def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
     shelf = LocalOffers(home, 2, local_devices(home))
     (before,) = shelf.offers()
     assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "stored", "", False)
-    assert learn_digests(shelf.unread, home, lambda: True) == 0
+    assert learn_digests(shelf.unread, home, lambda: True) == ()
     assert shelf.offers()[0].digest == ""
-    assert learn_digests(shelf.unread, home, lambda: False) == 1
-    assert learn_digests(shelf.unread, home, lambda: False) == 0
+    assert learn_digests(shelf.unread, home, lambda: False) == ()
     (after,) = shelf.offers()
     assert shelf.unread == ()
     assert len(after.digest) == 64
@@ -242,7 +250,8 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
     shelf = LocalOffers(home, 2, local_devices(home))
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
-    assert learn_digests(locations(home), home, lambda: False) == 1
+    (missing,) = learn_digests(locations(home), home, lambda: False)
+    assert missing.startswith("the digest of org/broken can't be had, and without it no other machine can share it: ")
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
     assert shelf.unread == ()
 
@@ -309,9 +318,9 @@ def test_shards_come_and_go_without_a_look(home: Home) -> None:
 @pytest.mark.parametrize("gpu_bytes", [24 << 30, 100 << 20])
 def test_each_device_of_a_card_has_its_own_memory_and_speed_and_what_fits_it(home: Home, gpu_bytes: int) -> None:
     """A table of devices as a machine with a GPU has it: what a card says of one is a function of what is asked of it."""
-    gpu = LocalDevice(Kernels.CUDA, (WeightsFormat.BF16,), lambda: "some GPU", lambda: gpu_bytes, lambda: gpu_bytes // 2, lambda: 9e11)
+    gpu = LocalDevice(Kernels.CUDA, (WeightsFormat.BF16,), lambda: "some GPU", lambda: gpu_bytes, lambda: gpu_bytes // 2, lambda _: 9e11)
     (own,) = local_devices(home)
-    processors = replace(own, weights=(WeightsFormat.STORED, WeightsFormat.INT4), free_bytes=lambda: 7 << 30, memory_rate=lambda: 5e10)
+    processors = replace(own, weights=(WeightsFormat.STORED, WeightsFormat.INT4), free_bytes=lambda: 7 << 30, memory_rate=lambda _: 5e10)
     portrait = CapabilityReport(NodeId("me"), home, (gpu, processors))
     portrait.show_shards((), [gpu_bytes // 4, 6 << 30])
     card = portrait.card()

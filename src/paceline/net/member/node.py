@@ -92,7 +92,7 @@ class FleetNode:
         )
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused, self.trust_keeper.check_age)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
-        self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
+        self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed, self.background)
         self._upkeep = Upkeep(
             settings.host,
             folder,
@@ -109,6 +109,8 @@ class FleetNode:
         self._claim: Claim | None = None
         self._listeners: list[Callable[[Effect], None]] = []
         self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
+        self.troubles: tuple[str, ...] = ()
+        """What who has this node could not do, beside what it finds itself."""
         self.plans: dict[str, str] = {}
         """What runs here, by model, in words for `sight`."""
 
@@ -226,7 +228,7 @@ class FleetNode:
     @property
     def failing(self) -> tuple[str, ...]:
         """What does not go as it should, though this node goes on."""
-        return (*self.background.failing, *sorted(self._upkeep.troubles), *filter(None, (self._discovery.trouble,)))
+        return (*self.background.failing, *sorted(self._upkeep.troubles), *filter(None, (self._discovery.trouble,)), *self.troubles)
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""

@@ -205,7 +205,7 @@ class Hosting:
 
 def some_device(free_bytes: Callable[[], int], *weights: WeightsFormat) -> LocalDevice:
     """What runs these weights formats, or all, in memory of its own."""
-    return LocalDevice(Kernels.TORCH, weights or tuple(WeightsFormat), lambda: "some device", free_bytes, free_bytes, lambda: 1e10)
+    return LocalDevice(Kernels.TORCH, weights or tuple(WeightsFormat), lambda: "some device", free_bytes, free_bytes, lambda _: 1e10)
 
 
 @asynccontextmanager

@@ -169,7 +169,7 @@ async def test_layers_are_not_loaded_into_memory_whose_lack_would_unload_them() 
 @in_loop
 async def test_memory_that_was_promised_to_others_is_not_free() -> None:
     net, free = Net(), 1 << 30
-    processors = LocalDevice(Kernels.AVX2, tuple(WeightsFormat), lambda: "", lambda: free, lambda: free, lambda: 1e10)
+    processors = LocalDevice(Kernels.AVX2, tuple(WeightsFormat), lambda: "", lambda: free, lambda: free, lambda _: 1e10)
     for limits, left in ((HostLimits(), int((free - 500) * SHARDS_FREE_SHARE)), (HostLimits(memory_bytes=free), free - 700)):
         async with hosting(net, "a", devices=(processors, some_device(lambda: free)), limits=limits) as a:
             a.warm.beside = lambda: (700, 500)
