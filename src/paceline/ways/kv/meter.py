@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from paceline.core.ids import NodeId
@@ -26,6 +26,8 @@ class KvMeter:
         """From which on KV is fetched, by node."""
         self.pushes = Counter[str]()
         """Prompts that others were to compute, by how that ended."""
+        self.push_s = defaultdict[str, float](float)
+        """What they took, from being asked to their last block or failure, likewise."""
         self.checks = Counter[str]()
         """Blocks of others that were computed again, by what was found."""
         self.lies = Counter[NodeId]()
@@ -52,6 +54,7 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     counter("paceline_kv_spot_checks", "KV blocks of other nodes that were computed again here, by what was found.", lambda meter: dict(meter.checks), "found"),
     counter("paceline_kv_lies", "Times that KV was found to be wrong which a node gave: it is asked for none for an hour.", lambda meter: dict(meter.lies), "node"),
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
+    counter("paceline_kv_push_seconds", "What prompts that other nodes were to compute took, from being asked for to the last block or failure.", lambda meter: dict(meter.push_s), "outcome"),
     counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),
     gauge("paceline_kv_leases", "Prompts that are computed for other nodes now.", lambda meter: meter.leases()),
     gauge("paceline_kv_push_least_tokens", "New tokens from which on a prompt is computed elsewhere while no answer is written here.", lambda meter: dict(meter.least_pushed), "node"),

@@ -466,7 +466,7 @@ class KvSharing:
     async def _push(self, kv: PeerKv, fetch: PeerFetch | PushedParts) -> None:
         """Have a prompt computed, and count how it ended."""
         self._epoch = max(self._epoch + 1, int(self._clock.wall() * 1e6))
-        end, peer = PushEnd.LEFT, fetch.peer
+        end, peer, asked = PushEnd.LEFT, fetch.peer, self._clock.monotonic()
         opened = partial(self._fleet.channel, peer.node_id, peer.addresses, Use.SHARE_KV)
         receiving: Receiving | None = None
         try:
@@ -479,6 +479,7 @@ class KvSharing:
         finally:
             fetch.cancel()
             self.meter.pushes[end] += 1
+            self.meter.push_s[end] += self._clock.monotonic() - asked
             if receiving is not None:
                 self._came("pushed", peer, receiving, fetch.filled, fetch.filled * kv.block_bytes)
             self._rest(peer.node_id, None if end is PushEnd.DAMAGED else peer.instance, push_rest_s(end))

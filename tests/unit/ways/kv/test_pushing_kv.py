@@ -50,10 +50,12 @@ async def test_a_prompt_is_computed_where_that_is_faster_and_each_block_comes_on
         assert p.bench.runner.rows_run == 4 * WHOLE
         await until(lambda: p.sharing.meter.prefills == {"whole": 1} and d.sharing.meter.pushes == {"whole": 1})
         assert d.sharing.meter.blocks["pushed"] == p.sharing.meter.blocks["given"] == WHOLE
+        first_s = d.sharing.meter.push_s["whole"]
         # What is known here is not asked for again: of a longer prompt, the rest alone comes.
         longer = [*PROMPT, *PROMPT[:60]]
         assert (await d.answer("2", longer)).token_ids == alone(longer)
         await until(lambda: d.sharing.meter.pushes == {"whole": 2})
+        assert d.sharing.meter.push_s["whole"] > first_s > 0
         assert d.sharing.meter.blocks["pushed"] == (len(longer) - 1) // 4 - 1  # its 25th block was computed here
         await at_rest(p, d)
 
