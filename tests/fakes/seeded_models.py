@@ -21,9 +21,9 @@ import numpy as np
 from tests.fakes.seeded_blocks import DENSE, Bytes, random_tensor
 from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
-from paceline.core.model import Activation, ModelSpec, MoeSpec, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.model import Activation, LowRank, ModelSpec, MoeSpec, RopeSpec, WindowSpec, YarnSpec, rotary_dims, yarn_gain
 from paceline.core.weights import TENSOR_TYPES, inverse_frequencies
-from paceline.store.families import BY_NAME
+from paceline.store.families import BY_NAME, scaled_by_depth
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
 _QWEN3: Final = RopeSpec(1_000_000.0)
@@ -36,6 +36,10 @@ PRESETS: Final = {
     "qwen3-8b": ModelSpec("qwen3", 36, 4096, 32, 8, 128, 12_288, 151_936, 40_960, 1e-6, _QWEN3, tied_head=False, qk_norm=True),
     "qwen3-30b-a3b": ModelSpec(
         "qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151_936, 40_960, 1e-6, _QWEN3, tied_head=False, qk_norm=True, moe=MoeSpec(128, 8, 768, norm_topk=True),
+    ),
+    "minicpm3-4b": ModelSpec(
+        "minicpm3", 62, 2560, 40, 40, 96, 6400, 73_448, 32_768, 1e-5, RopeSpec(10_000.0, dims=32), tied_head=True, low=LowRank(768, 256, 64),
+        scales=scaled_by_depth(BY_NAME["minicpm3"].defaults, 2560, 62),
     ),
     "gpt-oss-20b": ModelSpec(
         "gpt_oss", 24, 2880, 64, 8, 64, 2880, 201_088, 131_072, 1e-5, _GPT_OSS, tied_head=False, qkv_bias=True, out_bias=True, sinks=True,
@@ -73,23 +77,34 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
     """All weights of a model, in the order llama.cpp writes them."""
     hidden, heads, kv, dim = spec.hidden, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim, spec.head_dim
     root = 1 / math.sqrt(hidden)
-    branch = 1.5 / math.sqrt(2 * spec.n_layers)
+    branch = 1.5 / math.sqrt(2 * spec.n_layers) / spec.scales.residual
     """Each of attention and feed-forward adds so much of the normed residual's size."""
     q_gain, k_gain = (1.0, 1.0) if spec.qk_norm else _SCORE_GAINS
-    yield Tensor("token_embd.weight", (spec.vocab, hidden), _EMBEDDING_SPREAD)
+    spread = _EMBEDDING_SPREAD / spec.scales.embedding
+    yield Tensor("token_embd.weight", (spec.vocab, hidden), spread)
     for layer in range(spec.n_layers):
         at = f"blk.{layer}"
         yield Tensor(f"{at}.attn_norm.weight", (hidden,), 0, level=1.0)
-        yield Tensor(f"{at}.attn_q.weight", (heads, hidden), q_gain * root)
-        yield Tensor(f"{at}.attn_k.weight", (kv, hidden), k_gain * root)
-        yield Tensor(f"{at}.attn_v.weight", (kv, hidden), root)
+        if (low := spec.low) is None:
+            yield Tensor(f"{at}.attn_q.weight", (heads, hidden), q_gain * root)
+            yield Tensor(f"{at}.attn_k.weight", (kv, hidden), k_gain * root)
+            yield Tensor(f"{at}.attn_v.weight", (kv, hidden), root)
+        else:
+            outputs = spec.own_dims + spec.value_dim
+            yield Tensor(f"{at}.attn_q_a.weight", (low.queries, hidden), root)
+            yield Tensor(f"{at}.attn_q_a_norm.weight", (low.queries,), 0, level=1.0)
+            yield Tensor(f"{at}.attn_q_b.weight", (heads, low.queries), q_gain * k_gain / math.sqrt(low.queries))
+            yield Tensor(f"{at}.attn_kv_a_mqa.weight", (low.keys + dim - spec.own_dims, hidden), root)
+            yield Tensor(f"{at}.attn_kv_a_norm.weight", (low.keys,), 0, level=1.0)
+            yield Tensor(f"{at}.attn_kv_b.weight", (spec.n_kv_heads * outputs, low.keys), 1 / math.sqrt(low.keys))
         if spec.qkv_bias:
             for part, rows in (("q", heads), ("k", kv), ("v", kv)):
                 yield Tensor(f"{at}.attn_{part}.bias", (rows,), 0.1)
         if spec.qk_norm:
             yield Tensor(f"{at}.attn_q_norm.weight", (dim,), 0, level=_SCORE_GAINS[0])
             yield Tensor(f"{at}.attn_k_norm.weight", (dim,), 0, level=_SCORE_GAINS[1])
-        yield Tensor(f"{at}.attn_output.weight", (hidden, heads), branch / math.sqrt(heads))
+        attended = spec.n_heads * spec.value_dim
+        yield Tensor(f"{at}.attn_output.weight", (hidden, attended), branch / math.sqrt(attended))
         if spec.out_bias:
             yield Tensor(f"{at}.attn_output.bias", (hidden,), branch / 10)
         if spec.sinks:
@@ -108,7 +123,7 @@ def tensors(spec: ModelSpec) -> Iterator[Tensor]:
                 yield Tensor(f"{at}.ffn_{part}_exps.bias", (*stack, size), branch / 10 if part == "down" else 0.1)
     if spec.tied_head:
         # With signs, a token's own logit is no larger than others': it would be drawn again and again.
-        yield Tensor("output_norm.weight", (hidden,), 0, level=_LOGIT_SPREAD * root / _EMBEDDING_SPREAD, signs=True)
+        yield Tensor("output_norm.weight", (hidden,), 0, level=_LOGIT_SPREAD * root / spread / spec.scales.logits, signs=True)
     else:
         yield Tensor("output_norm.weight", (hidden,), 0, level=1.0)
         yield Tensor("output.weight", (spec.vocab, hidden), _LOGIT_SPREAD * root)
@@ -216,8 +231,11 @@ def _add_metadata(writer: Any, spec: ModelSpec, words: SeededVocabulary, name: s
     writer.add_head_count(spec.n_heads)
     writer.add_head_count_kv(spec.n_kv_heads)
     writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_value_length(spec.value_dim)
+    writer.add_rope_dimension_count(rotary_dims(spec.rope, spec.head_dim))
+    if spec.low is not None:
+        writer.add_q_lora_rank(spec.low.queries)
+        writer.add_kv_lora_rank(spec.low.keys)
     writer.add_rope_freq_base(spec.rope.theta)
     writer.add_layer_norm_rms_eps(spec.rms_eps)
     writer.add_vocab_size(spec.vocab)

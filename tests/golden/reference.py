@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -98,6 +99,22 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         residual_multiplier=0.22,
         logits_scaling=8.0,
         tie_word_embeddings=True,
+    ),
+    "minicpm3": lambda: MiniCPM3Config(
+        **_SIZES | {"num_key_value_heads": 4},
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        dim_model_base=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "long_factor": [4.0] * 16,
+            "short_factor": [1.0 + 0.1 * i for i in range(16)],
+            "original_max_position_embeddings": 1024,
+        },
     ),
     "glm4": lambda: Glm4Config(**_SIZES, head_dim=64, pad_token_id=1),
     "gpt_oss": lambda: GptOssConfig(
@@ -183,7 +200,7 @@ def reference(weights: WeightsFormat, saved: Path, folder: Path) -> Any:
 def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
     # What is not quantised in its file is held as bf16.
     if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
-        if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+        if name.endswith(("proj.weight", "_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")):
             return to_float32(to_blocks(tensor, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0"))
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):  # inputs are rows
             values = to_float32(tensor).swapaxes(1, 2)

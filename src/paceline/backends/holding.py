@@ -159,9 +159,9 @@ def product_bytes(spec: ModelSpec) -> int:
 
 def thread_bytes(spec: ModelSpec, cutter: Cutter) -> int:
     """Scratch of one thread. Of an odd number of lines beyond whole pages, so that threads' scratches differ in their sets of a cache."""
-    attention = scratch_bytes(cutter.most_queries, spec.head_dim)
-    inner = spec.ffn_width
-    product = product_bytes(spec) + expanded_bytes(max(spec.hidden, spec.n_heads * spec.head_dim, inner))
+    attention = scratch_bytes(cutter.most_queries, spec.value_dim)
+    low = 0 if spec.low is None else max(spec.low.queries, spec.low.keys)
+    product = product_bytes(spec) + expanded_bytes(max(spec.hidden, spec.n_heads * spec.value_dim, spec.ffn_width, low))
     return -(-max(attention, product, 4 * spec.hidden) // 4096) * 4096 + 128
 
 
@@ -177,23 +177,25 @@ def cpu_working_bytes(
     """
     spec = padded(spec)
     cutter = cutter_of(spec, threads, n_blocks)
-    attended = spec.n_heads * spec.head_dim
+    queries, low = spec.n_heads * spec.head_dim, spec.low
     context = min(spec.max_context, n_blocks * BLOCK)
     # As if all layers had matrices that take their inputs in each of the ways.
     held = sum(GROUP_BYTES[kind] for kind in inputs) / GROUP
-    whole_norm = 4 * (attended + spec.n_kv_heads * spec.head_dim) if spec.qk_norm_whole else 0
+    to_norm = 4 * (queries + spec.n_kv_heads * spec.head_dim) if spec.qk_norm_whole else 0
+    if low is not None:
+        to_norm = 4 * (low.queries + low.keys + spec.head_dim - spec.own_dims) + held * (low.queries + low.keys)
     inner = held * spec.ffn if spec.moe is None else spec.moe.top_k * (held * (spec.hidden + spec.moe.ffn) + 4 * spec.hidden + 16)
     row = (
         (6 if spec.norms is Norms.BEFORE else 10) * spec.hidden
-        + 2 * attended
-        + whole_norm
-        + held * (spec.hidden + attended)
+        + 2 * queries
+        + to_norm
+        + held * (spec.hidden + spec.n_heads * spec.value_dim)
         + inner
         + 4 * math.ceil(context / BLOCK)
         + 4 * (4 + N_PIECE)
     )
     split = cutter.split_records
-    pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)
+    pieces = split * (spec.n_heads * (record_bytes(spec.value_dim) + 8) + 4 * N_PIECE)
     rope = 4 * context * spec.head_dim * len({spec.rope_of(layer) for layer in range(spec.n_layers)})
     logits = 4 * logits_rows * (-(-spec.vocab // 16) * 16)
     return int(max_rows * row) + threads * (thread_bytes(spec, cutter) + 4096) + pieces + rope + logits + (1 << 16)

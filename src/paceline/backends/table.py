@@ -77,6 +77,8 @@ def use_on_processors(asked: Kernels) -> None:
 
 def torch_refuses(spec: ModelSpec) -> str | None:
     """Why torch can't run a model; None where it can."""
+    if spec.low is not None:
+        return "queries, keys and values that are products of products have no code"
     if spec.norms is not Norms.BEFORE:
         return "norms behind attention and feed-forward have no code"
     if spec.qk_norm_whole:

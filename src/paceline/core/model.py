@@ -207,6 +207,22 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Queries, keys and values that are products of products, with norms between. Of a head the last dimensions turn; those of keys are one part for all
+    heads, which comes of the first product.
+    """
+
+    queries: int
+    """What the first product for queries gives."""
+    keys: int
+    """What the one for keys and values gives, beside the part that all heads share."""
+    value_dim: int
+    """Of a head's values."""
+    eps: float = 1e-6
+    """Of the norms between."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes of a decoder-only transformer."""
 
@@ -240,6 +256,7 @@ class ModelSpec:
     scales: Multipliers = PLAIN
     long: LongContext | None = None
     """Where it has another rope for more than `max_context` tokens."""
+    low: LowRank | None = None
 
     def of_context(self, tokens: int | None) -> ModelSpec:
         """The model as it serves contexts of so many tokens; None: its first."""
@@ -251,6 +268,16 @@ class ModelSpec:
     def ffn_width(self) -> int:
         """Of a layer's feed-forward; of one expert's, where there are several."""
         return self.ffn if self.moe is None else self.moe.ffn
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's values; `head_dim` is that of its queries and keys."""
+        return self.head_dim if self.low is None else self.low.value_dim
+
+    @property
+    def own_dims(self) -> int:
+        """Of a head's key, those that it doesn't share with all others."""
+        return self.head_dim if self.low is None else self.head_dim - rotary_dims(self.rope, self.head_dim)
 
     @property
     def all_layers(self) -> LayerRange:
@@ -267,4 +294,4 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, layers: LayerRange) -> int:
         """Bytes of K and V one token takes in `layers`, at bf16."""
-        return 2 * 2 * self.n_kv_heads * self.head_dim * len(layers)
+        return 2 * self.n_kv_heads * (self.head_dim + self.value_dim) * len(layers)

@@ -148,15 +148,23 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    heads, kv, low = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim, spec.low
     for name in NORM_NAMES[spec.norms]:
         if name is not None:
             yield f"{name}.weight", (spec.hidden,)
-    for name, rows in (("q", heads), ("k", kv), ("v", kv)):
+    for name, rows in (("q", heads), ("k", kv), ("v", kv)) if low is None else ():
         yield f"self_attn.{name}_proj.weight", (rows, spec.hidden)
         if spec.qkv_bias:
             yield f"self_attn.{name}_proj.bias", (rows,)
-    yield "self_attn.o_proj.weight", (spec.hidden, heads)
+    if low is not None:
+        shared = spec.head_dim - spec.own_dims
+        yield "self_attn.q_a_proj.weight", (low.queries, spec.hidden)
+        yield "self_attn.q_a_layernorm.weight", (low.queries,)
+        yield "self_attn.q_b_proj.weight", (heads, low.queries)
+        yield "self_attn.kv_a_proj_with_mqa.weight", (low.keys + shared, spec.hidden)
+        yield "self_attn.kv_a_layernorm.weight", (low.keys,)
+        yield "self_attn.kv_b_proj.weight", (spec.n_kv_heads * (spec.own_dims + low.value_dim), low.keys)
+    yield "self_attn.o_proj.weight", (spec.hidden, spec.n_heads * spec.value_dim)
     if spec.out_bias:
         yield "self_attn.o_proj.bias", (spec.hidden,)
     if spec.sinks:

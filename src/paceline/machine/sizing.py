@@ -15,7 +15,7 @@ from typing import Final
 
 from paceline.backends import cpu
 from paceline.backends.cpu.padding import padded
-from paceline.backends.cpu.shares import LANES, Share
+from paceline.backends.cpu.shares import LANES, Share, undivided
 from paceline.backends.holding import forms_by, held_bytes, mlx_bytes, mlx_formats, part_bytes, torch_bytes, working_bytes
 from paceline.backends.memory import MIB, available_bytes, human
 from paceline.backends.options import DeviceKind
@@ -95,7 +95,7 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
         row_bytes=max(_row_bytes(spec, each) for each in Kernels),
-        divided=_divided(spec, held) if kernels.compiled and spec.moe is None and not spec.qk_norm_whole else None,
+        divided=_divided(spec, held) if kernels.compiled and undivided(spec) is None else None,
     )
 
 

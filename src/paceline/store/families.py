@@ -6,13 +6,14 @@ become ours (`core.weights`), fused matrices come apart, and rows lie as half-sp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.core.model import Activation, ModelSpec, Norms
+from paceline.core.model import Activation, ModelSpec, Multipliers, Norms
 
 if TYPE_CHECKING:
     from paceline.store.tensor_files import StoredAt
@@ -60,6 +61,10 @@ class Family:
     """A token's embedding is multiplied by the root of the hidden size."""
     scaled: bool = False
     """Its files say what the embedding, scores, the residual and logits are multiplied by."""
+    scaled_by_depth: bool = False
+    """The residual by a number over the root of how many layers there are, and logits by one over the hidden size; GGUF files leave them out."""
+    low_rank: bool = False
+    """Queries, keys and values are products of products."""
     permuted: bool = False
     """llama.cpp's converter makes neighbours of the pairs of rope."""
     neighbours: bool = False
@@ -91,6 +96,10 @@ _GPT_OSS: Final = {
     "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "sliding_window_pattern": 2, "norm_topk_prob": True,
     "attention_bias": True,
 }  # fmt: skip
+_MINICPM3: Final = {
+    "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 _MIXTRAL: Final = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _GLM4: Final = {
     "post_self_attn_layernorm": "post_attention_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -119,6 +128,7 @@ FAMILIES: Final = (
     Family("smollm3", "smollm3", "SmolLM3", permuted=True, unturned_every=4,
            defaults={"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     Family("seed_oss", "seed_oss", "Seed-OSS", qkv_bias=True, defaults={"attention_bias": True, "head_dim": 128}),
+    Family("minicpm3", "minicpm3", "MiniCPM 3", scaled_by_depth=True, low_rank=True, defaults=_MINICPM3, example={"num_key_value_heads": 8}),
     Family("qwen3_vl_text", "qwen3vl", "Qwen3-VL, texts alone", windows=Windows.LATER, qk_norm=True),
     Family("gpt_oss", "gpt-oss", "gpt-oss: 20B, 120B", activation=Activation.CLAMPED, windows=Windows.PATTERN, qkv_bias=True, biases=True,
            sinks=True, ramp_between=True, expert_width="intermediate_size", defaults=_GPT_OSS, tensors={"router": "gate"}),
@@ -127,6 +137,16 @@ FAMILIES: Final = (
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 BY_ARCH: Final = {family.arch: family for family in reversed(FAMILIES)}
 """Of several with one architecture, the first."""
+
+
+BY_DEPTH: Final = ("scale_emb", "scale_depth", "dim_model_base")
+
+
+def scaled_by_depth(named: Mapping[str, float | None], hidden: int, n_layers: int) -> Multipliers:
+    """What the numbers `BY_DEPTH` stand for; None: no scale."""
+    embedding, depth, base = (named[key] for key in BY_DEPTH)
+    residual = 1.0 if depth is None or n_layers <= 0 else depth / math.sqrt(n_layers)
+    return Multipliers(embedding or 1.0, None, residual, 1.0 if base is None or hidden <= 0 else base / hidden)
 
 
 def family_of(arch: str, n_experts: int) -> Family | None:

@@ -18,10 +18,10 @@ from typing import Final
 
 import numpy as np
 
-from paceline.core.model import LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.model import LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
 from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies
 from paceline.store.digests import DigestCache
-from paceline.store.families import BY_NAME, Family, Windows, apart, family_of
+from paceline.store.families import BY_NAME, Family, Windows, apart, family_of, scaled_by_depth
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import ArrayRef, GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
@@ -76,7 +76,10 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         raise damaged(path, f"it has {n_heads} heads")
     n_kv_heads = header.integer(f"{arch}.attention.head_count_kv")
     head_dim = header.integer(f"{arch}.attention.key_length") or hidden // n_heads
-    if header.integer(f"{arch}.attention.value_length") not in {None, head_dim}:
+    value_dim, low = header.integer(f"{arch}.attention.value_length"), None
+    if family.low_rank:
+        low = LowRank(needed("attention.q_lora_rank"), needed("attention.kv_lora_rank"), value_dim or hidden // n_heads)
+    elif value_dim not in {None, head_dim}:
         raise unsupported(path, f"its attention.value_length differs from its head size {head_dim}")
     eps = header.number(f"{arch}.attention.layer_norm_rms_epsilon")
     if eps is None:
@@ -108,6 +111,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         activation=family.activation,
         scales=_scales(header, family, n_layers, hidden, n_heads),
         long=long,
+        low=low,
     )
     check_sizes(path, spec)
     return spec
@@ -144,6 +148,8 @@ _GEMMA3_27B = 62
 
 
 def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_heads: int) -> Multipliers:
+    if family.scaled_by_depth:
+        return scaled_by_depth(family.defaults, hidden, n_layers)
     by_hidden = family.name == "gemma3_text" and n_layers == _GEMMA3_27B
     keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
     named = [header.number(f"{family.arch}.{key}") for key in keys]
@@ -243,6 +249,8 @@ _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm
 _IN_LAYER: Final = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
     "attn_qkv": "self_attn.qkv_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip

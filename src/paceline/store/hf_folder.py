@@ -17,10 +17,10 @@ from typing import Any, Final, cast
 import numpy as np
 
 from paceline.core.errors import ModelFileError
-from paceline.core.model import Activation, LongContext, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
+from paceline.core.model import Activation, LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
-from paceline.store.families import BY_NAME, Family, Windows, apart
+from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, scaled_by_depth
 from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.stacked_experts import unstacked
@@ -146,9 +146,10 @@ def _spec(config: JsonObject) -> ModelSpec:
     n_layers, context = config.needed("num_hidden_layers"), config.needed("max_position_embeddings")
     n_kv_heads, eps = config.integer("num_key_value_heads"), config.number("rms_norm_eps")
     tied = config.flag("tie_word_embeddings")
-    head_dim = config.integer("head_dim") or hidden // n_heads
-    longest = context
-    rope, context, long = _rope(config, head_dim, context)
+    low, longest = _low(config, hidden // n_heads) if kind.low_rank else None, context
+    turned = None if low is None else config.needed("qk_rope_head_dim")
+    head_dim = (config.integer("head_dim") or hidden // n_heads) if turned is None else config.needed("qk_nope_head_dim") + turned
+    rope, context, long = _rope(config, head_dim, context, turned)
     spec = ModelSpec(
         model_type=family,
         n_layers=n_layers,
@@ -172,8 +173,9 @@ def _spec(config: JsonObject) -> ModelSpec:
         window=_window(config, kind, n_layers, longest if long else context),
         norms=kind.norms,
         activation=kind.activation,
-        scales=_scales(config, kind, hidden),
+        scales=_scales(config, kind, hidden, n_layers),
         long=long,
+        low=low,
     )
     check_sizes(config.path, spec)
     return spec
@@ -192,17 +194,32 @@ _OF_TEXTS: Final = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": 
 _ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
-def _scales(config: JsonObject, kind: Family, hidden: int) -> Multipliers:
+def _scales(config: JsonObject, kind: Family, hidden: int, n_layers: int) -> Multipliers:
     scalar = config.number("query_pre_attn_scalar")
     named = {key: config.number(key) for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")}
-    for key, value in {"query_pre_attn_scalar": scalar, **named}.items():
+    by_depth = {key: config.number(key) for key in BY_DEPTH if kind.scaled_by_depth}
+    for key, value in {"query_pre_attn_scalar": scalar, **named, **by_depth}.items():
         if value is not None and not 0 < value < math.inf:
             raise damaged(config.path, f"{key} is {value}")
+        if key in by_depth:
+            continue
         if value not in {None, 1} and not (kind.root_embedding if key == "query_pre_attn_scalar" else kind.scaled):
             raise unsupported(config.path, f"{key} is {value}")
+    if by_depth:
+        return scaled_by_depth(by_depth, hidden, n_layers)
     embedding, attention, residual, logits = named.values()
     embedding = max(0, hidden) ** 0.5 if kind.root_embedding else embedding
     return Multipliers(embedding or 1.0, attention if scalar is None else scalar**-0.5, residual or 1.0, 1 / (logits or 1.0))
+
+
+def _low(config: JsonObject, value_dim: int) -> LowRank:
+    """Sizes of two products. Transformers' norms between them don't take the model's epsilon."""
+    if config.fields.get("q_lora_rank") is None:
+        raise unsupported(config.path, "its queries are one product, where keys and values are two (q_lora_rank is null)")
+    scaling = config.child("rope_parameters") or config.child("rope_scaling")
+    if scaling is not None and scaling.number("mscale_all_dim"):
+        raise unsupported(config.path, "mscale_all_dim is set")
+    return LowRank(config.needed("q_lora_rank"), config.needed("kv_lora_rank"), config.integer("v_head_dim") or value_dim)
 
 
 def _unturned(config: JsonObject, kind: Family, n_layers: int) -> tuple[bool, ...]:
@@ -260,8 +277,8 @@ def _moe(config: JsonObject, kind: Family) -> MoeSpec:
     )
 
 
-def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, int, LongContext | None]:
-    """Rope, as much of the context as it serves, and what there is for more. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+def _rope(config: JsonObject, head_dim: int, context: int, turned: int | None) -> tuple[RopeSpec, int, LongContext | None]:
+    """Rope of so many `turned` dimensions (None: of the part that the configuration says), as much of the context as it serves, and what there is for more. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     both = config.child("rope_parameters")
     scaling = (both and both.child("full_attention")) or both or config.child("rope_scaling") or JsonObject(config.path, {})
     theta = scaling.number("rope_theta")
@@ -270,7 +287,7 @@ def _rope(config: JsonObject, head_dim: int, context: int) -> tuple[RopeSpec, in
     partial = scaling.number("partial_rotary_factor") or config.number("partial_rotary_factor") or 1.0
     if not 0 < partial <= 1:
         raise damaged(config.path, f"rope covers {partial} of each head")
-    plain = RopeSpec(theta, dims=None if partial == 1 else int(head_dim * partial))
+    plain = RopeSpec(theta, dims=turned if turned is not None or partial == 1 else int(head_dim * partial))
     if scaling.fields.get("llama_4_scaling_beta"):
         raise unsupported(config.path, "llama_4_scaling_beta is set")
     kind = scaling.text("rope_type") or scaling.text("type") or "default"

@@ -68,6 +68,8 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
         sizes["sliding window"] = spec.window.tokens
     if spec.long is not None:
         sizes["longest context"] = spec.long.tokens
+    if (low := spec.low) is not None:
+        sizes |= {"value size": low.value_dim, "rank of queries": low.queries, "rank of keys and values": low.keys}
     if spec.moe is not None:
         sizes |= {"experts": spec.moe.n_experts, "experts a token": spec.moe.top_k, "expert size": spec.moe.ffn}
     check_range(path, sizes)
@@ -80,6 +82,10 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
         sound = not divisors or (len(divisors) == turning // 2 and min(divisors) > 0)
         if not 0 < turning <= spec.head_dim or turning % 2 or not sound:
             raise damaged(path, f"its rope turns {turning} of {spec.head_dim} dimensions by {len(divisors)} divisors")
+    if spec.low is not None and (spec.own_dims <= 0 or spec.n_heads != spec.n_kv_heads):
+        raise damaged(
+            path, f"{spec.n_heads} heads and {spec.n_kv_heads} KV heads, of which {turning} of {spec.head_dim} turn, don't go together"
+        )
     if not 0 < rope.gain < math.inf or (rope.yarn and not _is_sound(rope.yarn, rope.theta)):
         raise damaged(path, "the factors of its rope scaling contradict one another")
     if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:

@@ -81,9 +81,12 @@ class GgufModel:
             ours, theirs = f"blk.{i}", f"model.layers.{i}"
             for name, hf_name in NORMS.get(self.arch, NORMS[""]).items():
                 self.vector(f"{ours}.{name}", f"{theirs}.{hf_name}", HIDDEN)
-            self.matrix(f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", HEADS * HEAD, HIDDEN, heads=HEADS)
-            self.matrix(f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", KV_HEADS * HEAD, HIDDEN, heads=KV_HEADS)
-            self.matrix(f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", KV_HEADS * HEAD, HIDDEN)
+            if self.arch == "minicpm3":
+                self.low_rank(ours, theirs)
+            else:
+                self.matrix(f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", HEADS * HEAD, HIDDEN, heads=HEADS)
+                self.matrix(f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", KV_HEADS * HEAD, HIDDEN, heads=KV_HEADS)
+                self.matrix(f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", KV_HEADS * HEAD, HIDDEN)
             if self.arch == "phi3":
                 self.fuse(f"{ours}.attn_qkv", *(f"{ours}.attn_{part}" for part in "qkv"))
             self.matrix(f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", HIDDEN, HEADS * HEAD)
@@ -109,6 +112,19 @@ class GgufModel:
                 self.matrix(f"{ours}.ffn_down", f"{theirs}.mlp.down_proj", HIDDEN, FFN)
                 if self.arch in {"phi3", "glm4"}:
                     self.fuse(f"{ours}.ffn_up", f"{ours}.ffn_gate", f"{ours}.ffn_up")
+
+    def low_rank(self, ours: str, theirs: str, queries: int = 96, keys: int = 32, turned: int = 8) -> None:
+        """Queries, keys and values as products of products; `turned` of a head's dimensions turn, beside as many as its values have."""
+        self.metadata |= {
+            "attention.head_count_kv": HEADS, "attention.q_lora_rank": queries, "attention.kv_lora_rank": keys,
+            "attention.key_length": HEAD + turned, "rope.dimension_count": turned,
+        }  # fmt: skip
+        self.matrix(f"{ours}.attn_q_a", f"{theirs}.self_attn.q_a_proj", queries, HIDDEN)
+        self.vector(f"{ours}.attn_q_a_norm", f"{theirs}.self_attn.q_a_layernorm", queries)
+        self.matrix(f"{ours}.attn_q_b", f"{theirs}.self_attn.q_b_proj", HEADS * (HEAD + turned), queries)
+        self.matrix(f"{ours}.attn_kv_a_mqa", f"{theirs}.self_attn.kv_a_proj_with_mqa", keys + turned, HIDDEN)
+        self.vector(f"{ours}.attn_kv_a_norm", f"{theirs}.self_attn.kv_a_layernorm", keys)
+        self.matrix(f"{ours}.attn_kv_b", f"{theirs}.self_attn.kv_b_proj", HEADS * 2 * HEAD, keys)
 
     def fuse(self, name: str, *parts: str) -> None:
         """Put matrices one below the other, as one."""

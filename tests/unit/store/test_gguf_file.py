@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.model import Activation, LowRank, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import check_beginning, open_gguf
@@ -30,7 +30,7 @@ def as_float32(tensor: StoredTensor) -> np.ndarray:
     return tensor.data.astype(np.float32)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "olmo2", "phi3", "granite", "glm4"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "olmo2", "phi3", "granite", "glm4", "minicpm3"])
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
 def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: Any, quant: Any) -> None:
     model = gguf_model(arch, quant, head=arch == "qwen3")
@@ -41,9 +41,10 @@ def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: P
     assert source.spec.tied_head == (arch != "qwen3")
     assert source.spec.qkv_bias == (arch in {"qwen2", "glm4"})
     assert source.spec.qk_norm == (arch.startswith("qwen3") or arch in {"gemma3", "olmo2"})
-    assert source.spec.rope.dims == (8 if arch == "glm4" else None)
+    assert source.spec.rope.dims == (8 if arch in {"glm4", "minicpm3"} else None)
+    assert source.spec.low == (LowRank(96, 32, 16) if arch == "minicpm3" else None)
     for name, part in (("self_attn.q_proj", slice(5, 43)), ("self_attn.k_proj", slice(30, None)), ("mlp.up_proj", slice(1, 2))):
-        if arch == "qwen3moe" and name.startswith("mlp"):
+        if (arch == "qwen3moe" and name.startswith("mlp")) or (arch == "minicpm3" and name.startswith("self_attn")):
             continue
         np.testing.assert_array_equal(
             as_float32(source.read(f"model.layers.1.{name}.weight", part)), model.tensors[f"model.layers.1.{name}.weight"][part]
@@ -350,6 +351,17 @@ def test_multipliers_are_read(gguf_model: Any, tmp_path: Path, digests: DigestCa
     model = gguf_model("granite")
     model.metadata |= {"embedding_scale": 12.0, "attention.scale": 0.125, "residual_scale": 0.25, "logit_scale": 8.0}
     assert open_gguf(model.write(tmp_path / "m.gguf"), digests).spec.scales == Multipliers(12.0, 0.125, 0.25, 0.125)
+
+
+def test_what_files_of_minicpm_leave_out_is_known(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+    model = gguf_model("minicpm3")
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.head_dim, spec.value_dim, spec.own_dims) == (24, 16, 16)
+    assert spec.scales == Multipliers(12, None, 1.4 / math.sqrt(2), 256 / 64)
+    assert spec.kv_bytes_per_token(spec.all_layers) == 2 * 2 * 4 * (24 + 16)
+    del model.metadata["rope.dimension_count"]
+    with pytest.raises(ModelFileError, match="24 of 24 turn"):
+        open_gguf(model.write(tmp_path / "n.gguf"), digests)
 
 
 def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import Activation, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
+from paceline.core.model import Activation, LowRank, MoeSpec, Multipliers, Norms, RopeSpec, WindowSpec, YarnSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
@@ -215,9 +216,42 @@ def test_smollm3_has_its_embedding_for_a_head_where_its_file_does_not_say(tmp_pa
     assert spec_from_config(JsonObject(tmp_path, config(model_type="smollm3", tie_word_embeddings=...))).tied_head
 
 
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "rope_scaling": {"type": "longrope", "short_factor": [1.5] * 16, "original_max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),
+    [
+        ({}, Multipliers(12, None, 1.4 / math.sqrt(2), 256 / 64)),
+        ({"scale_emb": 1, "scale_depth": None, "dim_model_base": None}, Multipliers()),
+        ({"scale_depth": 2.0, "dim_model_base": 32, "head_dim": 32}, Multipliers(12, None, math.sqrt(2), 0.5)),
+    ],
+)
+def test_minicpm_is_read_as_transformers_has_it(tmp_path: Path, changes: Any, scales: Multipliers) -> None:
+    spec = spec_from_config(JsonObject(tmp_path, config(**MINICPM3, **changes)))
+    assert (spec.low, spec.head_dim, spec.value_dim) == (LowRank(768, 256, 16, 1e-6), 96, 16)
+    assert (spec.rope, spec.max_context) == (RopeSpec(10000.0, dims=32, divisors=(1.5,) * 16), 8192)
+    assert spec.scales.residual == pytest.approx(scales.residual)
+    assert replace(spec.scales, residual=scales.residual) == scales
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"model_type": "minicpm3", "q_lora_rank": None}, UnsupportedModel, "its queries are one product"),
+        ({"model_type": "minicpm3", "num_key_value_heads": 2}, ModelFileError, "4 heads and 2 KV heads"),
+        ({"model_type": "minicpm3", "qk_nope_head_dim": 0}, ModelFileError, "32 of 32 turn"),
+        ({"model_type": "minicpm3", "kv_lora_rank": -1}, ModelFileError, "rank of keys and values = -1"),
+        ({"model_type": "minicpm3", "scale_depth": 0}, ModelFileError, "scale_depth is 0"),
+        ({"model_type": "minicpm3", "attention_bias": True}, UnsupportedModel, "attention_bias"),
+        (
+            {"model_type": "minicpm3", "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}},
+            UnsupportedModel,
+            "mscale_all_dim",
+        ),
         ({"model_type": "gemma2"}, UnsupportedModel, "'gemma2'"),
         ({"model_type": ...}, ModelFileError, "model_type is missing"),
         ({"attention_bias": True}, UnsupportedModel, "attention_bias"),

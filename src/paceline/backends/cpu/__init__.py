@@ -139,6 +139,10 @@ def refuses(spec: ModelSpec) -> str | None:
     if (rotary := rotary_dims(spec.rope, spec.head_dim)) % 32:
         return f"heads of which {rotary} dimensions turn have no compiled kernels"
     sizes = {"hidden": spec.hidden, "head_dim": spec.head_dim}
+    if (low := spec.low) is not None:
+        sizes |= {"v_head_dim": low.value_dim, "q_lora_rank": low.queries, "kv_lora_rank": low.keys}
+        if low.value_dim > spec.head_dim:  # what is mixed takes the place of its query
+            return f"values of {low.value_dim} beside keys of {spec.head_dim} have no compiled kernels"
     return next((f"{name} is not a multiple of 32" for name, size in sizes.items() if size % 32), None)
 
 

@@ -306,44 +306,42 @@ def first_seen(position, window):
 
 
 @inner
-def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
-    """Scores of M rows, or the mix of values by their weights."""
-    values = keys + 2 * BLOCK * head_dim
+def _products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
+    """Scores of M rows by keys at an address, or the mix of values there by their weights; of heads of `dim`."""
     if rows == 8 and WIDE:
         if scores:
-            score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 8, 2, table, blocks, at, block_stride, q, dim, weights)
         else:
-            mix(FUSED, 8, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 8, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
     elif rows == 4:
         if scores:
-            score(FUSED, 4, SCORES_4, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 4, SCORES_4, table, blocks, at, block_stride, q, dim, weights)
         else:
-            mix(FUSED, 4, MIXES_4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 4, MIXES_4, table, blocks, at, block_stride, weights, dim, out, out_stride)
     elif rows == 3:
         if scores:
-            score(FUSED, 3, SCORES_4, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 3, SCORES_4, table, blocks, at, block_stride, q, dim, weights)
         else:
-            mix(FUSED, 3, MIXES_4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 3, MIXES_4, table, blocks, at, block_stride, weights, dim, out, out_stride)
     elif rows == 2:
         if scores:
-            score(FUSED, 2, SCORES_2, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 2, SCORES_2, table, blocks, at, block_stride, q, dim, weights)
         else:
-            mix(FUSED, 2, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 2, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
     elif scores:
-        score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+        score(FUSED, 1, 4, table, blocks, at, block_stride, q, dim, weights)
     else:
-        mix(FUSED, 1, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+        mix(FUSED, 1, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
 
 
 @inner
-def _careful_products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
+def _careful_products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
     """`_products`, right where results were flushed before they were rounded; row by row."""
-    values = keys + 2 * BLOCK * head_dim
     for m in range(rows):
         if scores:
-            score(CAREFUL, 1, 1, table, blocks, keys, block_stride, q + m * QUERY_STRIDE, head_dim, weights + m * WEIGHT_STRIDE)
+            score(CAREFUL, 1, 1, table, blocks, at, block_stride, q + m * QUERY_STRIDE, dim, weights + m * WEIGHT_STRIDE)
         else:
-            mix(CAREFUL, 1, 1, table, blocks, values, block_stride, weights + m * WEIGHT_STRIDE, head_dim, out + m * out_stride, out_stride)
+            mix(CAREFUL, 1, 1, table, blocks, at, block_stride, weights + m * WEIGHT_STRIDE, dim, out + m * out_stride, out_stride)
 
 
 @inner
@@ -361,9 +359,8 @@ def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head
 
 
 @inner
-def attend(
-    table, keys, block_stride, q, q_stride, heads, rows, first, window, head_dim, scale_bits, start, stop, records, record_step, scratch
-):
+def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, head_dim, value_dim, scale_bits, start, stop, records, record_step,
+           scratch):  # fmt: skip
     """Attention of `rows` positions x `heads` query heads over segments [start, stop): each row's records of them.
 
     Args:
@@ -372,6 +369,7 @@ def attend(
         q: address of bf16 queries: `heads` of them side by side, `q_stride` bytes between positions.
         first: the first row's position.
         window: keys that a row sees, its own included; 0: all before it.
+        head_dim: of queries and keys; `value_dim`: of values, and of records.
         scale_bits: bits of the fp32 factor on scores, log2(e) included.
         records: address of the rows' records, a row's one after the other.
         record_step: segments that a row has records for: each segment's stays its own, to be folded later (`finish`).
@@ -379,7 +377,7 @@ def attend(
         scratch: address of `scratch_bytes`, less the records where `record_step` is 0.
     """
     mode = flush_denormals()
-    n, size = rows * heads, record_bytes(head_dim)
+    n, size, values = rows * heads, record_bytes(value_dim), keys + 2 * BLOCK * head_dim
     weights = scratch + n * QUERY_STRIDE
     for i in range(n):
         _take_query(FUSED, q + i // heads * q_stride + i % heads * 2 * head_dim, head_dim, scratch + i * QUERY_STRIDE)
@@ -402,17 +400,17 @@ def attend(
                 _watch_underflow()
                 query = scratch + i * QUERY_STRIDE
                 _products(take, table_, blocks, keys, block_stride, query, head_dim, weights, True, target, stride)
-                _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, head_dim, scale_bits,
+                _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, value_dim, scale_bits,
                              target, stride)  # fmt: skip
-                _products(take, table_, blocks, keys, block_stride, query, head_dim, weights, False, target, stride)
+                _products(take, table_, blocks, values, block_stride, query, value_dim, weights, False, target, stride)
                 if _FLUSHES_EARLY and _has_underflowed():
                     _careful_products(take, table_, blocks, keys, block_stride, query, head_dim, weights, True, target, stride)
-                    _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, head_dim, scale_bits,
+                    _weigh_rows(take, first * heads + i, heads, window, key + passed * BLOCK, key + SEGMENT, blocks, weights, value_dim, scale_bits,
                                  target, stride)  # fmt: skip
-                    _careful_products(take, table_, blocks, keys, block_stride, query, head_dim, weights, False, target, stride)
+                    _careful_products(take, table_, blocks, values, block_stride, query, value_dim, weights, False, target, stride)
                 for m in range(take):
                     if aside and first + (i + m) // heads >= key:
-                        _fold(records + (i + m) * size, target + m * size, head_dim)
+                        _fold(records + (i + m) * size, target + m * size, value_dim)
             i += take
     restore_denormals(mode)
 

@@ -13,6 +13,7 @@ from paceline.backends.cpu.places import (
     HIDDEN,
     KV_HEADS,
     LOGIT_ROWS,
+    LOW,
     N_EXPERT_PARTS,
     N_LAYERS,
     N_PIECES,
@@ -28,11 +29,10 @@ from paceline.backends.cpu.products import WIDE_FROM
 from paceline.backends.cpu.sizes import CHUNK, PART
 
 # Kinds of phases: by rows, by heads, matrix products.
-START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, NORM_HEADS, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = (
-    range(12)
-)
-LAST_BY_ROWS = NORM_HEADS
-ROUTE, GATHER, EXPERTS_GATE, EXPERTS_DOWN = range(12, 16)
+(START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, NORM_HEADS, NORM_LOW, ATTEND, PROJECT_LOW, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN,
+ PROJECT_HEAD) = range(14)  # fmt: skip
+LAST_BY_ROWS = NORM_LOW
+ROUTE, GATHER, EXPERTS_GATE, EXPERTS_DOWN = range(14, 18)
 """Of a mixture, in place of gate and down."""
 
 LAYERS, HEADS = 0, 1
@@ -66,6 +66,8 @@ def chunks_of(kind, sizes):
     if kind == PROJECT_HEAD:
         return (sizes[VOCAB] // 16 + HEAD_CHUNK - 1) // HEAD_CHUNK
     n = sizes[FFN] if kind == PROJECT_GATE else sizes[EXPERT_WIDTH] if kind == EXPERTS_GATE else sizes[HIDDEN]
+    if kind == PROJECT_LOW:
+        n = sizes[LOW]
     return (n // 16 + CHUNK - 1) // CHUNK
 
 
@@ -89,12 +91,18 @@ def phase(work, position, sizes, batch):
             return NORM_HEAD, edges, logit_rows
         return (PROJECT_HEAD, edges, _tasks(chunks_of(PROJECT_HEAD, sizes), logit_rows, sizes[TEAM])) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
-    phases = 7 + sizes[WHOLE_NORM] + (2 if sizes[EXPERTS] else 0)
+    phases = 7 + sizes[WHOLE_NORM] + (2 if sizes[EXPERTS] else 0) + (2 if sizes[LOW] else 0)
     layer, at = batch[FIRST_LAYER] + position // phases, position % phases
     if layer == batch[STOP_LAYER]:
         return (END, layer, row_tasks) if at == 0 else (-1, 0, 0)
     if at == 0:
         return (NORM_ATTENTION if position else START), layer, row_tasks
+    if sizes[LOW]:
+        if at == 1:
+            return PROJECT_LOW, layer, _tasks(chunks_of(PROJECT_LOW, sizes), rows, sizes[TEAM])
+        if at == 2:
+            return NORM_LOW, layer, row_tasks
+        at -= 2
     if sizes[WHOLE_NORM] and at > 1:
         if at == 2:
             return NORM_HEADS, layer, row_tasks

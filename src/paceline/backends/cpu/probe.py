@@ -98,7 +98,8 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
     # The sums of its feed-forward have as many segments as any model's, of unlike lengths.
     small = numerics.small(spec)
     moe = small.moe and replace(small.moe, ffn=256)
-    small = replace(small, hidden=256, n_heads=8, ffn=768, max_context=BEHIND + 4 * BLOCK, moe=moe)
+    low = small.low and replace(small.low, queries=512, keys=256)
+    small = replace(small, hidden=256, n_heads=8, ffn=768, max_context=BEHIND + 4 * BLOCK, moe=moe, low=low)
     source = SeededBlocks(small, forms)
     model = pack_model(source, small.all_layers, source.forms.__getitem__, edges=True)
 

@@ -94,7 +94,7 @@ class CpuRunner:
 
     def _lay_out_sizes(self, spec: ModelSpec, threads: int, groups: int) -> npt.NDArray[np.int64]:
         sizes = np.zeros(places.N_SIZES, np.int64)
-        block = 4 * BLOCK * spec.head_dim
+        block = 2 * BLOCK * (spec.head_dim + spec.value_dim)
         kv_blocks = -(-self.n_blocks // NEIGHBOURS) * NEIGHBOURS
         for place, value in (
             (places.HIDDEN, spec.hidden),
@@ -112,6 +112,7 @@ class CpuRunner:
             (places.ROTARY, rotary_dims(spec.rope, spec.head_dim)),
             (places.N_LAYERS, len(self._model.layers)),
             *_sizes_of_experts(spec),
+            *_sizes_of_heads(spec),
             (places.OUT_SEGMENTS, len(self._model.share.out)),
             (places.DOWN_SEGMENTS, len(self._model.share.down)),
             (places.OUT_INPUTS, len(self._model.attended)),
@@ -138,7 +139,7 @@ class CpuRunner:
         if down:
             owned, held, bounds = model.share.down, model.inner, bounds_of(spec.ffn // GROUP, 1)
         else:
-            group = spec.n_heads // spec.n_kv_heads * spec.head_dim // GROUP
+            group = spec.n_heads // spec.n_kv_heads * spec.value_dim // GROUP
             owned, held, bounds = model.share.out, model.attended, bounds_of(spec.n_kv_heads, group)
         return bounds[owned.start : owned.stop + 1] - held.start // GROUP
 
@@ -171,7 +172,9 @@ class CpuRunner:
             places.X: aligned(4 * rows * hidden),
             places.X_BF16: x_bf16,
             **self._activations(
-                places.H, (places.Q, places.K, places.V, places.GATE, places.UP, places.ROUTER, places.HEAD), rows * hidden
+                places.H,
+                (places.Q, places.K, places.V, places.Q_LOW, places.KV_LOW, places.GATE, places.UP, places.ROUTER, places.HEAD),
+                rows * hidden,
             ),
             **self._activations(places.ATT, (places.OUT,), rows * len(self._model.attended)),
             **(
@@ -186,14 +189,17 @@ class CpuRunner:
             places.ROW_TABLE: row_table,
             places.ROW_LEFT: row_left,
             places.PIECES: pieces,
-            places.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.head_dim)),
+            places.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.value_dim)),
             places.UNFINISHED: unfinished,
             places.HEAD_ROWS: head_rows,
             places.SCRATCH: aligned(threads * int(self._sizes[places.SCRATCH_STRIDE])),
             places.ZEROS: aligned(2 * spec.head_dim),
             **({} if spec.norms is Norms.BEFORE else {places.ADDED: aligned(4 * rows * hidden)}),
             **({places.TO_NORM: aligned(4 * rows * (n_att + spec.n_kv_heads * spec.head_dim))} if spec.qk_norm_whole else {}),
+            **self._low(rows),
             places.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
+            places.Q_BOUNDS: np.array([0, self._sizes[places.Q_INPUTS] // GROUP], np.int64),
+            places.KV_BOUNDS: np.array([0, self._sizes[places.KV_INPUTS] // GROUP], np.int64),
             places.OUT_BOUNDS: (out_bounds := self._bounds(down=False)),
             places.DOWN_BOUNDS: (down_bounds := self._bounds(down=True)),
             places.CONTROL: control,
@@ -209,6 +215,17 @@ class CpuRunner:
         arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows,
                          (*held.values(), *(table for tables in ropes.values() for table in tables)))  # fmt: skip
         return arrays, buffers, control
+
+    def _low(self, rows: int) -> dict[int, npt.NDArray[np.generic]]:
+        """What first products for queries, keys and values need."""
+        low = self._model.spec.low
+        if low is None:
+            return {}
+        return {
+            places.TO_NORM: aligned(4 * rows * int(self._sizes[places.LOW])),
+            **self._activations(places.Q_HELD, (places.Q,), rows * low.queries),
+            **self._activations(places.KV_HELD, (places.K,), rows * low.keys),
+        }
 
     def _experts(self, moe: MoeSpec) -> dict[int, npt.NDArray[np.generic]]:
         """What a mixture's feed-forward needs in place of a dense one's."""
@@ -361,6 +378,19 @@ class CpuRunner:
             self._kv.close()
 
 
+def _sizes_of_heads(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Of what queries, keys and values are products of."""
+    sizes = [(places.OWN_DIMS, spec.own_dims), (places.VALUE_DIM, spec.value_dim)]
+    if spec.low is None:
+        x = [(places.Q_X, places.H), (places.Q_INPUTS, spec.hidden), (places.KV_X, places.H), (places.KV_INPUTS, spec.hidden)]
+        return [*sizes, *x, (places.KV_STEP, spec.head_dim)]
+    low, shared = spec.low, spec.head_dim - spec.own_dims
+    return [
+        *sizes, (places.Q_X, places.Q_HELD), (places.Q_INPUTS, low.queries), (places.KV_X, places.KV_HELD), (places.KV_INPUTS, low.keys),
+        (places.KV_STEP, spec.own_dims + low.value_dim), (places.LOW, low.queries + low.keys + shared), (places.LOW_EPS, _bits(low.eps)),
+    ]  # fmt: skip
+
+
 def _sizes_of_experts(spec: ModelSpec) -> list[tuple[int, int]]:
     moe = spec.moe
     if moe is None:
@@ -384,4 +414,8 @@ def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:
         form = Form(model.forms[row, place])
         layout = LAYOUT[form]
         described[row, place, places.PRODUCT :] = product(form), layout.bytes_of_eight_groups, layout.inputs
+    if (low := model.spec.low) is not None:  # values are in the matrix of keys, of each head behind them
+        key, value = described[:-1, places.K], described[:-1, places.V]
+        value[:] = key
+        value[:, places.AT] += model.spec.own_dims // LANES * (low.keys // GROUP * key[:, places.EIGHT_GROUPS] // 8)
     return described

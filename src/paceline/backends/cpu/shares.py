@@ -52,13 +52,22 @@ class Share:
 
     def attended(self, spec: ModelSpec) -> range:
         """Inputs of the attention output's sum."""
-        width = spec.n_heads // spec.n_kv_heads * spec.head_dim
+        width = spec.n_heads // spec.n_kv_heads * spec.value_dim
         return range(self.kv_heads.start * width, self.kv_heads.stop * width)
 
     def of(self, spec: ModelSpec) -> ModelSpec:
         """Sizes of a model that had this share and nothing else."""
         heads = len(self.kv_heads)
         return replace(spec, n_heads=heads * spec.n_heads // spec.n_kv_heads, n_kv_heads=heads, ffn=len(self.inner(spec)))
+
+
+def undivided(spec: ModelSpec) -> str | None:
+    """Why ranks can't share a model's layers; None where they can."""
+    if spec.qk_norm_whole:  # a rank has some of the heads
+        return "its queries and keys are normed over all heads together"
+    if spec.low is not None:
+        return "its queries, keys and values are products of products, of which each rank would do the first ones anew"
+    return None if spec.moe is None else "mixtures of experts are not dealt yet"
 
 
 def whole(spec: ModelSpec) -> Share:

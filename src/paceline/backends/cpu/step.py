@@ -15,7 +15,7 @@ from __future__ import annotations
 from paceline.backends.compiling import inner
 from paceline.backends.cpu import experts, sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
-from paceline.backends.cpu.heads import norm_heads, place_heads
+from paceline.backends.cpu.heads import norm_heads, norm_low, project_head, project_low
 from paceline.backends.cpu.panels import hold, multiply
 from paceline.backends.cpu.phases import (
     ATTEND,
@@ -28,9 +28,11 @@ from paceline.backends.cpu.phases import (
     NORM_FFN,
     NORM_HEAD,
     NORM_HEADS,
+    NORM_LOW,
     PROJECT_DOWN,
     PROJECT_GATE,
     PROJECT_HEAD,
+    PROJECT_LOW,
     PROJECT_QKV,
     ROUTE,
     START,
@@ -75,11 +77,13 @@ from paceline.backends.cpu.places import (
     INPUTS,
     KV,
     KV_HEADS,
+    KV_LOW,
     LAYER_STRIDE,
     LOGIT_ROWS,
     LOGITS,
     LOGITS_SCALE,
     LOGITS_STRIDE,
+    LOW,
     N_EXPERT_PARTS,
     N_PIECES,
     OUT,
@@ -93,6 +97,7 @@ from paceline.backends.cpu.places import (
     PIECES,
     Q_BF16,
     Q_HEADS,
+    Q_LOW,
     RANK,
     RANKS,
     RECORDS,
@@ -110,13 +115,12 @@ from paceline.backends.cpu.places import (
     TABLE_STRIDE,
     TABLES,
     TEAM,
-    TO_NORM,
     UNFINISHED,
     UP,
+    VALUE_DIM,
     VOCAB,
     WATCH,
     WHOLE_BOUNDS,
-    WHOLE_NORM,
     WINDOW,
     X_BF16,
     H,
@@ -158,7 +162,7 @@ ranks, each exchange waits for longer."""
 @inner
 def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
     """A piece of attention for `n_heads` query heads from `first_head`, all of KV head `head`. The last piece of a tile finishes it."""
-    dim, heads = sizes[HEAD_DIM], sizes[Q_HEADS]
+    dim, value_dim, heads = sizes[HEAD_DIM], sizes[VALUE_DIM], sizes[Q_HEADS]
     place = buffers[PIECES] + 4 * N_PIECE * piece
     row, rows = sync.load_int32(place + 4 * PIECE_ROW), sync.load_int32(place + 4 * PIECE_ROWS)
     start, stop = sync.load_int32(place + 4 * PIECE_START), sync.load_int32(place + 4 * PIECE_STOP)
@@ -168,26 +172,28 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
     keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * sizes[HEAD_STRIDE]
     # Each query gives its place to what was mixed for it.
     stride, at = 2 * dim * heads, buffers[Q_BF16] + 2 * dim * (row * heads + first_head)
-    apart, records = 0, scratch + scratch_bytes(rows * n_heads, dim) - rows * n_heads * record_bytes(dim)
+    apart, records = 0, scratch + scratch_bytes(rows * n_heads, value_dim) - rows * n_heads * record_bytes(value_dim)
     if pieces > 1:
         apart = (first + rows - 1) // SEGMENT + 1
-        records = buffers[RECORDS] + (before * heads + first_head * rows * apart) * record_bytes(dim)
-    attend(table, keys, sizes[BLOCK_STRIDE], at, stride, n_heads, rows, first, window, dim, sizes[SCALE], start, stop, records, apart,
-           scratch)  # fmt: skip
+        records = buffers[RECORDS] + (before * heads + first_head * rows * apart) * record_bytes(value_dim)
+    attend(table, keys, sizes[BLOCK_STRIDE], at, stride, n_heads, rows, first, window, dim, value_dim, sizes[SCALE], start, stop, records,
+           apart, scratch)  # fmt: skip
     if pieces > 1:
         unfinished = buffers[UNFINISHED] + 8 * (sync.load_int32(place + 4 * PIECE_TILE) * heads + first_head)
         if sync.fetch_add(unfinished, 1) < pieces - 1:
             return
         sync.store_release(unfinished, 0)
     sinks = weights[layer, SINKS, AT]
-    finish(rows, n_heads, first, window, dim, records, apart, at, stride, sinks + first_head * record_bytes(dim) if sinks else 0)
+    finish(
+        rows, n_heads, first, window, value_dim, records, apart, at, stride, sinks + first_head * record_bytes(value_dim) if sinks else 0
+    )
     for m in range(rows):
         hold(
             1 << weights[layer, OUT, INPUTS],
             at + m * stride,
-            dim * n_heads,
+            value_dim * n_heads,
             row + m,
-            sizes[OUT_FROM] + dim * first_head,
+            sizes[OUT_FROM] + value_dim * first_head,
             sizes[OUT_INPUTS],
             batch[ROWS],
             0,
@@ -286,9 +292,14 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
             kinds |= 1 << weights[layer, ROUTER, INPUTS]
     else:
         norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
+        if sizes[LOW]:
+            kinds = 1 << weights[layer, Q_LOW, INPUTS] | 1 << weights[layer, KV_LOW, INPUTS]
     for row in range(first, last):
         if kind == NORM_HEADS:
             norm_heads(row, layer, sizes, weights, buffers, batch, scratch)
+            continue
+        if kind == NORM_LOW:
+            norm_low(row, layer, sizes, weights, buffers, rows, scratch)
             continue
         x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
         if batch[STOP_LAYER] > batch[FIRST_LAYER] and kind in (NORM_ATTENTION, NORM_FFN, END):
@@ -316,27 +327,6 @@ def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
     # The last piece attends to the most keys: begin with it.
     piece = batch[N_PIECES] - 1 - task // parts
     _attend(piece, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, weights, buffers, batch, scratch)
-
-
-@inner
-def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
-    """One head of the queries, keys or values, for a part of the rows."""
-    dim, q_heads, kv_heads, hidden = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS], sizes[HIDDEN]
-    n_heads = q_heads + 2 * kv_heads
-    head, row = task % n_heads, task // n_heads * PART
-    normed = sizes[WHOLE_NORM] and head < q_heads + kv_heads
-    out, stride = scratch, 4 * dim
-    if normed:  # once all heads are there
-        stride = 4 * dim * (q_heads + kv_heads)
-        out = buffers[TO_NORM] + stride * row + 4 * dim * head
-    if head < q_heads:
-        place = Q
-    else:
-        place, head = (K if head < q_heads + kv_heads else V), (head - q_heads) % kv_heads
-    multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), out, stride,
-              buffers[WHOLE_BOUNDS], 1, buffers, scratch + sizes[EXPANDED])  # fmt: skip
-    if not normed:
-        place_heads(task, layer, sizes, weights, buffers, batch, scratch)
 
 
 @inner
@@ -370,9 +360,9 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
     hidden, ffn, rows = sizes[HIDDEN], sizes[FFN], batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     if kind == PROJECT_QKV:
-        _project_head(task, layer, sizes, weights, buffers, batch, scratch)
+        project_head(task, layer, sizes, weights, buffers, batch, scratch)
         return
-    n = sizes[VOCAB] if kind == PROJECT_HEAD else ffn if kind == PROJECT_GATE else hidden
+    n = sizes[VOCAB] if kind == PROJECT_HEAD else ffn if kind == PROJECT_GATE else sizes[LOW] if kind == PROJECT_LOW else hidden
     chunk = HEAD_CHUNK if kind == PROJECT_HEAD else CHUNK
     chunks = (n // 16 + chunk - 1) // chunk
     block, row = task % chunks * chunk, task // chunks * PART
@@ -383,6 +373,8 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
                   scratch + sizes[EXPANDED])  # fmt: skip
         for m in range(part if sizes[LOGITS_SCALE] else 0):
             multiply_by(out + m * sizes[LOGITS_STRIDE], 16 * blocks, sizes[LOGITS_SCALE])
+    elif kind == PROJECT_LOW:
+        project_low(block, blocks, row, part, layer, sizes, weights, buffers, scratch)
     elif kind == PROJECT_GATE:
         _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch)
     else:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 
 import numpy as np
 import numpy.typing as npt
@@ -151,10 +151,10 @@ def _pack_all(
 
 
 def _among(rows: Sequence[Mapping[int, list[str]]], outputs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Of each matrix: where its outputs begin among those of its product, and how many these are. Queries, keys and values are one product."""
+    """Of each matrix: where its outputs begin among those of its product, and how many these are. Queries, keys and values are one product, or two."""
     among = {name: (0, n) for name, n in outputs.items()}
-    for row in rows:
-        names = [row[place][0] for place in (places.Q, places.K, places.V) if place in row]
+    for row, together in product(rows, ((places.Q, places.K, places.V), (places.Q_LOW, places.KV_LOW))):
+        names = [row[place][0] for place in together if place in row]
         sizes = [outputs[name] for name in names]
         among |= {name: (first, sum(sizes)) for name, first in zip(names, accumulate(sizes, initial=0), strict=False)}
     return among
@@ -193,9 +193,9 @@ def pack_model(
     attended, inner = share.attended(spec), share.inner(spec)
     layouts = {name: LAYOUT[form] for name, form in form_by_name.items()}
     if any(form.groups > 1 or TENSOR_TYPES[source.type_of(name)].block > GROUP for name, form in layouts.items() if name.endswith(_SHARED)):
-        attended, inner = covered(attended, spec.n_heads * spec.head_dim), covered(inner, spec.ffn)
+        attended, inner = covered(attended, spec.n_heads * spec.value_dim), covered(inner, spec.ffn)
     part_by_name = {
-        name: _Part(range(shapes[name][0])) if _is_of_mixture(name) else _part_of(name, spec, share, attended, inner) for name in held
+        name: _Part(range(shapes[name][0])) if _is_undivided(name) else _part_of(name, spec, share, attended, inner) for name in held
     }
     vectors = [name for row in rows for place, names in row.items() if place not in MATRICES for name in names]
     done, total = 0, sum(map(source.nbytes, vectors)) + sum(_stored_bytes(source, name, part_by_name[name], *shapes[name]) for name in held)
@@ -281,9 +281,9 @@ def _has_embedding(share: Share) -> bool:
     return share.vocab.start == 0
 
 
-def _is_of_mixture(name: str) -> bool:
-    """An expert's matrix or a router: shares have all of it."""
-    return ".mlp.experts." in name or name.endswith(ROUTER)
+def _is_undivided(name: str) -> bool:
+    """An expert's matrix, a router, or one of two products that make queries, keys and values: shares have all of it."""
+    return ".mlp.experts." in name or name.endswith((ROUTER, *_OF_TWO.values()))
 
 
 def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: range) -> _Part:
@@ -322,13 +322,25 @@ _SHARED = ("o_proj.weight", "down_proj.weight")
 MATRICES = {
     places.Q: "self_attn.q_proj", places.K: "self_attn.k_proj", places.V: "self_attn.v_proj", places.OUT: "self_attn.o_proj",
     places.GATE: "mlp.gate_proj", places.UP: "mlp.up_proj", places.DOWN: "mlp.down_proj", places.ROUTER: "mlp.gate", places.HEAD: "lm_head",
+    places.Q_LOW: "self_attn.q_a_proj", places.KV_LOW: "self_attn.kv_a_proj_with_mqa",
 }  # fmt: skip
 """Places that hold a matrix, and its name."""
+_OF_TWO = {
+    places.Q_LOW: "self_attn.q_a_proj.weight", places.KV_LOW: "self_attn.kv_a_proj_with_mqa.weight", places.Q: "self_attn.q_b_proj.weight",
+    places.K: "self_attn.kv_b_proj.weight",
+}  # fmt: skip
+"""Where queries, keys and values are products of products. Keys and values are in one matrix, of each head the key's outputs first."""
 
 
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
     """Tensor names by place; vectors that lie one after the other are several."""
-    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place not in (places.HEAD, places.ROUTER)}
+    stems = {
+        place: [f"{MATRICES[place]}.weight"] for place in (places.Q, places.K, places.V, places.OUT, places.GATE, places.UP, places.DOWN)
+    }
+    if spec.low is not None:
+        del stems[places.V]
+        stems |= {place: [name] for place, name in _OF_TWO.items()}
+        stems |= {places.Q_LOW_NORM: ["self_attn.q_a_layernorm.weight"], places.KV_LOW_NORM: ["self_attn.kv_a_layernorm.weight"]}
     if spec.moe is not None:
         for place in (places.GATE, places.UP, places.DOWN):
             stem = MATRICES[place].removeprefix("mlp.")

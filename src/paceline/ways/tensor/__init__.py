@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from paceline.backends import cpu, table
+from paceline.backends.cpu.shares import undivided
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.errors import ConfigError
@@ -85,7 +86,5 @@ def _check(spec: ModelSpec, kernels: Kernels) -> None:
     """Raises ConfigError where ranks can't share a model's layers."""
     if kernels.lowering is None:
         raise ConfigError(f"--tensor needs compiled kernels, and {kernels} would run this model", "Leave --tensor out.")
-    if spec.qk_norm_whole:  # a rank has some of the heads
-        raise ConfigError("--tensor can't run this model: its queries and keys are normed over all heads together", "Leave --tensor out.")
-    if spec.moe is not None:
-        raise ConfigError("--tensor deals no mixtures of experts yet", "Leave --tensor out, or spread its layers: --pipeline.")
+    if (reason := undivided(spec)) is not None:
+        raise ConfigError(f"--tensor can't run this model: {reason}", "Leave --tensor out, or spread its layers: --pipeline.")

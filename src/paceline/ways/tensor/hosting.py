@@ -255,7 +255,7 @@ class RankHost:
         Raises:
             PipelineError: these weights, their format or these shares can't be had here.
         """
-        from paceline.backends.cpu.shares import cut
+        from paceline.backends.cpu.shares import cut, undivided
         from paceline.ways.tensor.frames import VERSION
 
         if request.version != VERSION:
@@ -267,7 +267,7 @@ class RankHost:
             raise ShardUnavailable(error.message, error.hint) from error
         except ValueError as error:
             raise BadPipelineRequest(f"A tensor rank is asked for: {error}") from error
-        if kernels.lowering is None or spec.moe is not None or spec.qk_norm_whole:
+        if kernels.lowering is None or undivided(spec) is not None:
             raise ShardUnavailable("This machine has no kernels for a tensor rank of this model")
         cpu.prepare(kernels.lowering, self._home.kernels)
         from paceline.ways.tensor.memory import group_bytes

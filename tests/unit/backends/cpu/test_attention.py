@@ -30,9 +30,9 @@ attend, finish = njit(attention.attend.py_func), njit(attention.finish.py_func)
 
 
 @njit
-def write(block: int, values: int, slot: int, left: int, k: int, v: int, head_dim: int, zeros: int) -> None:
+def write(block: int, values: int, slot: int, left: int, k: int, v: int, head_dim: int, value_dim: int, zeros: int) -> None:
     write_key(block, slot, k, head_dim)
-    write_value(values, slot, left, v, head_dim, zeros)
+    write_value(values, slot, left, v, value_dim, zeros)
 
 
 @njit
@@ -64,7 +64,7 @@ class Cache:
 
     @property
     def block_bytes(self) -> int:
-        return 4 * BLOCK * self.k_KD.shape[1]
+        return 2 * BLOCK * (self.k_KD.shape[1] + self.v_KD.shape[1])
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
@@ -72,14 +72,14 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0)
 
 
 def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
-    tokens, dim = k_KD.shape
+    (tokens, dim), value_dim = k_KD.shape, v_KD.shape[1]
     blocks = -(-tokens // BLOCK)
-    pool = aligned(4 * BLOCK * dim * (blocks + 3))
+    pool = aligned(2 * BLOCK * (dim + value_dim) * (blocks + 3))
     pool.view(np.uint16)[:] = 0x7F80  # infinities: what is stale must not count
     table = rng.permutation(blocks + 3)[:blocks].astype(np.int32)
     zeros = np.zeros(dim, np.uint16)
     for token in range(tokens):
-        block = pool.ctypes.data + int(table[token // BLOCK]) * 4 * BLOCK * dim
+        block = pool.ctypes.data + int(table[token // BLOCK]) * 2 * BLOCK * (dim + value_dim)
         write(
             block,
             block + 2 * BLOCK * dim,
@@ -88,6 +88,7 @@ def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
             k_KD[token].ctypes.data,
             v_KD[token].ctypes.data,
             dim,
+            value_dim,
             zeros.ctypes.data,
         )
     return Cache(k_KD, v_KD, pool, table)
@@ -95,38 +96,40 @@ def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
 
 def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0, sinks: npt.NDArray[np.float32] | None = None) -> Bits:
     """Attention of T rows from position `first`, H query heads; in pieces of its segments."""
-    rows, heads, dim = q_THD.shape
-    out = np.zeros_like(q_THD)
+    (rows, heads, dim), value_dim = q_THD.shape, kv.v_KD.shape[1]
+    out = np.zeros((rows, heads, value_dim), np.uint16)
     segments = (first + rows - 1) // SEGMENT + 1
     scale = int(np.float32(dim**-0.5 * math.log2(math.e)).view(np.int32))
     apart = segments if pieces > 1 else 0
-    scratch, records = aligned(scratch_bytes(rows * heads, dim)), aligned(rows * heads * max(1, apart) * record_bytes(dim))
+    scratch, records = aligned(scratch_bytes(rows * heads, value_dim)), aligned(rows * heads * max(1, apart) * record_bytes(value_dim))
     cuts = np.linspace(0, segments, pieces + 1).astype(int)
     for start, stop in reversed(list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))):
         attend(kv.table.ctypes.data, kv.pool.ctypes.data, kv.block_bytes, q_THD.ctypes.data, 2 * heads * dim, heads, rows, first, window, dim,
-               scale, start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
-    last = None if sinks is None else sink_records(sinks, dim)
+               value_dim, scale, start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
+    last = None if sinks is None else sink_records(sinks, value_dim)
     finish(
         rows,
         heads,
         first,
         window,
-        dim,
+        value_dim,
         records.ctypes.data,
         apart,
         out.ctypes.data,
-        2 * heads * dim,
+        2 * heads * value_dim,
         0 if last is None else last.ctypes.data,
     )
     return out
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(32, 1), (64, 3), (96, 7), (128, 4), (256, 16)])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "heads"), [(32, 32, 1), (64, 64, 3), (96, 96, 7), (96, 64, 1), (128, 96, 5), (128, 128, 4), (256, 256, 16)]
+)
 @pytest.mark.parametrize("magnitude", [0.3, 3.0])
-def test_attention_is_the_definition(dim: int, heads: int, magnitude: float) -> None:
+def test_attention_is_the_definition(dim: int, value_dim: int, heads: int, magnitude: float) -> None:
     rng = np.random.default_rng(dim)
     tokens, rows = 2 * SEGMENT + 9, 12
-    kv = cache(rng, normal(rng, (tokens, dim), magnitude), normal(rng, (tokens, dim)))
+    kv = cache(rng, normal(rng, (tokens, dim), magnitude), normal(rng, (tokens, value_dim)))
     for first in (0, 29, SEGMENT - 5, tokens - rows):
         q_THD = normal(rng, (rows, heads, dim), magnitude)
         out = run(kv, q_THD, first)
@@ -187,10 +190,11 @@ def test_denormals_are_zero(scale: float) -> None:
 
 @pytest.mark.parametrize("window", [0, 40, SEGMENT, SEGMENT + 33])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_tiles_and_pieces_change_nothing(heads: int, window: int) -> None:
+@pytest.mark.parametrize("value_dim", [64, 32])
+def test_tiles_and_pieces_change_nothing(heads: int, window: int, value_dim: int) -> None:
     rng = np.random.default_rng(heads)
     dim, rows, tokens = 64, 37, 3 * SEGMENT + 70
-    kv = cache(rng, normal(rng, (tokens, dim)), normal(rng, (tokens, dim)))
+    kv = cache(rng, normal(rng, (tokens, dim)), normal(rng, (tokens, value_dim)))
     for first in (SEGMENT - 20, tokens - rows):
         q_THD = normal(rng, (rows, heads, dim))
         whole = run(kv, q_THD, first, window=window)

@@ -24,7 +24,7 @@ from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
 from paceline.backends.holding import cpu_working_bytes
 from paceline.backends.numerics import SeededWeights
-from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
+from paceline.core.model import LowRank, ModelSpec, MoeSpec, RopeSpec
 from paceline.engine.local import RowPlan
 
 pytestmark = pytest.mark.timeout(400)  # the first run on a machine compiles kernels
@@ -128,11 +128,18 @@ def test_eight_thousand_tokens(shape: tuple[int, int, int]) -> None:
         case.close()
 
 
-@pytest.mark.parametrize("moe", [None, MoeSpec(16, 4, 256, norm_topk=True)], ids=["dense", "mixture"])
+SPEC = replace(spec(128, 16, 4), hidden=512, ffn=1536, vocab=40_000)
+PLANNED = {
+    "dense": SPEC,
+    "mixture": replace(SPEC, moe=MoeSpec(16, 4, 256, norm_topk=True)),
+    "low rank": replace(SPEC, head_dim=96, n_kv_heads=16, rope=RopeSpec(10000.0, dims=32), low=LowRank(768, 256, 64)),
+}
+
+
+@pytest.mark.parametrize("model_spec", PLANNED.values(), ids=PLANNED)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_working_memory_is_what_was_planned(threads: int, moe: MoeSpec | None) -> None:
+def test_working_memory_is_what_was_planned(threads: int, model_spec: ModelSpec) -> None:
     """What a runner holds beside weights and KV, logits included, and hardly less."""
-    model_spec = replace(spec(128, 16, 4), hidden=512, ffn=1536, vocab=40_000, moe=moe)
     source = SeededWeights(model_spec)
     model = pack_model(source, source.spec.all_layers, lambda name: Form.Q8_0 if "embed" in name else Form.Q4_1, edges=True)
     runner = CpuRunner(model, n_blocks=200, threads=threads, numerics_id="", max_rows=500)

@@ -13,7 +13,7 @@ from paceline.backends.cpu import Lowering
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels, choose, fastest_on_processors
 from paceline.core.errors import ConfigError
-from paceline.core.model import Activation, ModelSpec, MoeSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
+from paceline.core.model import Activation, LowRank, ModelSpec, MoeSpec, Multipliers, Norms, RopeSpec, WeightsFormat, WindowSpec
 
 SPEC = ModelSpec("llama", 1, 256, 8, 2, 32, 512, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=True)
 IDENTITY = "001c16de12e6c649"
@@ -27,7 +27,15 @@ MIXTURE = replace(
     SPEC, moe=MoeSpec(8, 3, 512, norm_topk=True, biased=True), qkv_bias=True, out_bias=True, sinks=True, activation=Activation.CLAMPED
 )
 """What no model has together: each part that some family has."""
-IDENTITIES = {"plain": (SPEC, IDENTITY), "every part": (EVERY_PART, "53b06c9d2010964f"), "mixture": (MIXTURE, "6557ad5320a68788")}
+LOW_RANK = replace(
+    SPEC, n_kv_heads=8, head_dim=96, rope=RopeSpec(10000.0, dims=32), low=LowRank(768, 256, 64), scales=Multipliers(12.0, None, 0.5, 0.1)
+)
+IDENTITIES = {
+    "plain": (SPEC, IDENTITY),
+    "every part": (EVERY_PART, "53b06c9d2010964f"),
+    "mixture": (MIXTURE, "6557ad5320a68788"),
+    "low rank": (LOW_RANK, "1448f7c676bc1f3c"),
+}
 MEASURE = """
 import sys
 from paceline.backends import cpu

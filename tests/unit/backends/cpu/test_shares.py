@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.backends.cpu.shares import covered, deal, joins, segment_bounds, subtrees, whole
-from paceline.core.model import ModelSpec, RopeSpec
+from paceline.backends.cpu.shares import covered, deal, joins, segment_bounds, subtrees, undivided, whole
+from paceline.core.model import LowRank, ModelSpec, MoeSpec, RopeSpec
 
 SMOL = ModelSpec("llama", 30, 576, 9, 3, 64, 1536, 49_152, 8192, 1e-5, RopeSpec(1e4), tied_head=True)
 LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14_336, 128_256, 131_072, 1e-5, RopeSpec(5e5), tied_head=False)
@@ -100,3 +102,16 @@ def test_superblocks_are_held_whole() -> None:
 def test_ranks_have_speeds(speeds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="ranks of speeds"):
         deal(SMOL, speeds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"qk_norm": True, "qk_norm_whole": True}, "normed over all heads"),
+        ({"low": LowRank(768, 256, 64)}, "products of products"),
+        ({"moe": MoeSpec(8, 2, 256, norm_topk=True)}, "mixtures of experts"),
+    ],
+)
+def test_why_layers_can_t_be_shared_is_said(changes: dict[str, Any], why: str) -> None:
+    assert undivided(SMOL) is None
+    assert why in (undivided(replace(SMOL, **changes)) or "")
