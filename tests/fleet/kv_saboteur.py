@@ -12,7 +12,7 @@ A deed is done once, to the first stream of blocks that it sends which comes so 
     close N         ... does not come: the stream ends
     forget N        ... can't be read, nor any after it, as if the pool had given them up, until `done` is removed
 
-`lease_s` in its home bounds the leases that it gives; `prompts_per_s` is how many tokens of prompts a second it seems to compute, where that is there;
+`lease_s` in its home bounds the leases that it gives, and `most_leases` how many; `prompts_per_s` is how many tokens of prompts a second it seems to compute, where that is there;
 `clock_s` says how far its clock is off. A peer that failed is asked again at once.
 
 Law, looked after here: a block that is free holds poison until it is handed out; one that is known by name, and idle, holds what it held when its last
@@ -238,6 +238,7 @@ if __name__ == "__main__":  # and not where a process of its own is begun
     # It stays as fast as its home says.
     StepCosts.seen_prefill = lambda self: number_in("prompts_per_s", 0.0)  # type: ignore[method-assign]
     lease.LEASE_S = number_in("lease_s", lease.LEASE_S)  # type: ignore[misc]
+    lease.MOST_LEASES = int(number_in("most_leases", lease.MOST_LEASES))  # type: ignore[misc]
     for room in (pushing, service):
         room.REST_S = room.WRONG_REST_S = AGAIN_S  # type: ignore[misc]
     main()

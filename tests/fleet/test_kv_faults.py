@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -191,6 +191,23 @@ def test_a_lease_ends_while_a_block_is_written(trio: Trio, pool: ThreadPoolExecu
     trio.at_rest()
     trio.p.node.stop()
     (trio.p.home / "lease_s").unlink()
+
+
+def test_prompts_beyond_what_is_taken_of_one_node_are_refused_and_computed(trio: Trio, pool: ThreadPoolExecutor) -> None:
+    if trio.p.is_up:
+        trio.p.node.stop()
+    (trio.p.home / "most_leases").write_text("2")  # one of each node
+    trio.whole()
+    before, asked = pushed(trio.d, PushEnd.REFUSED), list[Asked]()
+    while pushed(trio.d, PushEnd.REFUSED) == before:  # the first may be over before the next is asked for
+        said: list[list[Any]] = [[{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}] for _ in range(4)]
+        asked = [Asked(trio.d, each, pool.submit(ask, trio.d, each)) for each in said]
+        wait(each.answer for each in asked)
+    for each in asked:
+        each.check()
+    trio.at_rest()
+    trio.p.node.stop()
+    (trio.p.home / "most_leases").unlink()
 
 
 def test_one_whose_blocks_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor) -> None:
