@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from itertools import count
@@ -52,6 +52,19 @@ class Trio:
                 start(machine)
         for machine in (self.d, self.e):
             until(lambda machine=machine: counted(machine, 'paceline_kv_push_least_tokens{node="p"}') > 0)
+
+    @contextmanager
+    def limited(self, what: str, value: str) -> Generator[None]:
+        """All run, P with a limit that its home sets; afterwards it is stopped and has none."""
+        if self.p.is_up:
+            self.p.node.stop()
+        (self.p.home / what).write_text(value)
+        try:
+            self.whole()
+            yield
+        finally:
+            self.p.node.stop()
+            (self.p.home / what).unlink()
 
     def at_rest(self) -> None:
         """Nothing is held, leased or wrong anywhere."""
@@ -179,35 +192,25 @@ def test_an_answer_is_left_while_its_blocks_are_written(trio: Trio) -> None:
 
 
 def test_a_lease_ends_while_a_block_is_written(trio: Trio, pool: ThreadPoolExecutor) -> None:
-    if trio.p.is_up:
-        trio.p.node.stop()
-    (trio.p.home / "lease_s").write_text("4.0")
-    trio.whole()
-    asked = begin(trio, pool, f"hold {FIRST}", trio.d)
-    until(lambda: prefilled(trio.p, LeaseEnd.EXPIRED) >= 1)
-    asked.check()
-    until(lambda: pushed(trio.d, PushEnd.LEASE_EXPIRED) >= 1)
-    trio.p.goes_on()
-    trio.at_rest()
-    trio.p.node.stop()
-    (trio.p.home / "lease_s").unlink()
+    with trio.limited("lease_s", "4.0"):
+        asked = begin(trio, pool, f"hold {FIRST}", trio.d)
+        until(lambda: prefilled(trio.p, LeaseEnd.EXPIRED) >= 1)
+        asked.check()
+        until(lambda: pushed(trio.d, PushEnd.LEASE_EXPIRED) >= 1)
+        trio.p.goes_on()
+        trio.at_rest()
 
 
 def test_prompts_beyond_what_is_taken_of_one_node_are_refused_and_computed(trio: Trio, pool: ThreadPoolExecutor) -> None:
-    if trio.p.is_up:
-        trio.p.node.stop()
-    (trio.p.home / "most_leases").write_text("2")  # one of each node
-    trio.whole()
-    before, asked = pushed(trio.d, PushEnd.REFUSED), list[Asked]()
-    while pushed(trio.d, PushEnd.REFUSED) == before:  # the first may be over before the next is asked for
-        said: list[list[Any]] = [[{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}] for _ in range(4)]
-        asked = [Asked(trio.d, each, pool.submit(ask, trio.d, each)) for each in said]
-        wait(each.answer for each in asked)
-    for each in asked:
-        each.check()
-    trio.at_rest()
-    trio.p.node.stop()
-    (trio.p.home / "most_leases").unlink()
+    with trio.limited("most_leases", "2"):  # one of each node
+        before, asked = pushed(trio.d, PushEnd.REFUSED), list[Asked]()
+        while pushed(trio.d, PushEnd.REFUSED) == before:  # the first may be over before the next is asked for
+            said: list[list[Any]] = [[{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}] for _ in range(4)]
+            asked = [Asked(trio.d, each, pool.submit(ask, trio.d, each)) for each in said]
+            wait(each.answer for each in asked)
+        for each in asked:
+            each.check()
+        trio.at_rest()
 
 
 def test_one_whose_blocks_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor) -> None:
