@@ -32,7 +32,7 @@ def start(machine: Saboteur) -> None:
     (machine.home / "prompts_per_s").write_text(str(SPEEDS[machine.name]))
     match machine.name:
         case "d":
-            machine.up(*SMALL, "--draft", "off", "--role", "decode")
+            machine.up(*SMALL, "--ways", "alone", "--draft", "off", "--role", "decode")
         case "h":
             machine.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0")
         case name:
