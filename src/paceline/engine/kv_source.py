@@ -77,8 +77,8 @@ class KvSource(Protocol):
         """Begin to fill blocks."""
         ...
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
-        """Begin to copy a block, which stays as it is until `kept` names it. False: there is no room for it now."""
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
+        """Begin to copy a block, that follows `parent` in its chain; it stays as it is until `kept` names it. False: there is no room for it now."""
         ...
 
     def kept(self) -> Sequence[BlockId]:
@@ -111,7 +111,7 @@ class KvTraffic:
         """Blocks of peers before the next that is computed again; below 0: not drawn yet."""
         self.fetching: dict[SequenceState, KvFetch] = {}
         """Sequences whose next blocks are on their way. To the pool they are in flight."""
-        self._waiting: deque[bytes] = deque(maxlen=MOST_UNKEPT)
+        self._waiting: deque[tuple[bytes, bytes | None]] = deque(maxlen=MOST_UNKEPT)
         self.lent: dict[BlockId, None] = {}
         """Blocks that are being copied: each has a user more."""
 
@@ -126,7 +126,11 @@ class KvTraffic:
         return sum(fetch.filled for fetch in self.fetching.values())
 
     def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId], n_writing: int) -> None:
-        """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it."""
+        """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it. Those it begins with may be kept no more,
+        or not yet: nothing behind them could be.
+        """
+        if seq.n_published and self._source.counts and not self._source.run_of(seq.keys[seq.n_published - 1 : seq.n_published]):
+            self.offer(seq, 0)
         if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None, n_writing):
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])
             seq.flights += 1
@@ -218,9 +222,10 @@ class KvTraffic:
                 del self.fetching[seq]
                 yield seq, fetch
 
-    def offer(self, keys: Iterable[bytes]) -> None:
-        """Blocks of these names may be kept."""
-        self._waiting += keys
+    def offer(self, seq: SequenceState, first: int) -> None:
+        """What is known of a sequence's blocks, from that one on, may be kept."""
+        if not seq.request.caller:
+            self._waiting += ((seq.keys[at], seq.keys[at - 1] if at else None) for at in range(first, seq.n_published))
 
     def lend(self, pool: BlockPool) -> None:
         """Take back what was copied, and lend what comes next. What a source has already it lets go at once: nobody would wake the engine for it."""
@@ -230,9 +235,10 @@ class KvTraffic:
 
     def _lend_waiting(self, pool: BlockPool) -> None:
         while self._waiting:
-            block = pool.cache.find(self._waiting[0])
+            key, parent = self._waiting[0]
+            block = pool.cache.find(key)
             if block is not None and block not in self.lent and not pool.cache.givers((block,)):
-                if not self._source.keep(self._waiting[0], block):
+                if not self._source.keep(key, block, parent):
                     return
                 pool.share(block)
                 self.lent[block] = None

@@ -198,8 +198,8 @@ class Prefixes:
         seq.cached_tokens = (seq.cached_tokens or 0) + tokens
         self.publish(seq, seq.computed, cache)
 
-    def publish(self, seq: SequenceState, settled: int, cache: PrefixCache) -> Sequence[bytes]:
-        """Offer full blocks, of the first `settled` tokens. Returns their names."""
+    def publish(self, seq: SequenceState, settled: int, cache: PrefixCache) -> int:
+        """Offer full blocks, of the first `settled` tokens. Returns how many were known before."""
         before = seq.n_published
         for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
             if index == len(seq.keys):
@@ -209,7 +209,7 @@ class Prefixes:
             cache.insert(seq.keys[index], seq.blocks[index], seq.givers)
             self._waive(seq, seq.keys[index])
             seq.n_published += 1
-        return seq.keys[before : seq.n_published]
+        return before
 
     def stopped(self, seq: SequenceState) -> None:
         """A sequence computes no further, for now or for good: no other waits for it."""

@@ -148,9 +148,9 @@ class Scheduler:
             seq.is_settled = True
             if seq.n_published < seq.n_publishable and not seq.distrusted:
                 end = step.first_position + len(step.token_ids)
-                named = self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
-                if self.kv is not None and not seq.request.caller:
-                    self.kv.offer(named)
+                before = self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
+                if self.kv is not None:
+                    self.kv.offer(seq, before)
             if not seq.flights:
                 if seq.is_live and not seq.preempt_when_collected:
                     if self.kv is not None and seq.check is not None and seq.computed == seq.check.stop:

@@ -182,7 +182,7 @@ class DiskTier:
             self._start(self._readers, self._read, fetch, keys, blocks)
         return fetch
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         if self._folder.run_of([key]):
             self._lent += 1
             self._kept.append(block)
@@ -190,7 +190,7 @@ class DiskTier:
         if self._lent >= self._most_writing:
             return False
         self._lent += 1
-        self._start(self._writer, self._write, self._epoch, key, block)
+        self._start(self._writer, self._write, self._epoch, key, block, parent)
         return True
 
     def kept(self) -> Sequence[BlockId]:
@@ -241,7 +241,7 @@ class DiskTier:
             if fetch.leave():
                 self._wake()
 
-    def _write(self, epoch: int, key: bytes, block: BlockId) -> None:
+    def _write(self, epoch: int, key: bytes, block: BlockId, parent: bytes | None) -> None:
         data = self._buffer()
         with self._copying:
             if epoch != self._epoch:
@@ -255,7 +255,7 @@ class DiskTier:
                 self._kept.append(block)
         self._wake()
         if was_read:
-            self._folder.write(key, data)
+            self._folder.write(key, data, parent)
 
     def _buffer(self) -> memoryview:
         """Of this thread."""

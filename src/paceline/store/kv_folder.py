@@ -6,6 +6,8 @@ checksum; one that is damaged is removed and counted. Nothing is waited for: a b
 Several processes may use one folder. Files count for all of them within one budget: the one that was not used for longest goes first, and one that was
 not used for `ttl_s` is gone. So it is where the disk is full, whatever the budget. When a file was used stands in its modification time, so there is no index to be damaged.
 
+A block is of use only behind those before it in its chain: it goes before them, none is written behind one that is not here, and none goes for one behind it.
+
     <home>/cache/kv/<name>/<first two digits of the key>/<key in hex>        a header of 48 bytes, then the block's bytes
 
 Any thread may call anything here.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import struct
 import threading
@@ -37,7 +40,7 @@ _HEADER: Final = struct.Struct("<8s16sQIIQ")
 """Magic and version, key, bytes of the block, CRC-32 of them, CRC-32 of what stands before in the header, nothing."""
 _MAGIC: Final = b"PACEKV\x00\x01"
 _SWEEP_SHARE: Final = 0.95
-"""Of the budget, what a sweep leaves."""
+"""Of the budget, or of what is here where the disk is full: what a sweep leaves."""
 _SWEEP_BYTES: Final = 64 << 20
 """Written by this process between two looks at what all processes keep, at most. Raising it: the budget is passed by more."""
 _STALE_S: Final = 600.0
@@ -86,8 +89,15 @@ class KvFolder:
         self._lock = threading.Lock()
         self._keys: set[bytes] = set()
         """Of blocks that were here when they were last looked for: a file may be gone since, or be another process's and not known yet."""
+        self._parents: dict[bytes, bytes] = {}
+        """Of some of them, the block before."""
         self._unswept_bytes = 0
         self._full_until = -1.0
+        self._owed_bytes = 0.0
+        """Of what made way for a full disk, half, less what was written since: above 0, other programs may have taken it."""
+        self._spared_until = -1.0
+        """Then blocks make way again, though it is owed; from one time to the next it is `_spared_s`, twice as long each time."""
+        self._spared_s = _REST_S
         self.sweep()
 
     def __len__(self) -> int:
@@ -95,35 +105,43 @@ class KvFolder:
 
     def run_of(self, keys: Sequence[bytes]) -> int:
         """How many of a chain's blocks are here, from the first on."""
-        return next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))
+        n = next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))
+        with self._lock:
+            self._parents.update(zip(keys[1:n], keys, strict=False))
+        return n
 
-    def write(self, key: bytes, block: memoryview) -> bool:
-        """Keep a block; one that is here is not written again.
+    def write(self, key: bytes, block: memoryview, parent: bytes | None = None) -> bool:
+        """Keep a block, behind `parent` where it is known to follow one; one that is here is not written again.
 
         Returns:
-            whether it is here now. A full disk, or one that fails, is counted, and no error: the block can be computed again.
+            whether it is here now. Where there is no room for it, or a disk fails, it is counted, and no error: the block can be computed again.
         """
         assert block.nbytes == self._block_bytes
         if key in self._keys:
             return True
-        if self._clock.monotonic() < self._full_until:
+        n_bytes = _HEADER.size + block.nbytes
+        is_of_use = self._clock.monotonic() >= self._full_until and (parent is None or parent in self._keys)
+        if is_of_use and (self.total_bytes + n_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES):
+            self.sweep(n_bytes, parent)
+        if not is_of_use or self.total_bytes + n_bytes > self._budget_bytes:
+            with self._lock:
+                self.counts.failed += 1
             return False
         header = _header(key, block)
-        n_bytes = len(header) + block.nbytes
         error = self._put(key, header, block)
-        if error is not None and error.errno in _FULL and self.sweep(room_bytes=n_bytes):
+        if error is not None and error.errno in _FULL and self._make_way(n_bytes, parent):
             error = self._put(key, header, block)
         if error is not None:
             self._failed(error)
             return False
         with self._lock:
             self._keys.add(key)
+            if parent is not None:
+                self._parents[key] = parent
             self.counts.written += 1
             self.total_bytes += n_bytes
             self._unswept_bytes += n_bytes
-            sweep = self.total_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES
-        if sweep:
-            self.sweep()
+        self._owed_bytes -= n_bytes
         return True
 
     def read(self, key: bytes, block: memoryview) -> bool:
@@ -155,53 +173,77 @@ class KvFolder:
         finally:
             os.close(handle)
         if not is_whole:
-            _remove(path)
+            is_gone = _remove(path)
             self._missed(key)
             with self._lock:
                 self.counts.damaged += 1
-            logger.warning("a block of KV in %s was damaged, and is removed", path.parent)
+            logger.warning("a block of KV in %s was damaged, and %s", path.parent, "is removed" if is_gone else "can't be removed")
             return False
         with self._lock:
             self.counts.read += 1
         return True
 
-    def sweep(self, room_bytes: int = 0) -> bool:
-        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written. Returns whether
-        blocks went.
+    def sweep(self, room_bytes: int = 0, parent: bytes | None = None, *, is_full: bool = False) -> int:
+        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written.
 
         Args:
-            room_bytes: that a full disk lacks. A twentieth of what is kept makes way, as for the budget, or as much as that; nothing where it is over a half.
+            room_bytes: to be left of the budget, and on the disk.
+            parent: neither this block goes nor those before it.
+            is_full: the disk is. A twentieth of what is kept makes way, as for the budget, or `room_bytes`; nothing where that is over a half.
+
+        Returns:
+            Bytes that went.
         """
         now_s = self._clock.wall()
-        found = list(_files(self._folder))
-        kept: list[tuple[float, int, Path]] = []
-        evicted = 0
-        for used_s, n_bytes, path in found:
-            is_unfinished = path.name.startswith(".")
-            # A clock that jumped ahead and back leaves times to come: those count as now.
-            age_s = max(0.0, now_s - used_s)
-            if age_s > (_STALE_S if is_unfinished else self._ttl_s):
-                _remove(path)
-                evicted += not is_unfinished
-            elif not is_unfinished:
-                kept.append((min(used_s, now_s), n_bytes, path))
-        total = sum(n_bytes for _, n_bytes, _ in kept)
-        most = self._budget_bytes * _SWEEP_SHARE if total > self._budget_bytes else total
-        if room_bytes and total >= 2 * room_bytes:
+        files: list[tuple[float, int, Path, bytes | None]] = []
+        for used_s, n_bytes, path in _files(self._folder):
+            if not path.name.startswith("."):
+                # A clock that jumped ahead and back leaves times to come: those count as now.
+                files.append((min(used_s, now_s), n_bytes, path, _key_of(path) if path.parent.parent == self._own else None))
+            elif now_s - used_s > _STALE_S:
+                files.append((-math.inf, n_bytes, path, None))
+        before = total = sum(n_bytes for _, n_bytes, _, _ in files)
+        most = self._budget_bytes * _SWEEP_SHARE - room_bytes if total + room_bytes > self._budget_bytes else total
+        if is_full and total >= 2 * room_bytes:
             most = min(most, total * _SWEEP_SHARE, total - room_bytes)
-        if total > most:
-            kept.sort(reverse=True)
-            while kept and total > most:
-                _, n_bytes, path = kept.pop()
-                _remove(path)
+        used: dict[bytes | None, float] = {key: used_s for used_s, _, _, key in files if key is not None}
+        self._use_before(used, parent)
+        for used_s, n_bytes, path, key in sorted(files, key=lambda file: used.get(file[3], file[0])):
+            is_old = now_s - used.get(key, used_s) > self._ttl_s
+            if not is_old and (total <= most or used.get(key) == math.inf):
+                break
+            if is_gone := _remove(path):
                 total -= n_bytes
-                evicted += 1
-        keys = {key for _, _, path in kept if path.parent.parent == self._own and (key := _key_of(path)) is not None}
+                self.counts.evicted += not path.name.startswith(".")
+            if is_gone or is_old:
+                used.pop(key, None)
         with self._lock:
-            self._keys = keys
+            self._keys = {key for key in used if key is not None}
+            self._parents = {key: parent for key, parent in self._parents.items() if key in used}
             self.total_bytes, self._unswept_bytes = total, 0
-            self.counts.evicted += evicted
-        return bool(evicted)
+        return before - total
+
+    def _use_before(self, used: dict[bytes | None, float], parent: bytes | None) -> None:
+        """Have blocks be used when the last of those behind them was, and a little later; `parent`, and so what is before it, for ever."""
+        with self._lock:
+            parents: dict[bytes | None, bytes] = {**self._parents}
+        if parent in used:
+            used[parent] = math.inf
+        for last in reversed(parents):
+            key = last
+            while key in used and (before := parents.get(key)) in used and used[before] < (later := math.nextafter(used[key], math.inf)):
+                used[before], key = later, before
+
+    def _make_way(self, n_bytes: int, parent: bytes | None) -> bool:
+        """On a full disk. Returns whether blocks went."""
+        now_s = self._clock.monotonic()
+        if self._owed_bytes <= 0:
+            self._spared_s = _REST_S
+        elif now_s < self._spared_until:
+            return False
+        if gone := self.sweep(n_bytes, parent, is_full=True):
+            self._owed_bytes, self._spared_until, self._spared_s = gone / 2, now_s + self._spared_s, 2 * self._spared_s
+        return gone > 0
 
     def _put(self, key: bytes, header: bytes, block: memoryview) -> OSError | None:
         """Returns why it is not here now."""
@@ -265,10 +307,12 @@ def _write_all(handle: int, header: bytes, block: memoryview) -> None:
         written += more
 
 
-def _remove(path: Path) -> None:
-    """If that can be."""
+def _remove(path: Path) -> bool:
+    """Returns whether the file is gone: not where the disk turned read-only."""
     with suppress(OSError):
-        path.unlink()
+        path.unlink(missing_ok=True)
+        return True
+    return False
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:

@@ -353,7 +353,7 @@ class Trickle:
     def cancel(self) -> None:
         self.is_over = True
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self.let_go.append(block)
         return True
 

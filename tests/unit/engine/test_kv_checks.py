@@ -73,7 +73,7 @@ class PeerSource:
     def alike(self, blocks: Sequence[BlockId]) -> ComparedBlocks:
         return ComparedBlocks(0 if self.cannot_compare else n_alike(self.runner, self.runner.block_bytes, blocks))
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self.offered.append(key)
         self._let_go.append(block)
         return True

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -88,6 +89,29 @@ def test_a_block_that_is_gone_or_damaged_ends_what_is_read(tmp_path: Path, promp
             assert bench.run(request("a", prompts[0]))[RequestId("a"), 0].cached_tokens == (len(prompts[0]) - 1) // 4 * 4
 
 
+def files_of(folder: Path) -> int:
+    return len([path for path in folder.rglob("*") if path.is_file()])
+
+
+def test_a_prompt_that_has_no_room_is_kept_from_its_beginning(tmp_path: Path) -> None:
+    """What others wrote makes way for it, and what was kept of it for nothing that stands behind."""
+    draw = random.Random(6)
+    before, prompt = ([draw.randrange(1, VOCAB) for _ in range(81)] for _ in range(2))
+    shape = {"n_blocks": 60, "max_context": 128}
+    with Started(tmp_path, **shape) as bench:
+        bench.run(request("before", before[:41]))
+    budget = 13 * next(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    started = Started(tmp_path, budget, **shape)
+    with started as bench:
+        answer = bench.run(request("a", prompt))[RequestId("a"), 0]
+    assert started.tier.counts["written"] + started.tier.counts["failed"] == 20
+    for _ in range(2):
+        with Started(tmp_path, budget, **shape) as bench:
+            again = bench.run(request("a", prompt))[RequestId("a"), 0]
+            assert (again.token_ids, again.cached_tokens) == (answer.token_ids, 4 * 13)
+        assert files_of(tmp_path) == 13
+
+
 def test_blocks_that_were_kept_by_another_process_meanwhile_are_let_go_at_once(tmp_path: Path, prompts: list[list[int]]) -> None:
     prompt, answer = prompts[0][:20], 1  # the last step fills a block
     with Started(tmp_path) as bench:
@@ -162,8 +186,8 @@ def test_a_write_that_hangs_holds_up_no_end_and_reads_no_block_later(
     monkeypatch.setattr(kv_tier, "STALL_S", 0.2)
     hangs, goes_on, over = threading.Event(), threading.Event(), threading.Event()
 
-    def write(self: KvFolder, key: bytes, block: memoryview) -> bool:
-        del self, key, block
+    def write(self: KvFolder, key: bytes, block: memoryview, parent: bytes | None = None) -> bool:
+        del self, key, block, parent
         hangs.set()
         goes_on.wait(60)
         over.set()
@@ -190,6 +214,16 @@ def test_what_other_nodes_asked_is_not_kept(tmp_path: Path, prompts: list[list[i
     with Started(tmp_path) as bench:
         bench.run(request("a", prompts[0], caller="guest"))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_others_asked_is_kept_once_it_is_asked_here(tmp_path: Path, prompts: list[list[int]]) -> None:
+    with Started(tmp_path) as bench:
+        bench.run(replace(request("a", prompts[0], caller="member"), shares_kv=True))
+        before = bench.run(request("b", prompts[1]))[RequestId("b"), 0]
+        assert before.cached_tokens == 20
+    with Started(tmp_path) as bench:
+        after = bench.run(request("b", prompts[1]))[RequestId("b"), 0]
+        assert (after.token_ids, after.cached_tokens) == (before.token_ids, (len(prompts[1]) - 1) // 4 * 4)
 
 
 def test_what_one_salt_kept_no_other_finds(tmp_path: Path, prompts: list[list[int]]) -> None:

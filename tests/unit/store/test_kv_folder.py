@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from errno import ENOSPC
 from hashlib import blake2b
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,19 @@ def test_what_is_too_old_is_gone(tmp_path: Path) -> None:
     assert (read(kept, key_of(1)), read(kept, key_of(2))) == (block_of(key_of(1)), None)
 
 
+def test_what_stands_before_a_block_that_was_used_is_not_too_old(tmp_path: Path) -> None:
+    clock, keys = FakeClock(), [key_of(number) for number in range(4)]
+    kept = opened(tmp_path, clock, ttl_s=100)
+    for parent, key in zip([None, *keys], keys, strict=False):
+        assert kept.write(key, block_of(key), parent)
+        clock.advance(60)
+    kept.sweep()
+    assert kept.run_of(keys) == 4
+    clock.advance(60)
+    kept.sweep()
+    assert not len(kept)
+
+
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(tmp_path: Path) -> None:
     clock = FakeClock()
     clock.advance(10_000)
@@ -232,7 +246,9 @@ def test_on_a_full_disk_the_block_that_was_not_used_for_longest_makes_way(small_
 def test_blocks_make_way_once_for_what_fills_a_disk_beside_them(small_disk: Path) -> None:
     clock, keys = FakeClock(), [key_of(number) for number in range(8)]
     kept = opened(small_disk / "kv", clock)
-    assert all(kept.write(key, block_of(key)) for key in keys[:4])
+    for key in keys[:4]:
+        assert kept.write(key, block_of(key))
+        clock.advance(1)
     with (small_disk / "beside").open("wb", 0) as beside, suppress(OSError):
         while beside.write(bytes(512)):
             pass
@@ -246,10 +262,92 @@ def test_blocks_make_way_once_for_what_fills_a_disk_beside_them(small_disk: Path
         assert not kept.write(keys[4], block_of(keys[4]))
         assert (kept.counts.evicted, kept.counts.failed) == (1, 1)
         assert not kept.write(keys[5], block_of(keys[5])), "it rests"
-    assert (kept.counts.evicted, kept.counts.failed, kept.run_of(keys[1:4])) == (1, 1, 3)
+    assert (kept.counts.evicted, kept.counts.failed, kept.run_of(keys[1:4])) == (1, 2, 3)
     clock.advance(31)
     assert kept.write(keys[5], block_of(keys[5]))
     (small_disk / "beside").unlink()
+
+
+class Disk:
+    """So many blocks fit on it, beside what other programs keep: a write beyond that is refused as a full disk refuses it."""
+
+    def __init__(self, folder: Path, n_blocks: int, patched: pytest.MonkeyPatch) -> None:
+        self._folder, self._n_blocks, self.others = folder, n_blocks, 0
+        self._write = kv_folder._write_all  # pyright: ignore[reportPrivateUsage]
+        patched.setattr(kv_folder, "_write_all", self._write_all)
+
+    @property
+    def free(self) -> int:
+        """Blocks."""
+        return self._n_blocks - self.others - sum(path.stat().st_size > 0 for path in self._folder.rglob("*") if path.is_file())
+
+    def _write_all(self, handle: int, header: bytes, block: memoryview) -> None:
+        if self.free <= 0:
+            raise OSError(ENOSPC, "full")
+        self._write(handle, header, block)
+
+
+@pytest.mark.parametrize("by", ["budget", "disk"])
+def test_a_chain_that_has_no_room_is_kept_from_its_first_block_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    clock, disk = FakeClock(), Disk(tmp_path, 40 if by == "disk" else 1000, monkeypatch)
+    kept = opened(tmp_path, clock, budget=40 * FILE if by == "budget" else 1 << 30)
+    for number in range(30):
+        assert kept.write(key_of(number), block_of(key_of(number)))
+        clock.advance(1)
+    chains = [[key_of(number) for number in range(first, first + 60)] for first in (100, 200)]
+    for place, keys in enumerate(zip(*chains, strict=True)):
+        for chain, key in zip(chains, keys, strict=True):
+            kept.write(key, block_of(key), chain[place - 1] if place else None)
+            clock.advance(1)
+    assert kept.run_of([key_of(29)]) == 0, "what was used longer ago makes way"
+    runs = [kept.run_of(chain) for chain in chains]
+    assert sum(runs) == len(kept) == len([path for path in tmp_path.rglob("*") if path.is_file()]) == 40, (
+        "none stands behind one that is gone"
+    )
+    assert kept.counts.written + kept.counts.failed == 30 + 120
+    assert kept.counts.written == len(kept) + kept.counts.evicted
+    assert disk.free >= 0
+
+
+@pytest.mark.parametrize("by", ["budget", "disk"])
+def test_a_chain_that_was_found_is_not_lost_to_what_follows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    clock, keys = FakeClock(), [key_of(number) for number in range(60)]
+    Disk(tmp_path, 40 if by == "disk" else 1000, monkeypatch)
+    budget = 40 * FILE if by == "budget" else 1 << 30
+    before = opened(tmp_path, clock, budget=budget)
+    for parent, key in zip([None, *keys[:29]], keys[:30], strict=True):
+        assert before.write(key, block_of(key), parent)
+        clock.advance(1)
+    after = opened(tmp_path, clock, budget=budget)
+    assert after.run_of(keys) == 30
+    for parent, key in pairwise(keys[29:]):
+        after.write(key, block_of(key), parent)
+        clock.advance(1)
+    assert after.run_of(keys) == 40
+    assert (after.counts.evicted, after.counts.failed) == (0, 20)
+
+
+def test_a_disk_that_others_fill_is_not_given_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, disk, numbers = FakeClock(), Disk(tmp_path, 150, monkeypatch), count()
+    kept = opened(tmp_path, clock, ttl_s=1e9)
+
+    def write() -> bool:
+        key = key_of(next(numbers))
+        return kept.write(key, block_of(key))
+
+    while disk.free > 50:
+        assert write()
+    for _ in range(100):  # half a minute each
+        for _ in range(5):
+            if write():
+                disk.others += disk.free  # at once, all that makes way
+        clock.advance(31)
+    assert 60 < len(kept) < 90
+    given = kept.counts.evicted
+    disk.others -= 60
+    for _ in range(160):
+        assert write(), "what is used makes way for what is new, once the disk is this program's again"
+    assert kept.counts.evicted > given + 80
 
 
 READ_ONLY = """
@@ -268,9 +366,11 @@ assert not kept.write(keys[3], block_of(keys[3]))
 for now in (kept, opened(disk / "kv", clock)):
     assert [read(now, key) for key in keys[:3]] == [*(block_of(key).tobytes() for key in keys[:2]), None]
     assert (now.counts.read, now.counts.damaged, now.run_of(keys[2:])) == (2, 1, 0)
-assert opened(disk / "kv", clock, budget=FILE).run_of(keys) <= 1
+tight = opened(disk / "kv", clock, budget=FILE)
+assert (tight.run_of(keys), tight.total_bytes, tight.counts.evicted) == (3, 3 * FILE, 0), "what can't be removed is there"
 clock.advance(2000)
-assert opened(disk / "kv", clock).run_of(keys) == 0
+late = opened(disk / "kv", clock)
+assert (late.run_of(keys), late.total_bytes, late.counts.evicted) == (0, 3 * FILE, 0), "and takes its room"
 """
 IN_NAMESPACE = ("unshare", "--map-root-user", "--mount")
 

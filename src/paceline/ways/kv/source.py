@@ -184,9 +184,9 @@ class PeerKv:
 
         return ChainedFetch(self._on_disk(keys[:here], blocks[:here]), behind)
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         if self._disk is not None:
-            return self._disk.keep(key, block)
+            return self._disk.keep(key, block, parent)
         self._let_go.append(block)
         return True
 

@@ -169,7 +169,7 @@ class Route:
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> KvFetch:
         raise AssertionError("disks have nothing")
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self.let_go.append(block)
         return True
 

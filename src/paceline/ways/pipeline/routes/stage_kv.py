@@ -171,13 +171,13 @@ class StagesKv:
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> StagesFetch:
         return StagesFetch(self, self._names(keys), blocks)
 
-    def keep(self, key: bytes, block: BlockId) -> bool:
+    def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self._look_at_route()
         if self._asked is None:
             self._free.append(block)
             return True
-        (name,) = self._names([key])
-        if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(name, block)):
+        name, *before = self._names([key] if parent is None else [key, parent])
+        if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(name, block, *before)):
             return False
         self._users[block] = 1 + (self.own is not None)
         self._batch.append((name, block))
