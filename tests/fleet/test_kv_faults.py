@@ -99,12 +99,20 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
+def new_prompt() -> list[Any]:
+    return [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
+
+
+def put(pool: ThreadPoolExecutor, at: Saboteur) -> Asked:
+    said = new_prompt()
+    return Asked(at, said, pool.submit(ask, at, said))
+
+
 def begin(trio: Trio, pool: ThreadPoolExecutor, deed: str, at: Saboteur) -> Asked:
     """Have prompts computed until one is struck: a peer that failed before is not asked for a moment."""
     trio.p.will(deed)
     while True:
-        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
-        asked = Asked(at, said, pool.submit(ask, at, said))
+        asked = put(pool, at)
         until(lambda answer=asked.answer: trio.p.did or answer.done())
         if trio.p.did:
             return asked
@@ -180,7 +188,7 @@ def test_an_answer_is_left_while_its_blocks_are_written(trio: Trio) -> None:
     trio.p.will(f"hold {FIRST}")
     place = urlsplit(trio.d.node.url)
     while not trio.p.did:
-        said = {"model": MODEL, "messages": [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}], "max_tokens": 12}
+        said = {"model": MODEL, "messages": new_prompt(), "max_tokens": 12}
         with closing(HTTPConnection(place.hostname or "", place.port, timeout=BOUND_S)) as asking:
             asking.request("POST", "/v1/chat/completions", json.dumps(said), {"Content-Type": "application/json"})
             until(lambda asking=asking: trio.p.did or bool(select([asking.sock], [], [], 0)[0]))
@@ -205,21 +213,20 @@ def test_prompts_beyond_what_is_taken_of_one_node_are_refused_and_computed(trio:
     with trio.limited("most_leases", "2"):  # one of each node
         before, asked = pushed(trio.d, PushEnd.REFUSED), list[Asked]()
         while pushed(trio.d, PushEnd.REFUSED) == before:  # the first may be over before the next is asked for
-            said: list[list[Any]] = [[{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}] for _ in range(4)]
-            asked = [Asked(trio.d, each, pool.submit(ask, trio.d, each)) for each in said]
+            asked = [put(pool, trio.d) for _ in range(4)]
             wait(each.answer for each in asked)
         for each in asked:
             each.check()
         trio.at_rest()
 
 
-def test_one_whose_blocks_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("deed", [f"hold {FIRST}", "dial 0"])
+def test_one_whose_blocks_or_handshake_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor, deed: str) -> None:
     trio.whole()
     before = pushed(trio.e, PushEnd.WHOLE)
-    held = begin(trio, pool, f"hold {FIRST}", trio.d)
+    held = begin(trio, pool, deed, trio.d)
     while pushed(trio.e, PushEnd.WHOLE) == before:
-        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
-        assert ask(trio.e, said) == ask(trio.e, said, cache_salt="computed anew")
+        put(pool, trio.e).check()
     assert (trio.p.home / "held").exists()
     trio.p.goes_on()
     held.check()
@@ -254,8 +261,7 @@ def test_a_registration_that_reaches_nobody_is_computed(trio: Trio, pool: Thread
     while pushed(trio.d, PushEnd.HANDSHAKE_FAILED) == before:  # one that D has known to be gone is not asked
         trio.whole()
         trio.p.node.process.send_signal(signal.SIGSTOP)
-        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
-        asked = Asked(trio.d, said, pool.submit(ask, trio.d, said))
+        asked = put(pool, trio.d)
         until(lambda asked=asked: counted(trio.d, "paceline_requests_running") == 1 or asked.answer.done())
         trio.p.node.kill()
         asked.check()
@@ -264,18 +270,8 @@ def test_a_registration_that_reaches_nobody_is_computed(trio: Trio, pool: Thread
     trio.at_rest()
 
 
-def test_a_handshake_that_hangs_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor) -> None:
+def test_the_one_that_computes_calls_one_that_answers_no_handshake(trio: Trio, pool: ThreadPoolExecutor) -> None:
     trio.whole()
-    asked = begin(trio, pool, "dial 0", trio.d)
-    before = pushed(trio.e, PushEnd.WHOLE)
-    while pushed(trio.e, PushEnd.WHOLE) == before:
-        said: list[Any] = [{"role": "user", "content": f"{next(NUMBERS)}. {STORY}"}]
-        assert ask(trio.e, said) == ask(trio.e, said, cache_salt="computed anew")
-    assert (trio.p.home / "held").exists()
-    trio.p.goes_on()
-    asked.check()
-
-    # P calls one that was stopped, and answers no handshake.
     before = prefilled(trio.p, LeaseEnd.WRITE_FAILED)
     while prefilled(trio.p, LeaseEnd.WRITE_FAILED) == before:
         trio.whole()
