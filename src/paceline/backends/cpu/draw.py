@@ -14,10 +14,10 @@ import numpy as np
 from numba import njit, types
 
 from paceline.backends.compiling import inner
-from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.draw_filters import NO_TOKEN, NOWHERE, first_of, last_left, noise_key, race, survey, write_logprobs
 from paceline.backends.cpu.draw_lanes import BLOCK
+from paceline.backends.cpu.lowering import read_float, write_float
 from paceline.backends.kernel_cache import in_use
 from paceline.engine.arithmetic import HUGE, TINY
 
@@ -42,21 +42,21 @@ def _adjust(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A):
     for a in range(whole[FIRST_ADJUSTED], whole[STOP_ADJUSTED]):
         if ids_A[a] < n:
             at = x + 4 * np.int64(ids_A[a])
-            logit = lanes.load_float(at)
+            logit = read_float(at)
             saved_A[a] = logit
             logit = logit + bias_A[a]
             if seen_A[a]:
                 logit = min(logit, np.float32(HUGE) * penalty) / penalty if logit > np.float32(0) else logit * penalty
             if count_A[a] > np.float32(0):
                 logit = logit - (presence + frequency * count_A[a])
-            lanes.store_float(logit, at)
+            write_float(at, logit)
 
 
 @inner
 def _restore(x, n, whole, ids_A, saved_A):
     for a in range(whole[FIRST_ADJUSTED], whole[STOP_ADJUSTED]):
         if ids_A[a] < n:
-            lanes.store_float(saved_A[a], x + 4 * np.int64(ids_A[a]))
+            write_float(x + 4 * np.int64(ids_A[a]), saved_A[a])
 
 
 @inner
@@ -83,7 +83,7 @@ def _draw(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A, tail, maxi
     if adjusts:
         _restore(x, n, whole, ids_A, saved_A)
     if whole[N_TOP] >= 0 and token >= 0:
-        real[LOGPROBS] = np.float64(lanes.load_float(x + 4 * token)) - np.float64(raw) - log_total
+        real[LOGPROBS] = np.float64(read_float(x + 4 * token)) - np.float64(raw) - log_total
     return token
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from paceline.backends.compiling import inner
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu.draw_lanes import BLOCK, HASH, ROUNDER, ROUNDER_BITS
+from paceline.backends.cpu.lowering import read_float
 from paceline.engine.arithmetic import EXP2, LN2, LOG2E, LOG_SERIES, ROOT_HALF, WEIGHT_BITS, WEIGHTLESS
 
 NO_TOKEN = -1
@@ -41,7 +42,7 @@ def survey(x, n, tail, maxima):
     full = n // BLOCK
     at = tail.ctypes.data
     for j in range(BLOCK):
-        tail[j] = lanes.load_float(x + 4 * (full * BLOCK + j)) if full * BLOCK + j < n else NOWHERE
+        tail[j] = read_float(x + 4 * (full * BLOCK + j)) if full * BLOCK + j < n else NOWHERE
     out = maxima.ctypes.data
     top, of_tail = lanes.block_maxima(x, full, out), lanes.block_maxima(at, 1, out + 4 * full)
     return of_tail if of_tail > top or of_tail != of_tail else top  # noqa: PLR0124  NaN alone differs from itself
@@ -53,7 +54,7 @@ def first_of(x, n, maxima, top):
     for block in range(len(maxima)):
         if maxima[block] == top:
             for token in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
-                if lanes.load_float(x + 4 * token) == top:
+                if read_float(x + 4 * token) == top:
                     return token
     return NO_TOKEN
 
@@ -107,7 +108,7 @@ def gather(x, n, tail, maxima, least):
                 hits &= hits - 1
                 if block * BLOCK + lane < n:
                     ids[found] = block * BLOCK + lane
-                    orders[found] = order_of(lanes.load_float(at + 4 * lane))
+                    orders[found] = order_of(read_float(at + 4 * lane))
                     found += 1
     return ids[:found], orders[:found]
 
@@ -221,7 +222,7 @@ def race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last,
         while hits:
             lane = lanes.trailing_zeros(hits) ^ turn
             hits &= hits - 1
-            token, logit = block * BLOCK + lane, lanes.load_float(at + 4 * lane)
+            token, logit = block * BLOCK + lane, read_float(at + 4 * lane)
             z = (logit - top) * inverse
             if z >= log_min_p and (logit > least or (logit == least and token <= last)):
                 here = log_of(-log_of(1.0 - (_noise(token, high, low) + 0.5) * 2.0**-32)) - np.float64(z)

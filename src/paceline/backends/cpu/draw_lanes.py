@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.compiling import inner
 from paceline.backends.cpu.lowering import lowered
 from paceline.backends.cpu.simd import F32, I32, I64, LANES, Emit, F, I, Value
 from paceline.engine.arithmetic import EXP2, LOG2E, WEIGHT_BITS, WEIGHTLESS
@@ -147,53 +148,23 @@ def noise_near(_, hashed, low, most):
     return lowered(body, types.int64, types.int64, types.int64, types.int64)
 
 
-@intrinsic
-def load_float(_, address):
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.load(F32, args[0])
-
-    return lowered(body, types.float32, types.int64)
-
-
-@intrinsic
-def store_float(_, value, address):
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(args[0], args[1])
-
-    return lowered(body, types.void, types.float32, types.int64)
-
-
-@intrinsic
-def float_bits(_, value):
+@inner
+def float_bits(value):
     """Of a float32: int64 that holds 32 bits, without sign."""
-
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.zext(e.b.bitcast(args[0], I32), I64)
-
-    return lowered(body, types.int64, types.float32)
+    return np.int64(np.float32(value).view(np.uint32))
 
 
-@intrinsic
-def bits_float(_, bits):
+@inner
+def bits_float(bits):
     """The float32 of 32 bits."""
-
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.bitcast(e.b.trunc(args[0], I32), F32)
-
-    return lowered(body, types.float32, types.int64)
+    return np.uint32(bits).view(np.float32)
 
 
-@intrinsic
-def double_bits(_, value):
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.bitcast(args[0], I64)
-
-    return lowered(body, types.int64, types.float64)
+@inner
+def double_bits(value):
+    return np.float64(value).view(np.int64)
 
 
-@intrinsic
-def bits_double(_, bits):
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.bitcast(args[0], ir.DoubleType())
-
-    return lowered(body, types.float64, types.int64)
+@inner
+def bits_double(bits):
+    return np.int64(bits).view(np.float64)

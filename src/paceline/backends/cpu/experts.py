@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
-from paceline.backends.cpu.lowering import lowered, read, write
+from paceline.backends.cpu.lowering import lowered, read, read_float, write, write_float
 from paceline.backends.cpu.panels import hold, multiply
 from paceline.backends.cpu.phases import EXPERTS_DOWN, EXPERTS_GATE, chunks_of
 from paceline.backends.cpu.places import (
@@ -57,31 +57,13 @@ from paceline.backends.cpu.places import (
 )  # fmt: skip
 from paceline.backends.cpu.rows import add_into, open_gate
 from paceline.backends.cpu.shares import LANES, MOST_SEGMENTS
-from paceline.backends.cpu.simd import F32, I32, I64, Emit, F, Value
+from paceline.backends.cpu.simd import I32, I64, Emit, F, Value
 from paceline.backends.cpu.sizes import CHUNK, PART
 
 # Places in a row of COUNTS (int32), of an expert: where its rows begin, how many it has, where the next one goes. Then in one of EXPERT_PARTS: the expert,
 # where its rows begin, the first of the part among them, how many rows the expert has.
 _FIRST, _COUNT, _NEXT, N_COUNT = range(4)
 _EXPERT, _BEFORE, _ROW, _N_ROWS, N_PART = range(5)
-
-
-@intrinsic
-def _load(_, address):
-    """The fp32 at an address."""
-
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.load(F32, args[0], align=4)
-
-    return lowered(body, types.float32, types.int64)
-
-
-@intrinsic
-def _store(_, address, value):
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(args[1], args[0], align=4)
-
-    return lowered(body, types.void, types.int64, types.float32)
 
 
 @intrinsic
@@ -156,20 +138,20 @@ def choose(logits, weights, experts, k, normed, choices, shares):
     lowest = np.float32(-np.inf)
     top = lowest
     for expert in range(experts):
-        value = _load(logits + 4 * expert)
+        value = read_float(logits + 4 * expert)
         top = max(top, value)
     _exponentials(logits, top, experts, weights)
     for j in range(k):
         best, largest = -1, lowest
         for expert in range(experts):
-            value = _load(logits + 4 * expert)
+            value = read_float(logits + 4 * expert)
             if value > largest:
                 best, largest = expert, value
         if best < 0:  # what is left is no number above minus infinity
             best = 0
             while _is_among(best, choices, j):
                 best += 1
-        _store(logits + 4 * best, lowest)
+        write_float(logits + 4 * best, lowest)
         at = j
         while at > 0 and read(32, choices + 4 * (at - 1)) > best:
             write(32, choices + 4 * at, read(32, choices + 4 * (at - 1)))
@@ -177,9 +159,9 @@ def choose(logits, weights, experts, k, normed, choices, shares):
         write(32, choices + 4 * at, best)
     total = np.float32(0)
     for j in range(k if normed else experts):
-        total += _load(weights + 4 * (read(32, choices + 4 * j) if normed else j))
+        total += read_float(weights + 4 * (read(32, choices + 4 * j) if normed else j))
     for j in range(k):
-        _store(shares + 4 * j, _load(weights + 4 * read(32, choices + 4 * j)) / total)
+        write_float(shares + 4 * j, read_float(weights + 4 * read(32, choices + 4 * j)) / total)
 
 
 @inner

@@ -257,3 +257,21 @@ def read_half(_, address):
         return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
 
     return lowered(body, types.float32, types.int64)
+
+
+@intrinsic
+def read_float(_, address):
+    """The fp32 at an address."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.load(F32, args[0], align=4)
+
+    return lowered(body, types.float32, types.int64)
+
+
+@intrinsic
+def write_float(_, address, value):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(args[1], args[0], align=4)
+
+    return lowered(body, types.void, types.int64, types.float32)
