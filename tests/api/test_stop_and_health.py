@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -72,6 +74,39 @@ def test_stop_ends_streams_and_silent_connections(serve_with: Serve) -> None:
         assert "[DONE]" not in rest
         served.join()
     assert served.inference.stats().blocks_in_use == 0
+
+
+def test_a_stop_behind_the_last_of_an_answer_adds_nothing_to_it() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def call() -> None:
+        app = create_app(ScriptedInference(), ServerSettings())
+        bodies = iter([{"type": "http.request", "body": json.dumps(BODY | {"max_tokens": 2}).encode(), "more_body": False}])
+
+        async def receive() -> Any:
+            for body in bodies:
+                return body
+            await asyncio.get_running_loop().create_future()  # the client stays
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                service_of(app).stop()  # before the answer has put away what ran beside it
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await app(scope | {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1"}, receive, send)
+        service_of(app).close()
+
+    asyncio.run(call())
+    assert b"[DONE]" in sent[-1]["body"]
+    assert [message["more_body"] for message in sent[1:]].count(False) == 1
 
 
 def test_a_draining_server_goes_on_and_says_so(serve_with: Serve) -> None:

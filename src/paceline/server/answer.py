@@ -190,6 +190,8 @@ class Answer(Response):
         self._comment_s = comment_s
         self._headers = [(name.encode(), value.encode()) for name, value in ignored_header(call.ignored).items()]
         self._started = False
+        self._ended = False
+        """The last of it was sent."""
         self._quiet = True
         """Nothing was sent since the last comment was due."""
         self._sending = asyncio.Lock()
@@ -207,6 +209,8 @@ class Answer(Response):
             await asyncio.gather(pump, gone, return_exceptions=True)
         if finished:
             await self._end(pump, scope, receive, send)
+        elif self._ended:  # what was beside it was being put away
+            pass
         elif gone.done() and not gone.cancelled():
             self._meter.disconnects += 1
         else:
@@ -221,7 +225,7 @@ class Answer(Response):
             case PacelineError() as error:
                 await self._fail(fault_of_error(error), scope, receive, send)
             case error:
-                if self._started:
+                if self._started and not self._ended:
                     await self._fail(server_fault("The server failed while it answered"), scope, receive, send)
                 raise error
 
@@ -278,7 +282,7 @@ class Answer(Response):
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
-        await send({"type": "http.response.body", "body": shape.ending(tally.usage(readers)), "more_body": False})
+        await self._put_last(shape.ending(tally.usage(readers)), send)
 
     async def _whole(self, send: Send) -> None:
         tally, events, readers = self._tally, Events(self._call), self._shape.watching(self._call.readers())
@@ -296,7 +300,11 @@ class Answer(Response):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._put_last(body, send)
+
+    async def _put_last(self, body: bytes, send: Send) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": False})
+        self._ended = True
 
     def _check_complete(self) -> None:
         """A generation that just stops is a failure, not a short answer."""
