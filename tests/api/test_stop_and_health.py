@@ -84,9 +84,8 @@ def test_a_stop_behind_the_last_of_an_answer_adds_nothing_to_it() -> None:
         bodies = iter([{"type": "http.request", "body": json.dumps(BODY | {"max_tokens": 2}).encode(), "more_body": False}])
 
         async def receive() -> Any:
-            for body in bodies:
-                return body
-            await asyncio.get_running_loop().create_future()  # the client stays
+            body = next(bodies, None)
+            return body or await asyncio.get_running_loop().create_future()  # the client stays
 
         async def send(message: Any) -> None:
             sent.append(message)

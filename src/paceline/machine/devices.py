@@ -33,6 +33,7 @@ import numpy.typing as npt
 from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels, fastest_on_processors
+from paceline.backends.torch import import_cuda
 from paceline.core.model import WeightsFormat
 from paceline.store.home import Home, read_json_object, write_cache
 
@@ -45,11 +46,12 @@ def fastest_device() -> DeviceKind:
         return DeviceKind.MLX
     if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
         return DeviceKind.CPU
-    return DeviceKind.CUDA if _cuda().is_available() else DeviceKind.CPU
+    return DeviceKind.CUDA if import_cuda().is_available() else DeviceKind.CPU
 
 
 def device_memory_rate() -> float:
     """Bytes a second that it reads of its own memory, by a short copy; the best of some."""
+    cuda = import_cuda()
     import torch
 
     words = min(free_device_bytes() // 4, 1 << 28) // 8
@@ -57,18 +59,18 @@ def device_memory_rate() -> float:
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(5):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began, ended = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         began.record()
         target.copy_(source)
         ended.record()
-        torch.cuda.synchronize()
+        cuda.synchronize()
         best = max(best, 2 * words * 8 / max(began.elapsed_time(ended) / 1000, 1e-9))  # a copy reads and writes
     return best
 
 
 def free_device_bytes() -> int:
     """Memory that is free on the GPU; a Mac's is the machine's."""
-    return available_bytes() if _has_metal() else _cuda().mem_get_info()[0]
+    return available_bytes() if _has_metal() else import_cuda().mem_get_info()[0]
 
 
 def _has_metal() -> bool:
@@ -80,12 +82,6 @@ def _has_metal() -> bool:
         return bool(mx.metal.is_available())
     except (ImportError, OSError, RuntimeError, AttributeError):
         return False
-
-
-def _cuda() -> Any:
-    import torch
-
-    return torch.cuda
 
 
 def usable_cores(system: Path = Path("/sys")) -> int:
@@ -243,8 +239,8 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     gpu = LocalDevice(
         Kernels.CUDA,
         (DeviceKind.CUDA.format_unasked,),
-        name=_cuda().get_device_name,
-        total_bytes=lambda: _cuda().mem_get_info()[1],
+        name=import_cuda().get_device_name,
+        total_bytes=lambda: import_cuda().mem_get_info()[1],
         free_bytes=free_device_bytes,
         memory_rate=lambda _: gpu_rate(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def load(
     # They are compiled where they are first called, so the first load of all is alone.
     with nullcontext() if compiled else kernel_cache.alone():
         if device is DeviceKind.CUDA:
+            import_cuda()
             from paceline.backends.torch.cuda import load_cuda
 
             runner: LayerRunner[Any] = load_cuda(source, options, progress)
@@ -38,3 +40,11 @@ def load(
             runner = load_cpu(source, options, progress)
         kernel_cache.complete()
     return runner
+
+
+def import_cuda() -> Any:
+    """`torch.cuda`, with cuBLASLt for its products (`cuda.py` says why). torch reads the choice where it is imported, and warns of a later one."""
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
+    import torch
+
+    return torch.cuda

@@ -49,13 +49,13 @@ class Rope:
 
     def __init__(self, rope: RopeSpec, head_dim: int, positions: int, device: torch.device) -> None:
         cos, sin = rope_tables(rope, head_dim, positions)
-        self._cos_CD = torch.from_numpy(np.concatenate([cos, cos], 1)).to(device)
-        self._sin_CD = torch.from_numpy(np.concatenate([-sin, sin], 1)).to(device)
+        self.cos_CD = torch.from_numpy(np.concatenate([cos, cos], 1)).to(device)
+        self.sin_CD = torch.from_numpy(np.concatenate([-sin, sin], 1)).to(device)
         self._half = head_dim // 2
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the tables, [T, 1, D]."""
-        return self._cos_CD[positions_T][:, None], self._sin_CD[positions_T][:, None]
+        return self.cos_CD[positions_T][:, None], self.sin_CD[positions_T][:, None]
 
     def rotate(self, x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Two products and a sum, each rounded by itself: a fused multiply-add would depend on how a loop was vectorised."""

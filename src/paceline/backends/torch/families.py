@@ -7,12 +7,16 @@ Shapes: T rows, D hidden (or a head's width), F feed-forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import to_float32
+from paceline.backends.torch import cuda_kernels
 from paceline.backends.torch.attention import Step
 from paceline.backends.torch.linear import Linear, dense
 from paceline.core.model import LayerRange, ModelSpec, MoeSpec
@@ -26,13 +30,15 @@ class RmsNorm:
         self._weight_D, self._eps = weight_D, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        inverse = wide.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        return wide.mul_(inverse).mul_(self._weight_D).bfloat16()
+        if x.is_cuda:
+            return cuda_kernels.norm(x, self._weight_D, self._eps)
+        return F.rms_norm(x.float(), x.shape[-1:], self._weight_D, self._eps).bfloat16()
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """SwiGLU of a fused product, bf16 [T, F] of [T, 2 F]."""
+    if gate_up.is_cuda:
+        return cuda_kernels.gate(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -47,7 +53,7 @@ class TensorReader:
     """Where families get their weights from, in bf16."""
 
     def __init__(self, source: WeightSource, device: torch.device, progress: LoadProgress | None) -> None:
-        self._source, self._device, self._progress = source, device, progress
+        self._source, self.device, self._progress = source, device, progress
         self._done, self._total = 0, 0
 
     @property
@@ -63,20 +69,29 @@ class TensorReader:
     def linear(self, prefix: str, *names: str, bias: bool = False) -> Linear:
         """`names` under `prefix`, fused along their outputs."""
         weight_NK, bias_N = (
-            dense([self._read(f"{prefix}.{name}.{kind}") for name in names], self._device) if kind == "weight" or bias else None
+            dense([self._read(f"{prefix}.{name}.{kind}") for name in names], self.device) if kind == "weight" or bias else None
             for kind in ("weight", "bias")
         )
         assert weight_NK is not None
         return Linear(weight_NK, bias_N)
 
+    def stacked(self, prefixes: Sequence[str], *names: str) -> Tensor:
+        """For each prefix `names` fused along their outputs, bf16 [prefixes, N, K]."""
+        parts = (dense([self._read(f"{prefix}.{name}.weight") for name in names], self.device) for prefix in prefixes)
+        first = next(parts)
+        stack = first.new_empty(len(prefixes), *first.shape)
+        for place, part in enumerate(chain((first,), parts)):
+            stack[place] = part
+        return stack
+
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._vector(name), self.spec.rms_eps)
 
     def table(self, name: str) -> Linear:
-        return Linear(dense([self._read(name)], self._device))
+        return Linear(dense([self._read(name)], self.device))
 
     def _vector(self, name: str) -> Tensor:
-        return torch.from_numpy(to_float32(self._read(name))).to(self._device)
+        return torch.from_numpy(to_float32(self._read(name))).to(self.device)
 
     def _read(self, name: str) -> StoredTensor:
         tensor = self._source.read(name)
@@ -123,6 +138,20 @@ class FeedForward:
         return self._down(gated(self._gate_up(h_TD)))
 
 
+class Router:
+    """Which experts a row has, in the order of their numbers, and what each counts: [T, K] and float32 [T, K]."""
+
+    def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
+        self._linear, self._moe = reader.linear(at, "gate"), moe
+
+    def __call__(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        share_TK, expert_TK = self._linear(h_TD).float().softmax(-1).topk(self._moe.top_k, -1)
+        if self._moe.norm_topk:
+            share_TK = share_TK / share_TK.sum(-1, keepdim=True)
+        expert_TK, order_TK = expert_TK.sort(-1)
+        return expert_TK, share_TK.gather(-1, order_TK)
+
+
 class Experts:
     """Router and experts of one layer. A row's experts are added in the order of their numbers, in float32: which rows share one changes nothing.
 
@@ -130,20 +159,45 @@ class Experts:
     """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
-        self._moe = moe
-        self._router = reader.linear(at, "gate")
+        self._route = Router(reader, at, moe)
         self._experts = [FeedForward(reader, f"{at}.experts.{e}") for e in range(moe.n_experts)]
 
     def __call__(self, h_TD: Tensor) -> Tensor:
-        shares_TE = self._router(h_TD).float().softmax(-1)
-        share_TK, expert_TK = shares_TE.topk(self._moe.top_k, -1)
-        if self._moe.norm_topk:
-            share_TK = share_TK / share_TK.sum(-1, keepdim=True)
+        expert_TK, share_TK = self._route(h_TD)
         total_TD = torch.zeros(h_TD.shape, dtype=torch.float32, device=h_TD.device)
         for expert in expert_TK.unique().tolist():
             rows_R, place_R = torch.where(expert_TK == expert)
             y_RD = self._experts[expert](h_TD[rows_R])
             total_TD.index_add_(0, rows_R, y_RD.float() * share_TK[rows_R, place_R, None])
+        return total_TD.bfloat16()
+
+
+class GroupedExperts:
+    """The same in two launches, of products that each group of rows has its own matrix for; the host is not asked which.
+
+    Shapes: E experts, K of them a row, P = T * K rows beside one another, sorted by expert.
+    """
+
+    def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
+        self._route = Router(reader, at, moe)
+        experts = [f"{at}.experts.{e}" for e in range(moe.n_experts)]
+        self._gate_up_EFD = reader.stacked(experts, "gate_proj", "up_proj")
+        self._down_EDF = reader.stacked(experts, "down_proj")
+        self._numbers_E = torch.arange(moe.n_experts, device=reader.device)
+
+    def __call__(self, h_TD: Tensor) -> Tensor:
+        expert_TK, share_TK = self._route(h_TD)
+        expert_P = expert_TK.flatten()
+        order_P = expert_P.argsort(stable=True)
+        ends_E = (expert_P[:, None] == self._numbers_E).sum(0).cumsum(0).int()
+        x_PD = h_TD[order_P // expert_TK.shape[1]]
+        y_PD = F.grouped_mm(
+            gated(F.grouped_mm(x_PD, self._gate_up_EFD.transpose(1, 2), offs=ends_E)), self._down_EDF.transpose(1, 2), offs=ends_E
+        )
+        y_TKD = torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).unflatten(0, expert_TK.shape).float().mul_(share_TK[..., None])
+        total_TD = y_TKD[:, 0]
+        for place in range(1, expert_TK.shape[1]):
+            total_TD = total_TD + y_TKD[:, place]
         return total_TD.bfloat16()
 
 
@@ -157,7 +211,10 @@ class Layer:
         window = reader.spec.window_of(index)
         self._attention = Attention(reader, at, slot, window=window)
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
-        self._feed_forward = FeedForward(reader, f"{at}.mlp") if moe is None else Experts(reader, f"{at}.mlp", moe)
+        if moe is None:
+            self._feed_forward = FeedForward(reader, f"{at}.mlp")
+        else:
+            self._feed_forward = (GroupedExperts if reader.device.type == "cuda" else Experts)(reader, f"{at}.mlp", moe)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         x_TD = x_TD + self._attention(x_TD, step)

@@ -162,9 +162,9 @@ def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
     return cuts_agree(runner, seeded_rows(ROWS, model.spec.hidden), CUTS)
 
 
-def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]]) -> bool:
-    """Whether rows give the same bytes however many run at a time."""
-    return len({answer(runner, x_TD, tensor_bytes, cut, logits=False) for cut in cuts}) == 1
+def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]], behind: int = 0) -> bool:
+    """Whether rows give the same bytes however many run at a time; behind so many keys of rows that ran before, where there are any."""
+    return len({answer(runner, x_TD, tensor_bytes, cut, logits=False, behind=behind) for cut in cuts}) == 1
 
 
 def seeded_rows(rows: int, hidden: int) -> Tensor:

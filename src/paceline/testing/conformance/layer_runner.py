@@ -171,7 +171,9 @@ def same(runner: LayerRunner[Any], left: Outcome, right: Outcome) -> bool:
 
 
 LENGTH = 150
-"""Tokens of a prompt: more than one attention block of 128."""
+"""Tokens of a prompt at least: more than one attention block of 128."""
+BEHIND = 22
+"""At least, behind the first block."""
 
 
 class LayerRunnerSuite:
@@ -179,7 +181,8 @@ class LayerRunnerSuite:
 
     @pytest.fixture
     def prompt(self, case: RunnerCase, runner: LayerRunner[Any]) -> Rows:
-        return Rows(tokens(LENGTH, case.spec.vocab), 0, blocks(runner, LENGTH))
+        length = max(LENGTH, runner.block_size + BEHIND)
+        return Rows(tokens(length, case.spec.vocab), 0, blocks(runner, length))
 
     @pytest.mark.parametrize("path", list(Path))
     @pytest.mark.parametrize("sizes", [(1,), (2, 3), (16, 17), (33,), (64, 1, 7), (128,)], ids=str)
@@ -240,9 +243,7 @@ class LayerRunnerSuite:
         self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows
     ) -> None:
         """Into other blocks, beside others; the rows behind it have the bytes they have behind the prefix that was computed."""
-        full = LENGTH // runner.block_size
-        if not full:
-            pytest.skip(f"no block of {runner.block_size} tokens is full")
+        full = len(prompt.ids) // runner.block_size
         held = full * runner.block_size
         ahead = Rows(prompt.ids[:held], 0, prompt.table)
         behind = Rows(prompt.ids[held:], held, prompt.table)
@@ -253,7 +254,7 @@ class LayerRunnerSuite:
             assert (other.kv_layout, other.block_bytes) == (runner.kv_layout, runner.block_bytes)
             used = Rows(tokens(40, case.spec.vocab, 7), 0, blocks(other, 40))
             before = run(other, used)[0]
-            table = blocks(other, LENGTH, len(used.table))
+            table = blocks(other, len(prompt.ids), len(used.table))
             assert table != prompt.table[: len(table)]
             for source, target in zip(prompt.table[:full], table, strict=False):
                 data = memoryview(bytearray(runner.block_bytes))
@@ -289,7 +290,7 @@ class LayerRunnerSuite:
 
     def test_what_a_block_held_before_is_forgotten(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
         whole = run(runner, prompt)[0]
-        run(runner, Rows(tokens(LENGTH, case.spec.vocab, 9), 0, list(reversed(prompt.table))))
+        run(runner, Rows(tokens(len(prompt.ids), case.spec.vocab, 9), 0, list(reversed(prompt.table))))
         assert same(runner, whole, run_cut(runner, prompt, (16,)))
 
     def test_a_table_may_be_longer_than_its_rows(self, runner: LayerRunner[Any], prompt: Rows) -> None:
@@ -299,7 +300,7 @@ class LayerRunnerSuite:
     def test_first_position_truncates(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
         run(runner, prompt)
         draft, accepted = tokens(7, case.spec.vocab, 4), tokens(5, case.spec.vocab, 5)
-        start = LENGTH - 9
+        start = len(prompt.ids) - 9
         run(runner, Rows(draft, start, prompt.table, Path.GENERATED))
         after = run(runner, Rows(accepted, start, prompt.table, Path.GENERATED))[0]
         run(runner, Rows(prompt.ids[:start], 0, prompt.table))
@@ -310,7 +311,7 @@ class LayerRunnerSuite:
         zeros = np.zeros_like(whole.x_TD)
         runner.rehearse_layers(zeros, plan_of([prompt]), runner.layers)
         runner.rehearse_logits(zeros, np.arange(3, dtype=np.int32))
-        assert same(runner, whole.tail(LENGTH - 1), run(runner, Rows(prompt.ids[-1:], LENGTH - 1, prompt.table))[0])
+        assert same(runner, whole.tail(len(prompt.ids) - 1), run(runner, Rows(prompt.ids[-1:], len(prompt.ids) - 1, prompt.table))[0])
 
     def test_what_was_given_up_and_is_run_again_is_what_it_would_have_been(
         self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows
@@ -336,8 +337,8 @@ class LayerRunnerSuite:
         try:
             whole, plan = run(runner, prompt)[0], plan_of([prompt])
             x_TD = tail.run_layers(head.run_layers(head.embed(np.array(prompt.ids, np.int32)), plan), plan)
-            last = np.array([LENGTH - 1], np.int32)
-            assert same(runner, whole.tail(LENGTH - 1), Outcome(activation_bits(tail, x_TD)[-1:], head.logits(x_TD, last)))
+            last = np.array([len(prompt.ids) - 1], np.int32)
+            assert same(runner, whole.tail(len(prompt.ids) - 1), Outcome(activation_bits(tail, x_TD)[-1:], head.logits(x_TD, last)))
             assert np.array_equal(whole.x_TD, activation_bits(tail, x_TD))
         finally:
             head.close()
@@ -348,7 +349,7 @@ class LayerRunnerSuite:
         whole, plan = run(runner, prompt)[0], plan_of([prompt])
         x_TD = runner.run_layers(runner.embed(np.array(prompt.ids, np.int32)), plan, LayerRange(0, cut))
         bits_TD = runner.to_wire(x_TD).copy()
-        assert bits_TD.shape == (LENGTH, case.spec.hidden)
+        assert bits_TD.shape == (len(prompt.ids), case.spec.hidden)
         x_TD = runner.run_layers(runner.from_wire(bits_TD), plan, LayerRange(cut, case.spec.n_layers))
         assert np.array_equal(whole.x_TD, activation_bits(runner, x_TD))
         nothing = LayerRange(cut, cut)
