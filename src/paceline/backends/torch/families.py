@@ -138,7 +138,7 @@ class FeedForward:
         return self._down(gated(self._gate_up(h_TD)))
 
 
-class Router:
+class ExpertRouter:
     """Which experts a row has, in the order of their numbers, and what each counts: [T, K] and float32 [T, K]."""
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
@@ -159,7 +159,7 @@ class Experts:
     """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
-        self._route = Router(reader, at, moe)
+        self._route = ExpertRouter(reader, at, moe)
         self._experts = [FeedForward(reader, f"{at}.experts.{e}") for e in range(moe.n_experts)]
 
     def __call__(self, h_TD: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class GroupedExperts:
     """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
-        self._route = Router(reader, at, moe)
+        self._route = ExpertRouter(reader, at, moe)
         experts = [f"{at}.experts.{e}" for e in range(moe.n_experts)]
         self._gate_up_EFD = reader.stacked(experts, "gate_proj", "up_proj")
         self._down_EDF = reader.stacked(experts, "down_proj")
