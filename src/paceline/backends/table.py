@@ -96,6 +96,17 @@ def torch_refuses(spec: ModelSpec) -> str | None:
     return None
 
 
+MAX_HEAD_DIM: Final = 256
+"""FlashAttention's limit."""
+
+
+def cuda_refuses(spec: ModelSpec) -> str | None:
+    """Why torch can't run a model on an NVIDIA GPU; None where it can."""
+    if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+        return f"attention takes heads of at most {MAX_HEAD_DIM}, in eights; this model's have {spec.head_dim}"
+    return torch_refuses(spec)
+
+
 MLX_MODULES: Final = {name: name for name in ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")} | {"mistral": "llama"}
 """Families that MLX runs, and the module of mlx-lm's that has each."""
 
@@ -121,7 +132,7 @@ def mlx_lacks(spec: ModelSpec) -> str | None:
 
 def gpu_refuses(device: DeviceKind, spec: ModelSpec) -> str | None:
     """Why a GPU of this kind can't run a model; None where it can."""
-    return mlx_refuses(spec) if device is DeviceKind.MLX else torch_refuses(spec)
+    return mlx_refuses(spec) if device is DeviceKind.MLX else cuda_refuses(spec)
 
 
 def check_torch_holds(weights: WeightsFormat) -> None:
@@ -144,11 +155,12 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
     if asked is Kernels.CUDA or (asked is None and device is DeviceKind.CUDA and weights is device.format_unasked):
         if device is not DeviceKind.CUDA:
             raise ConfigError(
-                "--device torch-cuda was asked for, and torch sees no CUDA device", "Check the driver, or leave --device out."
+                "--device torch-cuda was asked for, and torch sees no CUDA device that it can use",
+                "Check the driver, or leave --device out.",
             )
         if weights is not WeightsFormat.BF16:
             raise ConfigError(f"--weights {weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
-        if (missing := torch_refuses(spec)) is None:
+        if (missing := cuda_refuses(spec)) is None:
             return Kernels.CUDA
         if asked is not None:
             raise ConfigError(f"--device torch-cuda can't run this model: {missing}", "Leave --device out.")

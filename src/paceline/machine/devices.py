@@ -37,16 +37,33 @@ from paceline.backends.torch import import_cuda
 from paceline.core.model import WeightsFormat
 from paceline.store.home import Home, read_json_object, write_cache
 
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
+_NVIDIA = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+_DRIVERS = (*_NVIDIA, Path("/dev/dxg"))
+LEAST_CAPABILITY = (8, 0)
+"""Of an NVIDIA GPU: FlashAttention 2's, and that of products in bf16."""
 
 
 def fastest_device() -> DeviceKind:
     """A Mac's GPU where MLX can use it, CUDA's where there are a driver and a torch that can, else the processors."""
     if _has_metal():
         return DeviceKind.MLX
-    if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
-        return DeviceKind.CPU
-    return DeviceKind.CUDA if import_cuda().is_available() else DeviceKind.CPU
+    has_driver = any(path.exists() for path in _DRIVERS)
+    return DeviceKind.CUDA if has_driver and find_spec("torch") is not None and gpu_lacks() is None else DeviceKind.CPU
+
+
+def gpu_lacks() -> str | None:
+    """Why this machine's NVIDIA GPU can't be used; None where there is none, or it can."""
+    if find_spec("torch") is None:
+        return "torch is not installed (pip install 'paceline[torch]')" if any(path.exists() for path in _NVIDIA) else None
+    if not any(path.exists() for path in _DRIVERS):
+        return None
+    cuda = import_cuda()
+    if not cuda.is_available():
+        return "torch sees no CUDA device"
+    if (capability := cuda.get_device_capability()) < LEAST_CAPABILITY:
+        least, has = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+        return f"{cuda.get_device_name()} has compute capability {has}, and attention takes {least}"
+    return None
 
 
 def device_memory_rate() -> float:

@@ -235,6 +235,8 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         )
     asked = settings.device
     device = devices.fastest_device() if asked is None or asked.device is DeviceKind.CUDA else asked.device
+    if asked is None and device is DeviceKind.CPU and (lacks := devices.gpu_lacks()) is not None:
+        notes.append(f"the GPU is not used: {lacks}")
     takes_whole = settings.weights in {None, device.format_unasked} and not spread  # of several machines, each takes what the plan says
     unasked = device is not DeviceKind.CPU and asked is None
     if unasked and takes_whole and not fits_gpu(spec, type_of, free := devices.free_device_bytes()):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,3 +66,32 @@ def test_ranks_of_a_machine_with_a_gpu_run_on_its_processors(monkeypatch: pytest
     monkeypatch.setattr(devices, "free_device_bytes", lambda: LARGE)
     made = set_up(NodeSettings(tensor=(1.0, 1.0)))
     assert (made.kernels, made.notes[0]) == (PROCESSORS, "the GPU is not used: tensor ranks run in compiled kernels")
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        ({"is_available": False}, "torch sees no CUDA device"),
+        ({"get_device_capability": (7, 5)}, "RTX 2080 has compute capability 7.5, and attention takes 8.0"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_can_not_be_used_is_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: dict[str, Any], said: str | None
+) -> None:
+    monkeypatch.setattr(devices, "_DRIVERS", (tmp_path,))
+    answers = {"is_available": True, "get_device_capability": (8, 0), "get_device_name": "RTX 2080", **seen}
+    cuda = SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
+    monkeypatch.setattr(devices, "import_cuda", lambda: cuda)
+    monkeypatch.setattr(devices, "free_device_bytes", lambda: LARGE)
+    assert devices.fastest_device() is (DeviceKind.CPU if said else DeviceKind.CUDA)
+    notes = [note for note in set_up(NodeSettings()).notes if note.startswith("the GPU")]
+    assert notes == ([f"the GPU is not used: {said}"] if said else [])
+
+
+def test_a_gpu_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "_NVIDIA", (tmp_path,))
+    monkeypatch.setattr(devices, "find_spec", lambda _: None)
+    made = set_up(NodeSettings())
+    assert (made.kernels, made.notes[0]) == (PROCESSORS, "the GPU is not used: torch is not installed (pip install 'paceline[torch]')")

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.backends.memory import check_kv
 from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import cuda_refuses
 from paceline.backends.torch.attention import Rope
 from paceline.backends.torch.cuda_attention import PAGE, SEGMENT, Arrays, Batch, CudaPool, CudaStep, OnDevice, batch_of, rows_apart
 from paceline.backends.torch.families import Layer
@@ -90,9 +91,6 @@ class StepGraphs:
         self._recorded[n_earlier] = _Recorded(graph, x_TD, there, out_TD)
         return self._recorded[n_earlier]
 
-
-MAX_HEAD_DIM = 256
-"""FlashAttention's limit."""
 
 _LONG = 1000
 """Rows of the longest prompt piece whose bytes are compared."""
@@ -177,7 +175,7 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
     """A runner on the current CUDA device.
 
     Raises:
-        ModelFileError, UnsupportedModel: from the source, or heads too wide for the kernel.
+        ModelFileError, UnsupportedModel: from the source, or one that the GPU does not run.
         ConfigError: no CUDA device, or quantised weights.
         OutOfMemory: the weights or the KV pool do not fit the device.
     """
@@ -186,10 +184,8 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
     if options.weights is not WeightsFormat.BF16:
         raise ConfigError(f"--weights {options.weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
     spec = source.spec
-    if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
-        raise UnsupportedModel(
-            f"CUDA attention takes heads of at most {MAX_HEAD_DIM}, in eights; this model's have {spec.head_dim}", "Run on the CPU."
-        )
+    if (reason := cuda_refuses(spec)) is not None:
+        raise UnsupportedModel(f"the GPU does not run this model: {reason}", "Run on the CPU.")
     _add_in_one_order()
     device = torch.device("cuda", torch.cuda.current_device())
     n_blocks = -(-options.n_blocks * options.block_size // PAGE)
