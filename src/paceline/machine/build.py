@@ -6,8 +6,9 @@ Law: what a person asked for is built, or an error says why not; `notes` says wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from paceline.core.model import WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
+from paceline.engine.executor import Executor
 from paceline.engine.grammar import Grammars
 from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner, LocalExecutor
@@ -49,28 +51,65 @@ Spread = Callable[[Setup, KvPlan, EngineConfig, LoadProgress | None], tuple[Laye
 """Loads a model's layers into several processes of this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEngine:
-    """An engine ready to step, and what it was built of."""
+X = TypeVar("X", bound=Executor)
 
-    engine: Engine
-    executor: LocalExecutor[Any]
-    rebuild: Callable[[], Engine]
-    """Makes another engine on the executor, in place of one that failed."""
-    model: ServedModel
+
+@dataclass(slots=True, kw_only=True)
+class EngineAssembly(Generic[X]):
+    """An engine ready to step, and what it runs on."""
+
+    setup: Setup
+    executor: X
+    runner: LayerRunner[Any]
+    """This machine's layers."""
     config: EngineConfig
     kv: KvPlan
-    notes: tuple[str, ...]
-    setup: Setup
-    runner: LayerRunner[Any]
+    """What this machine's part takes of its memory."""
+    model: ServedModel
+    clock: Clock
     drafts: MoreSources | None
-    """Made elsewhere; None: this engine drafts by itself or not at all."""
-    sampler: CompiledSampler
-    grammars: Grammars
-    beside: ClosableKv | None
-    """KV beside the pool; None: there is none."""
-    loans: KvLoans
+    """Made elsewhere; None, which it becomes where the kernels here do not allow for drafts: this engine drafts by itself or not at all."""
+    kv_beside: InitVar[Callable[[KvLoans, Callable[[], None]], ClosableKv | None]]
+    """Makes `beside`, from what the pool lends and what to call when a fetch is over."""
+    sampler: CompiledSampler = field(init=False)
+    grammars: Grammars = field(init=False)
+    loans: KvLoans = field(init=False)
     """Of the pool."""
+    beside: ClosableKv | None = field(init=False)
+    """KV beside the pool; None: there is none."""
+    engine: Engine = field(init=False)
+    _wakeup: Wakeup = field(init=False)
+
+    def __post_init__(self, kv_beside: Callable[[KvLoans, Callable[[], None]], ClosableKv | None]) -> None:
+        if not self.runner.holds_identity:
+            self.drafts = None
+        self.sampler = self.setup.sampler()
+        with ExitStack() as undo:
+            undo.callback(self.sampler.close)
+            self.grammars = Grammars(self.setup.opened.tokenizer)
+            self._wakeup, self.loans = Wakeup(), KvLoans()
+            self.beside = kv_beside(self.loans, self._wakeup.came)
+            self.engine = self._make()
+            undo.pop_all()
+
+    def _make(self) -> Engine:
+        return Engine(
+            *(self.executor, self.setup.opened.tokenizer, self.config, self.clock),
+            drafting=self.setup.drafting(self.runner, self.drafts),
+            sampler=self.sampler,
+            grammars=self.grammars,
+            wait=self._wakeup.wait,
+            kv=self.beside,
+            loans=self.loans,
+        )
+
+    def rebuild(self) -> Engine:
+        """Make another engine, in place of one that failed."""
+        if self.beside is not None:
+            self.beside.reset()
+        self.loans.void(None)
+        self.executor.reset()
+        return self._make()
 
     def close(self) -> None:
         """End what the engine runs on."""
@@ -78,6 +117,13 @@ class BuiltEngine:
             self.beside.close()
         self.executor.close()
         self.sampler.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class BuiltEngine(EngineAssembly[LocalExecutor[Any]]):
+    """One machine's."""
+
+    notes: tuple[str, ...]
 
     @property
     def summary(self) -> str:
@@ -137,52 +183,26 @@ def build_engine(
         notes.append(
             f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
         )
-        drafts = None
-    drafting = setup.drafting(runner, drafts)
-    sampler = setup.sampler()
-    grammars = Grammars(setup.opened.tokenizer)
 
-    wakeup, loans, disk = Wakeup(), KvLoans(), None
-    if settings.kv_disk_bytes and config.prefix_cache:
-        disk = DiskTier(runner, setup.digest, Home.from_environment().kv, KvDiskLimits(settings.kv_disk_bytes), clock, wakeup.came)
-
-    beside: ClosableKv | None = disk
-    if kv_beside is not None and config.prefix_cache and runner.holds_identity:
-        beside = kv_beside(runner, setup.digest, disk, loans, wakeup.came)
-
-    def make() -> Engine:
-        return Engine(
-            *(executor, setup.opened.tokenizer, config, clock),
-            drafting=drafting,
-            sampler=sampler,
-            grammars=grammars,
-            wait=wakeup.wait,
-            kv=beside,
-            loans=loans,
-        )
-
-    def rebuild() -> Engine:
-        if beside is not None:
-            beside.reset()
-        loans.void(None)
-        executor.reset()
-        return make()
+    def beside_pool(loans: KvLoans, came: Callable[[], None]) -> ClosableKv | None:
+        disk = None
+        if settings.kv_disk_bytes and config.prefix_cache:
+            disk = DiskTier(runner, setup.digest, Home.from_environment().kv, KvDiskLimits(settings.kv_disk_bytes), clock, came)
+        if kv_beside is None or not (config.prefix_cache and runner.holds_identity):
+            return disk
+        return kv_beside(runner, setup.digest, disk, loans, came)
 
     return BuiltEngine(
-        engine=make(),
+        setup=setup,
         executor=executor,
-        rebuild=rebuild,
-        model=setup.served(runner, kv, clock),
+        runner=runner,
         config=config,
         kv=kv,
-        notes=tuple(notes),
-        setup=setup,
-        runner=runner,
+        model=setup.served(runner, kv, clock),
+        clock=clock,
         drafts=drafts,
-        sampler=sampler,
-        grammars=grammars,
-        beside=beside,
-        loans=loans,
+        kv_beside=beside_pool,
+        notes=tuple(notes),
     )
 
 

@@ -489,7 +489,7 @@ def _hosted(
         peers.role = role
         peers.prompts_per_s = lambda: host.stats().prefill_per_s or built.prompts_per_s
     return BuiltNode(
-        *(host, built.model, (), built.summary, built.warm, built.location, built.kv, kept, peers),
+        *(host, built.model, (), built.summary, built.warm, built.setup.opened.location, built.kv, kept, peers),
         pipeline_id=executor.pipeline_id,
         spans=spans,
         is_shared=True,

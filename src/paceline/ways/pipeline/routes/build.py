@@ -11,31 +11,29 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, OutOfMemory, PipelineDisabled, PlacementError, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.inference import ServedModel, fingerprint_of
+from paceline.core.inference import fingerprint_of
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange, LayerSpan
-from paceline.engine.config import EngineConfig, context_of
+from paceline.engine.config import context_of
 from paceline.engine.drafts import MoreSources
-from paceline.engine.engine import Engine
-from paceline.engine.grammar import Grammars
 from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
+from paceline.machine.build import EngineAssembly
 from paceline.machine.capability import WarmModel
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.kv_spans import ClosableKv, SpreadKvBeside
-from paceline.machine.kv_tier import KvDiskLimits, Wakeup, part_of
+from paceline.machine.kv_tier import KvDiskLimits, part_of
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import Speed, vocabulary_id
-from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, StageRequest
@@ -49,9 +47,6 @@ from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
 from paceline.ways.pipeline.routes.stage_kv import StagesKv
 from paceline.ways.pipeline.splits import PIPELINE
-
-if TYPE_CHECKING:
-    from paceline.backends.cpu.sampler import CompiledSampler
 
 
 class PipelineSlots:
@@ -243,38 +238,15 @@ LEAST_TOKENS = 256
 """Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltPipeline:
-    """An engine over several machines, ready to step."""
+@dataclass(slots=True, kw_only=True)
+class BuiltPipeline(EngineAssembly[PipelineExecutor]):
+    """Over several machines."""
 
-    engine: Engine
-    rebuild: Callable[[], Engine]
-    """Makes another engine on the executor, in place of one that failed."""
-    location: ModelLocation
-    executor: PipelineExecutor
     router: FleetRouter
-    model: ServedModel
-    config: EngineConfig
     warm: WarmModel
     summary: str
-    drafts: MoreSources | None
-    """Made elsewhere; None: the kernels here do not allow for drafts."""
-    sampler: CompiledSampler
-    grammars: Grammars
-    kv: KvPlan
-    """What this machine's part takes of its memory."""
-    beside: ClosableKv | None
-    """KV on the machines' disks, and at other nodes; None: there is none."""
-    loans: KvLoans
-    """Of the pool."""
     prompts_per_s: float
     """Tokens of prompts, as the plan expects."""
-
-    def close(self) -> None:
-        if self.beside is not None:
-            self.beside.close()
-        self.executor.close()
-        self.sampler.close()
 
 
 def build_engine_over(
@@ -383,61 +355,35 @@ def build_engine_over(
         here = f"layers {own.words} here" if own else "no layers here"
         context = context_of(config, executor)
         summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}, pipeline {executor.pipeline_id}"
-        # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
-        drafts = drafts if head.holds_identity else None
-        drafting = setup.drafting(head, drafts)
-        sampler = setup.sampler()
-        undo.callback(sampler.close)
-        grammars = Grammars(opened.tokenizer)
 
-        wakeup, loans = Wakeup(), KvLoans()
-        beside: ClosableKv | None = None
-        shares = kv_beside is not None and holds_identity
-        if config.prefix_cache and (settings.kv_disk_bytes or shares):
+        def beside_pool(loans: KvLoans, came: Callable[[], None]) -> ClosableKv | None:
+            shares = kv_beside is not None and holds_identity
+            if not (config.prefix_cache and (settings.kv_disk_bytes or shares)):
+                return None
             kept = KvDiskLimits(settings.kv_disk_bytes) if settings.kv_disk_bytes else None
-            folder = Home.from_environment().kv
-            beside = stages = StagesKv(executor, head, digest, request.dtype, folder, kept, clock, fleet.trust, loop, wakeup.came)
-            if kv_beside is not None and shares:
-                size = head.block_size
-                layer_bytes = size * spec.kv_bytes_per_token(LayerRange(0, 1))
-                whole = part_of(digest, head.numerics_id, head.kv_layout, size, spec.all_layers, layer_bytes, spec.n_layers)
-                beside = kv_beside(head, digest, stages, loans, wakeup.came, whole)
-
-        def make() -> Engine:
-            return Engine(
-                *(executor, opened.tokenizer, config, clock),
-                drafting=drafting,
-                sampler=sampler,
-                grammars=grammars,
-                wait=wakeup.wait,
-                kv=beside,
-                loans=loans,
-            )
-
-        def rebuild() -> Engine:
-            if beside is not None:
-                beside.reset()
-            loans.void(None)
-            executor.reset()
-            return make()
+            disks = StagesKv(executor, head, digest, request.dtype, Home.from_environment().kv, kept, clock, fleet.trust, loop, came)
+            if kv_beside is None or not shares:
+                return disks
+            size = head.block_size
+            layer_bytes = size * spec.kv_bytes_per_token(LayerRange(0, 1))
+            whole = part_of(digest, head.numerics_id, head.kv_layout, size, spec.all_layers, layer_bytes, spec.n_layers)
+            return kv_beside(head, digest, disks, loans, came, whole)
 
         built = BuiltPipeline(
-            make(),
-            rebuild,
-            opened.location,
-            executor,
-            router,
-            model,
-            config,
-            replace(setup.warm(kv, speed), context=context),
-            summary,
-            drafts,
-            sampler,
-            grammars,
-            kv,
-            beside,
-            loans,
-            wanted.request.prompt_tokens / planned.estimate.ttft_s if planned.estimate.ttft_s > 0 else 0.0,
+            setup=setup,
+            executor=executor,
+            runner=head,
+            config=config,
+            kv=kv,
+            model=model,
+            clock=clock,
+            # Whether the others' kernels allow for them may change with each route, and the executor says so.
+            drafts=drafts,
+            kv_beside=beside_pool,
+            router=router,
+            warm=replace(setup.warm(kv, speed), context=context),
+            summary=summary,
+            prompts_per_s=wanted.request.prompt_tokens / planned.estimate.ttft_s if planned.estimate.ttft_s > 0 else 0.0,
         )
         undo.pop_all()
         return built

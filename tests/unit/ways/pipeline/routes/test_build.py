@@ -78,8 +78,9 @@ def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPa
     setup, executor, fake = MagicMock(), MagicMock(), MagicMock()
     setup.opened.spec.n_layers, setup.settings.context, fake.kv.context = 4, None, 512
     for name in ("check_layers", "begin_loads", "RouteOpener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "request_of", "StageRequest",
-                 "PipelineLimits", "Speed", "vocabulary_id", "context_of", "Engine"):  # fmt: skip
+                 "PipelineLimits", "Speed", "vocabulary_id", "context_of"):  # fmt: skip
         monkeypatch.setattr(build, name, getattr(fake, name))
+    monkeypatch.setattr("paceline.machine.build.Engine", fake.Engine)
     monkeypatch.setattr(build, "set_up", lambda *_, **__: setup)
     monkeypatch.setattr(build, "fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
     monkeypatch.setattr(build, "_whole_blocks", lambda _: 16)
