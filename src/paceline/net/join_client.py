@@ -33,7 +33,7 @@ from paceline.core.ids import NodeId
 from paceline.core.text import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.net.join_host import HINT_KEY, MAX_PEERS
-from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
+from paceline.net.rpc_faults import fleet_error_of, unless_closed
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import JOIN_NAME, FleetRoot, is_address, make_key, make_request, read_join_certificate
 from paceline.net.trust.guard import PeerGuard
@@ -221,17 +221,15 @@ class RenewalServicer(RenewalServiceServicer):
         self._issuer, self._guard = issuer, guard
 
     async def Renew(self, request: wire.RenewRequest, context: Context) -> wire.RenewResponse:
+        member, issuer = self._guard.peer(context), self._issuer()
+        if issuer is None:
+            raise GossipRefused("The fleet's CA is not on this node")
         try:
-            member, issuer = self._guard.peer(context), self._issuer()
-            if issuer is None:
-                raise GossipRefused("The fleet's CA is not on this node")
             # Signing and waiting for the disk are not for the event loop.
             certificate = await asyncio.to_thread(issuer.renew, request.certificate_request, member)
-        except FleetError as error:
-            await abort(context, error)
         except UserError as error:
             logger.error("no certificate could be renewed: %s", error)  # noqa: TRY400 - it says all there is
-            await abort(context, GossipRefused("The machine that issues certificates has trouble of its own: see its log"))
+            raise GossipRefused("The machine that issues certificates has trouble of its own: see its log") from error
         logger.info("renewed the certificate of %s", member.node_id)
         return wire.RenewResponse(certificate=certificate)
 

@@ -17,11 +17,10 @@ from typing import Any, Final, NoReturn, Protocol, cast
 import grpc
 import grpc.aio
 
-from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted, WrongBytes
+from paceline.core.errors import ModelFileError, ModelNotFound, WrongBytes
 from paceline.core.manifest import MOST_RUNS, PIECE, SHA256_BYTES, ByteRuns, FileEntry, ModelManifest, TensorAt, is_sha256
 from paceline.core.text import printable
 from paceline.net.mapper import Codec, Columns, Mapped, refuse_with
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.handlers import Context, Limit, caller_of
 from paceline.net.wire import weights_pb2 as wire
@@ -235,10 +234,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         return asyncio.create_task(asyncio.to_thread(read))
 
     async def _check(self, digest: str, context: FetchContext | DescribeContext) -> None:
-        try:
-            self._admit(context)
-        except NotTrusted as error:
-            await abort(context, error)
+        self._admit(context)
         if not is_sha256(digest):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a model is asked for by its digest, 64 hexadecimal digits")
         if self._free <= 0 or self._served[caller_of(context)] >= self._share:

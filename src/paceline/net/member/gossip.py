@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.core.background import Background, TaskSet, came_within, end_tasks, in_background
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, GossipRefused, MembershipError, MessageTooLarge, PacelineError
+from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
@@ -52,7 +52,6 @@ from paceline.net.exchange_codec import (
 )
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
@@ -324,22 +323,16 @@ class CapabilityServicer(CapabilityServiceServicer):
         self._gossip, self._guard, self._facts = gossip, guard, facts
 
     async def ExchangeCapabilities(self, request: wire.ExchangeCapabilitiesRequest, context: Context) -> wire.ExchangeCapabilitiesResponse:
-        try:
-            return await self._gossip.answer(request, self._guard.peer(context).node_id)
-        except GossipRefused as error:
-            await abort(context, error)
+        return await self._gossip.answer(request, self._guard.peer(context).node_id)
 
     async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
         del request, context
         return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts())
 
     async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
-        try:
-            self._gossip.count_measure(self._guard.peer(context).node_id)
-            if request.response_bytes > MAX_MEASURE_BYTES:
-                raise MessageTooLarge(f"{request.response_bytes} bytes were asked for to measure a link; the bound is {MAX_MEASURE_BYTES}")
-        except GossipRefused as error:
-            await abort(context, error)
+        self._gossip.count_measure(self._guard.peer(context).node_id)
+        if request.response_bytes > MAX_MEASURE_BYTES:
+            raise MessageTooLarge(f"{request.response_bytes} bytes were asked for to measure a link; the bound is {MAX_MEASURE_BYTES}")
         return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))
 
 

@@ -22,7 +22,7 @@ from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member
 from paceline.net.trust.connections import ConnectionWatch, Refusals
-from paceline.net.trust.handlers import Behaviour, Context, Request, Response, rewrap
+from paceline.net.trust.handlers import Behaviour, Context, Request, Response, rewrap, told
 from paceline.net.trust.seals import REVOCATION_KEY, Voids
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
@@ -141,7 +141,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> Any:
             async with self._admitted(context, method) as call:
                 # All that a context has; a type with so many methods can't be made by delegation.
-                return await behaviour(request, cast("Context", call))
+                return await told(behaviour)(request, cast("Context", call))
 
         return guarded
 

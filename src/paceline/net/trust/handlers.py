@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge, PeerFloods
+from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge, PacelineError, PeerFloods
 from paceline.net.rpc_faults import abort
 from paceline.net.trust.connections import Refusals, remote_of
 
@@ -141,6 +141,18 @@ def rewrap(
     if read is not None:
         make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return make(wrap(behaviour), read or handler.request_deserializer, handler.response_serializer)
+
+
+def told(behaviour: Behaviour) -> Behaviour:
+    """Has a caller hear what its handler raises, where that is a `PacelineError`."""
+
+    async def telling(request: Any, context: Context) -> Any:
+        try:
+            return await behaviour(request, context)
+        except PacelineError as error:
+            await abort(context, error)
+
+    return telling
 
 
 class WellFormed(grpc.aio.ServerInterceptor):

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, PacelineError
+from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal, DraftSession, Proposer, ProposerStats, open_session
 from paceline.net.mapper import Codec, Mapped, refuse_with
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Context, Limit
@@ -255,11 +254,8 @@ class ProposerServicer(ProposerServiceServicer):
         self._pool, self._who = pool, who
 
     async def ProposeBlock(self, request: wire.ProposeBlockRequest, context: Context) -> wire.ProposeBlockResponse:
-        try:
-            ask = replace(read_ask(request), session=0)
-            return write_block(await self._pool.propose(self._who(context).node_id, ask), 0)
-        except PacelineError as error:
-            await abort(context, error)
+        ask = replace(read_ask(request), session=0)
+        return write_block(await self._pool.propose(self._who(context).node_id, ask), 0)
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def ProposeBlocks(self, requests: AsyncIterator[wire.ProposeBlocksRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -297,10 +293,7 @@ class ProposerServicer(ProposerServiceServicer):
                     answering.create_task(answer(ask))
                     await asyncio.sleep(0)  # so that it begins before news that its session is over
         except BaseExceptionGroup as errors:
-            error = _first(errors)
-            if isinstance(error, PacelineError):
-                await abort(context, error)
-            raise error from None
+            raise _first(errors) from None
         finally:
             # Sessions end with the call that spoke of them: a peer that calls again says everything again.
             self._pool.end(caller, tuple(seen))

@@ -14,7 +14,7 @@ from typing import Self
 from uuid import uuid4
 
 from paceline.core.background import end_tasks
-from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
+from paceline.core.errors import ContextOverflow, UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
@@ -22,7 +22,6 @@ from paceline.core.model import ModelRef
 from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.member.meter import FleetMeter
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.handlers import Context, Limit, caller_of
 from paceline.net.wire import generate_pb2 as wire
@@ -58,28 +57,22 @@ class GenerateServicer(GenerateServiceServicer):
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            self._check(request)
-            # Ids are the caller's; two callers may have chosen one.
-            wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
-            wanted = replace(wanted, shares_kv=self._shares_kv(context))
-            async with (
-                aclosing(self._models.generate(request.model_id, wanted)) as stream,
-                _Notices(context, self._models.advances) as notices,
-            ):
-                async for chunks in stream:
-                    await notices.write(write_chunks(chunks))
-        except PacelineError as error:
-            await abort(context, error)
+        self._check(request)
+        # Ids are the caller's; two callers may have chosen one.
+        wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
+        wanted = replace(wanted, shares_kv=self._shares_kv(context))
+        async with (
+            aclosing(self._models.generate(request.model_id, wanted)) as stream,
+            _Notices(context, self._models.advances) as notices,
+        ):
+            async for chunks in stream:
+                await notices.write(write_chunks(chunks))
 
     async def DescribeModel(self, request: wire.DescribeModelRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loaded = self._models.find(request.model_id)
         if loaded is None:
-            await abort(context, _not_here(request.model_id))
-        try:
-            digest, packed = await self._models.packed_tokenizer(loaded.model.name)
-        except PacelineError as error:
-            await abort(context, error)
+            raise _not_here(request.model_id)
+        digest, packed = await self._models.packed_tokenizer(loaded.model.name)
         description = wire.DescribeModelResponse(
             digest=loaded.model.digest,
             quantization=loaded.model.weights,

@@ -45,7 +45,6 @@ from paceline.machine.sizing import shares_bytes, weights_bytes
 from paceline.machine.weights import dial_through
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.dialling import dial
 from paceline.net.trust.certificates import Member
@@ -340,11 +339,8 @@ class RankServicer(RankServiceServicer):
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def OpenRank(self, request: wire.OpenRankRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            caller = self._who(context)
-            self._host.admit(caller)
-            async with aclosing(self._host.open(read_open(request), caller)) as events:
-                async for event in events:
-                    await context.write(write_event(event))
-        except PacelineError as error:
-            await abort(context, error)
+        caller = self._who(context)
+        self._host.admit(caller)
+        async with aclosing(self._host.open(read_open(request), caller)) as events:
+            async for event in events:
+                await context.write(write_event(event))

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from tests.unit.net.member.nodes import in_loop, until
@@ -17,6 +19,7 @@ from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, U
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import ModelRef
+from paceline.net.trust.handlers import rewrap, told
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.ways.forward import client as generate_client
@@ -62,9 +65,16 @@ class Slow:
             self.closed = True
 
 
+class Tells(grpc.aio.ServerInterceptor):
+    """Of errors, what a node's guard does; without TLS."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return rewrap(await continuation(handler_call_details), told)
+
+
 @asynccontextmanager
 async def asked(models: Slow) -> AsyncIterator[RemoteStream]:
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[Tells()])
     add_GenerateServiceServicer_to_server(GenerateServicer(models), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -211,7 +221,7 @@ class Served:
 async def test_an_answer_of_a_form_goes_on_only_where_the_same_library_follows_it() -> None:
     models = [Saying(7), Saying(8, ends=True), Saying(8, ends=True), Saying(9, ends=True)]
     servicers = [GenerateServicer(models[0]), OtherGrammars(models[1]), NoGrammars(models[2]), GenerateServicer(models[3])]
-    servers, ports = [grpc.aio.server() for _ in servicers], list[int]()
+    servers, ports = [grpc.aio.server(interceptors=[Tells()]) for _ in servicers], list[int]()
     for servicer, server in zip(servicers, servers, strict=True):
         add_GenerateServiceServicer_to_server(servicer, server)
         ports.append(server.add_insecure_port("127.0.0.1:0"))

@@ -23,7 +23,6 @@ from paceline.core.errors import (
     BadPipelineRequest,
     FleetError,
     NodeUnreachable,
-    PacelineError,
     PipelineError,
     ShardUnavailable,
     TensorStreamError,
@@ -31,7 +30,6 @@ from paceline.core.errors import (
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import BLOCK_TOKENS
 from paceline.machine.kv_spans import KvMover
-from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
@@ -341,47 +339,32 @@ class ShardServicer(ShardServiceServicer):
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def OpenStage(self, request: wire.OpenStageRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
-            caller = self._admitted(context)
-            async with aclosing(self._host.open(read_open(request), caller)) as events:
+            async with aclosing(self._host.open(read_open(request), self._admitted(context))) as events:
                 async for event in events:
                     async with asyncio.timeout(WRITE_S):
                         await context.write(write_event(event))
         except TimeoutError:
-            await abort(context, ShardUnavailable("The caller takes no reports, so its session ended"))
-        except PacelineError as error:
-            await abort(context, error)
+            raise ShardUnavailable("The caller takes no reports, so its session ended") from None
 
     async def ConnectStage(self, request: wire.ConnectStageRequest, context: Context) -> wire.ConnectStageResponse:
-        try:
-            await self._host.connect(request.session_id, self._admitted(context), read_connect(request))
-        except PacelineError as error:
-            await abort(context, error)
+        await self._host.connect(request.session_id, self._admitted(context), read_connect(request))
         return wire.ConnectStageResponse()
 
     async def WarmLayers(self, request: wire.WarmLayersRequest, context: Context) -> wire.WarmLayersResponse:
-        try:
-            self._admitted(context)
-            loading = self._host.warm_layers(read_warm(request))
-        except PacelineError as error:
-            await abort(context, error)
+        self._admitted(context)
+        loading = self._host.warm_layers(read_warm(request))
         if loading is None:
             return wire.WarmLayersResponse(loaded=True)
         told = wire.StageLoading(bytes_done=loading.bytes_done, bytes_total=loading.bytes_total)
         return wire.WarmLayersResponse(loading=told)
 
     async def KvBlocks(self, request: wire.KvBlocksRequest, context: Context) -> wire.KvBlocksResponse:
-        try:
-            done = await self._host.use_blocks(read_blocks(request), self._admitted(context))
-        except PacelineError as error:
-            await abort(context, error)
+        done = await self._host.use_blocks(read_blocks(request), self._admitted(context))
         return wire.KvBlocksResponse(n_blocks=done.n_blocks, is_wrong=done.is_wrong)
 
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
         del request
-        try:
-            self._admitted(context)
-        except PacelineError as error:
-            await abort(context, error)
+        self._admitted(context)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rows are no longer read back")
 
     def _admitted(self, context: Context) -> Member:
