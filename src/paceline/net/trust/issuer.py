@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -85,11 +86,9 @@ class Issuer:
             MembershipError: the state can't be kept.
         """
         token = JoinToken(tuple(addresses), self.authority.root.pin, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             expires_at = self._clock.wall() + ttl_s
             state.tokens[token.token_id.hex()] = HeldToken(token.token_id.hex(), token.secret.hex(), expires_at, uses, [], trust)
-            self._keep(state)
         return token
 
     def open_until(self) -> float | None:
@@ -117,21 +116,17 @@ class Issuer:
 
     def void_tokens(self, token_ids: Collection[str]) -> None:
         """No machine joins by them any more."""
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             for token_id in token_ids:
                 state.tokens[token_id].voided = True
-            self._keep(state)
 
     @property
     def join_port(self) -> int:
         return self._load().join_port
 
     def set_join_port(self, port: int) -> None:
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             state.join_port = port
-            self._keep(state)
 
     def admit(self, attempt: JoinAttempt, here: Collection[NodeId] = ()) -> tuple[NodeId, bytes]:
         """Let a machine in: its id and its certificate (DER).
@@ -145,8 +140,7 @@ class Issuer:
         """
         if len(attempt.token_id) != 2 * ID_BYTES or len(attempt.proof) != PROOF_BYTES or len(attempt.nonce) != NONCE_BYTES:
             raise JoinRefused("The join request is not one of this version's", "Use the same version of Paceline on all machines")
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             token = state.tokens.get(attempt.token_id)
             # Why a token is refused is told only to those who hold it.
             if token is None or not _proves(token, attempt):
@@ -174,16 +168,13 @@ class Issuer:
             state.issued[node_id] = self._issued(certificate, token.token_id)
             token.uses_left -= 1
             token.nonces.append(attempt.nonce.hex())
-            self._keep(state)
         return node_id, certificate
 
     def issue_own(self, request: bytes, node_id: NodeId) -> bytes:
         """A certificate for the node that holds the CA: no node is trusted more."""
         certificate = self.authority.issue(request, node_id, self._clock.wall(), trust=Trust.TRUSTED)
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             state.issued[node_id] = self._issued(certificate)
-            self._keep(state)
         return certificate
 
     def renew(self, request: bytes, member: Member) -> bytes:
@@ -201,17 +192,15 @@ class Issuer:
             raise NotTrusted(f"{member.node_id} asked for a certificate of another name or key than its own", who=member.node_id)
         if not renewal_is_due(member, now + CLOCKS_APART_S):
             raise GossipRefused(f"The certificate of {member.node_id} holds for long enough")
-        with self._folder.locked():
+        with self._changing() as state:
             if member.issued_at <= self._voided_to(member.node_id):
                 raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
-            state = self._load()
             before = state.issued.get(asked)
             if before is not None and 0 <= now - before.at < RENEW_EVERY_S:  # a time ahead is of a clock that was set back
                 raise GossipRefused(f"The certificate of {member.node_id} was renewed a moment ago")
             trust = (before and before.trust) or member.trust
             certificate = self.authority.issue(request, asked, now, trust=trust)
             state.issued[asked] = self._issued(certificate, before.token if before else "")
-            self._keep(state)
         return certificate
 
     def sign_list(self, digest: bytes, own: NodeId) -> SealedList:
@@ -234,12 +223,10 @@ class Issuer:
 
     def revoke(self, node_id: NodeId, *, keep_tokens: bool = False) -> SealedRevocation:
         """Void every certificate of a node, and all tokens: it may have kept one. Known to this machine at once; to the others as gossip goes."""
-        with self._folder.locked():
-            state = self._load()
+        with self._changing() as state:
             # Before the revocation is kept, so that the node does not join anew in between.
             for token in () if keep_tokens else state.tokens.values():
                 token.voided = True
-            self._keep(state)
             held = state.issued.get(node_id)
             # Clocks go back: it reaches the last certificate all the same.
             at = max(int(self._clock.wall()), held.at if held else 0, self._voided_to(node_id))
@@ -262,8 +249,13 @@ class Issuer:
     def _load(self) -> IssuerState:
         return read_state(self._folder)
 
-    def _keep(self, state: IssuerState) -> None:
-        keep_state(self._folder, state, self._clock.wall())
+    @contextmanager
+    def _changing(self) -> Generator[IssuerState]:
+        """What is kept, under the folder's lock: as the block leaves it, unless that raises."""
+        with self._folder.locked():
+            state = self._load()
+            yield state
+            keep_state(self._folder, state, self._clock.wall())
 
 
 def renewal_is_due(member: Member, now: float) -> bool:
