@@ -19,7 +19,7 @@ from paceline.core.manifest import PIECE, ByteRuns, FileEntry, ModelManifest, Te
 from paceline.core.model import ModelSpec
 from paceline.core.weights import StoredTensor, WeightSource
 from paceline.store.digests import DigestCache, file_sums
-from paceline.store.faults import damaged, unreadable
+from paceline.store.faults import damaged, reading, unreadable
 from paceline.store.gguf_file import GgufWeights, open_gguf
 from paceline.store.hf_folder import CONFIG, SafetensorsWeights
 from paceline.store.home import Home, expanded, identity_key, read_json_object
@@ -404,7 +404,7 @@ class Library:
 
 def _read_runs(known: _Described, runs: ByteRuns) -> bytes:
     path, data = known.paths[runs.file], bytearray(runs.nbytes)
-    try:
+    with reading(path):
         if identity_key(path, "serve") != known.keys[runs.file]:
             raise damaged(path, "it changed since it was described")
         with path.open("rb", buffering=0) as opened:
@@ -412,8 +412,6 @@ def _read_runs(known: _Described, runs: ByteRuns) -> bytes:
                 opened.seek(runs.offset + run * runs.stride)
                 if opened.readinto(memoryview(data)[run * runs.length : (run + 1) * runs.length]) != runs.length:
                     raise damaged(path, "it ends early")
-    except OSError as error:
-        raise unreadable(path, error) from error
     return bytes(data)
 
 

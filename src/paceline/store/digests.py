@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.manifest import PIECE, SHA256_BYTES, combined_digest
-from paceline.store.faults import damaged, unreadable
+from paceline.store.faults import damaged, reading
 from paceline.store.home import Home, identity_key, read_json_object, write_cache
 
 
@@ -34,11 +34,8 @@ class DigestCache:
         known = self.known(path)
         if known is not None:
             return known
-        try:
-            with path.open("rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading(path), path.open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         self.remember(path, digest)
         return digest
 
@@ -57,10 +54,8 @@ class DigestCache:
         write_cache(self._entry(path), json.dumps({"path": str(path), "sha256": digest}).encode())
 
     def _entry(self, path: Path) -> Path:
-        try:
+        with reading(path):
             return self.home.digests / f"{identity_key(path, 'digest')}.json"
-        except OSError as error:
-            raise unreadable(path, error) from error
 
 
 def digest_of_files(cache: DigestCache, files: Iterable[Path]) -> str:
@@ -93,7 +88,7 @@ def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSu
     Raises:
         ModelFileError: the file can't be read, or changes meanwhile.
     """
-    try:
+    with reading(path):
         size, entry = path.stat().st_size, _entry(path, home)
         known = _remembered(entry, size)
         if known is not None:
@@ -102,18 +97,14 @@ def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSu
         sums = _computed(path, size, DigestCache(home).known(path), examined)
         if entry != _entry(path, home):
             raise damaged(path, "it changed while it was read")
-    except OSError as error:
-        raise unreadable(path, error) from error
     remember_sums(path, sums, home)
     return sums
 
 
 def remember_sums(path: Path, sums: FileSums, home: Home) -> None:
     """Keep checksums that the caller has just computed of a file."""
-    try:
+    with reading(path):
         write_cache(_entry(path, home), bytes.fromhex(sums.sha256) + sums.pieces)
-    except OSError as error:
-        raise unreadable(path, error) from error
     DigestCache(home).remember(path, sums.sha256)
 
 

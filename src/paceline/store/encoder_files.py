@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from paceline.core.errors import UnsupportedModel
 from paceline.core.weights import FIRST_NORM, POSITIONS, TYPES, WORDS, EncoderSpec, Pooling, Shape, StoredTensor, encoder_shapes
 from paceline.store.catalog import resolve
-from paceline.store.faults import damaged, unreadable, unsupported
+from paceline.store.faults import damaged, reading, unsupported
 from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import CONFIG, ENCODERS, JsonObject, load_object, read_head, weight_files
 from paceline.store.home import Home
@@ -167,9 +167,8 @@ def _pooling(folder: Path) -> tuple[Pooling, bool]:
 
 def _modules(path: Path) -> Iterator[JsonObject]:
     try:
-        listed: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from error
+        with reading(path):
+            listed: Any = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it is not valid JSON ({error})") from error
     modules = cast("list[Any]", listed) if isinstance(listed, list) else [None]

@@ -5,7 +5,8 @@ written; and what such files say of themselves, each field checked for its type 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,19 @@ def encoder_alone(path: Path) -> UnsupportedModel:
 def unreadable(path: Path, error: OSError) -> ModelFileError:
     """The operating system would not give the file's bytes."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Around what reads a file of a model.
+
+    Raises:
+        ModelFileError: the operating system would not give the file's bytes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def can_not_write(what: str, folder: Path, error: OSError) -> DownloadError:

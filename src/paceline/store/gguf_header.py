@@ -17,7 +17,7 @@ from typing import Final
 
 from paceline.core.errors import UnsupportedModel
 from paceline.core.weights import TENSOR_TYPES
-from paceline.store.faults import Fields, damaged, unreadable, unsupported
+from paceline.store.faults import Fields, damaged, reading, unsupported
 from paceline.store.tensor_files import StoredAt
 
 MAX_HEADER_BYTES: Final = 32 << 20
@@ -93,12 +93,9 @@ class GgufHeader(Fields):
         return [item[0] for item in _SCALARS[value.kind].iter_unpack(self._read(value))]
 
     def _read(self, array: ArrayRef) -> bytes:
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(array.start)
-                data = file.read(array.stop - array.start)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
+        with reading(self.path), self.path.open("rb", buffering=0) as file:
+            file.seek(array.start)
+            data = file.read(array.stop - array.start)
         if len(data) != array.stop - array.start:
             raise damaged(self.path, "it changed while it was read")
         return data
@@ -119,11 +116,9 @@ def read_header(path: Path, size: int | None = None) -> GgufHeader:
         ModelFileError: the file is missing, truncated or damaged.
         UnsupportedModel: its GGUF version, byte order or a tensor type is not one Paceline reads.
     """
-    try:
+    with reading(path):
         here = path.stat().st_size
         return _parse(_Cursor(path, here if size is None else size, partial=size is not None))
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 class _Cursor:

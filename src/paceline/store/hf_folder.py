@@ -21,7 +21,7 @@ from paceline.core.model import Activation, LongContext, LowRank, ModelSpec, Moe
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, scaled_by_depth
-from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
+from paceline.store.faults import Fields, damaged, encoder_alone, reading, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.stacked_experts import unstacked
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
@@ -83,14 +83,12 @@ def load_object(path: Path) -> JsonObject:
     Raises:
         ModelFileError: it can't be read, is not JSON, or not an object.
     """
-    try:
+    with reading(path):
         if path.exists() and not path.is_file():
             raise damaged(path, "it is not a file")  # a pipe or a device may never end
         if path.stat().st_size > MAX_JSON_BYTES:
             raise damaged(path, f"it is longer than {MAX_JSON_BYTES >> 20} MiB")
         data = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
     return parse_object(path, data)
 
 
@@ -446,7 +444,7 @@ def read_head(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[StoredAt]
         ModelFileError: the file is missing, truncated or damaged.
         UnsupportedModel: a tensor's type is not F32, F16 or BF16.
     """
-    try:
+    with reading(path):
         if path.exists() and not path.is_file():
             raise damaged(path, "it is not a file")  # opening a pipe may never end
         size = path.stat().st_size
@@ -457,8 +455,6 @@ def read_head(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[StoredAt]
             if n > min(size - 8, MAX_HEAD_BYTES):
                 raise damaged(path, f"it is truncated: its table should have {n} bytes, the file has {size}")
             head = file.read(n)
-    except OSError as error:
-        raise unreadable(path, error) from error
     table = parse_object(path, head)
     for name, entry in table.fields.items():
         if name != "__metadata__" and not name.startswith(leave_out):

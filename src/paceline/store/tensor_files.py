@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paceline.core.model import ModelSpec, YarnSpec, rotary_dims
 from paceline.core.weights import HEAD, BlockTensor, DenseTensor, Shape, StoredTensor, TensorType, columns_of, tensor_shapes
 from paceline.store.digests import DigestCache, digest_of_files
-from paceline.store.faults import damaged, unreadable, unsupported
+from paceline.store.faults import damaged, reading, unsupported
 
 MAX_LAYERS: Final = 4096
 MAX_EXPERTS: Final = 1 << 17
@@ -158,19 +158,16 @@ class StoredAt:
             ModelFileError: the file can't be read, or ends before them.
         """
         raw, (count, length) = np.empty(self.nbytes, np.uint8), self.runs
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                for run in range(count):
-                    file.seek(self.offset + run * self.stride)
-                    view, filled = raw.data[run * length : (run + 1) * length], 0
-                    # One read returns at most 2 GiB on Linux.
-                    while filled < length:
-                        n = file.readinto(view[filled:])
-                        if not n:
-                            raise damaged(self.path, f"tensor {self.name} is cut short: the file changed since it was opened")
-                        filled += n
-        except OSError as error:
-            raise unreadable(self.path, error) from error
+        with reading(self.path), self.path.open("rb", buffering=0) as file:
+            for run in range(count):
+                file.seek(self.offset + run * self.stride)
+                view, filled = raw.data[run * length : (run + 1) * length], 0
+                # One read returns at most 2 GiB on Linux.
+                while filled < length:
+                    n = file.readinto(view[filled:])
+                    if not n:
+                        raise damaged(self.path, f"tensor {self.name} is cut short: the file changed since it was opened")
+                    filled += n
         return raw
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import ModelFileError
 from paceline.store.chats import ChatTemplate
-from paceline.store.faults import damaged, unreadable, unsupported
+from paceline.store.faults import damaged, reading, unsupported
 from paceline.store.gguf_header import GgufHeader
 from paceline.store.hf_folder import MAX_JSON_BYTES, JsonObject, load_object
 from paceline.store.home import Home, identity_key, write_cache
@@ -60,14 +60,10 @@ def tokenizer_from_vocabulary(folder: Path, rows: int | None = None) -> ModelTok
         ModelFileError: it is damaged.
     """
     path = folder / VOCABULARY
-    try:
+    with reading(path):
         if path.stat().st_size > MAX_JSON_BYTES:
             raise damaged(path, "it is longer than any vocabulary")
-        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except UnicodeDecodeError as error:
-        raise damaged(path, "it is not UTF-8") from error
+    tokens = _text(path).removesuffix("\n").split("\n")
     beside = folder / "tokenizer_config.json"
     settings = load_object(beside) if beside.is_file() else JsonObject(beside, {})
     encoder = wordpiece(path, tokens, lowercase=settings.flag("do_lower_case") is not False)
@@ -130,16 +126,19 @@ def _object(settings: JsonObject, name: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
+def _text(path: Path) -> str:
+    try:
+        with reading(path):
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(path, "it is not UTF-8") from error
+
+
 def _template_source(folder: Path, settings: JsonObject) -> str | None:
     """chat_template.jinja wins over tokenizer_config.json, where a list of named templates means the one called default."""
     path = folder / _TEMPLATE
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise damaged(path, "it is not UTF-8") from error
-        except OSError as error:
-            raise unreadable(path, error) from error
+        return _text(path)
     value = settings.fields.get("chat_template")
     if isinstance(value, list):
         named = [cast("dict[str, Any]", entry) for entry in cast("list[Any]", value) if isinstance(entry, dict)]
