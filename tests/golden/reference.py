@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
+from tests.fakes.blocks import to_blocks
 from transformers import (
     Gemma3TextConfig,
     Glm4Config,
@@ -36,7 +37,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends.options import LoadOptions
-from paceline.backends.quantize import to_blocks, to_float32
+from paceline.backends.quantize import to_float32
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import DenseTensor, StoredTensor
 from paceline.engine.local import LayerRunner

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from paceline.backends.ggml import quantise
 from paceline.backends.ggml.dequantise import dequantise
-from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import GROUP, TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor
+from paceline.core.weights import BlockTensor, DenseTensor, StoredTensor
 
 Float32 = npt.NDArray[np.float32]
 Target = Literal["Q4_1", "Q5_1", "Q8_0"]
@@ -33,22 +32,6 @@ _REQUANTISE: Final[Mapping[str, Callable[[Float32, npt.NDArray[np.uint8]], None]
     "Q5_1": quantise.to_q5_1,
     "Q8_0": quantise.to_q8_0,
 }
-
-
-def to_blocks(tensor: StoredTensor, kind: Target, threads: int = 1) -> BlockTensor:
-    """A matrix [N, K] as blocks of another type.
-
-    Raises:
-        UnsupportedModel: it is no matrix, or its rows are no whole groups.
-    """
-    if isinstance(tensor, BlockTensor) and tensor.type == kind:
-        return tensor
-    shape = tensor_shape(tensor)
-    if len(shape) != 2 or shape[1] % GROUP:
-        raise UnsupportedModel(f"A tensor of shape {list(shape)} can't be held in groups of {GROUP} inputs", "Use --weights bf16.")
-    out_NB = np.empty((shape[0], TENSOR_TYPES[kind].row_bytes(shape[1])), np.uint8)
-    each_slab(shape, threads, lambda rows: blocks_of(tensor, kind, rows, out_NB[rows]))
-    return BlockTensor(kind, shape, out_NB)
 
 
 def blocks_of(tensor: StoredTensor, kind: Target, rows: slice, out_NB: npt.NDArray[np.uint8]) -> None:

@@ -1,21 +1,13 @@
-"""Rounding to bf16, and what can't be held in groups."""
+"""Rounding to bf16."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from paceline.backends.quantize import round_to_bf16, to_blocks
-from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import DenseTensor
+from paceline.backends.quantize import round_to_bf16
 
 
 def test_bf16_rounds_to_the_nearest_even_and_keeps_what_is_no_number() -> None:
     values = np.array([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-8 + 2**-20, -0.0, 3.0e38, np.inf, np.nan], np.float32)
     expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x8000, 0x7F62, 0x7F80, 0x7FC0]
     assert round_to_bf16(values).tolist() == expected
-
-
-def test_rows_that_are_no_whole_groups_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="groups of 32"):
-        to_blocks(DenseTensor(np.zeros((2, 40), np.float32), "f32"), "Q4_1")

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
+from tests.fakes.blocks import to_blocks
 
 from paceline.backends import cpu
 from paceline.backends.cpu.forms import Form
@@ -17,7 +18,7 @@ from paceline.backends.ggml.dequantise import TYPES
 from paceline.backends.holding import NEAREST, formats_of_products, forms_by, held_bytes, mlx_formats, part_bytes
 from paceline.backends.numerics import SeededWeights, small
 from paceline.backends.options import LoadOptions
-from paceline.backends.quantize import to_blocks, to_float32
+from paceline.backends.quantize import to_float32
 from paceline.core.errors import OutOfMemory
 from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, BlockTensor
