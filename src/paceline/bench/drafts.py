@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from operator import add
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from paceline.bench.engine import with_room
 from paceline.bench.exercises import ExerciseKind, ForcedExecutor, Script, load
@@ -21,22 +22,16 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.stats import EngineStats
 from paceline.core.text import Tokenizer
 from paceline.engine.drafts import DRAFTS, OFF, DraftSource
+from paceline.engine.engine import Engine
 from paceline.machine.settings import NodeSettings
-from paceline.machine.speed import StepsRequests, steps
+from paceline.machine.speed import steps
 from paceline.ways.draft.sources import FLEET
 
 GRAM = 8
 """Tokens of the pieces by which a text that goes round in circles is known."""
 LEAST_DISTINCT = 0.5
-
-
-class MeasuredEngine(StepsRequests, Protocol):
-    """What is needed of an engine."""
-
-    def stats(self) -> EngineStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +47,7 @@ class DraftTally:
     accepted: int = 0
 
     def __add__(self, other: DraftTally) -> DraftTally:
-        return DraftTally(
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-            self.steps + other.steps,
-            self.blocks + other.blocks,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-        )
+        return DraftTally(*map(add, astuple(self), astuple(other)))
 
     @property
     def per_s(self) -> float:
@@ -71,7 +59,7 @@ Answers = list[tuple[int, ...]]
 
 
 def answer_all(
-    engine: MeasuredEngine, prompts: Sequence[tuple[int, ...]], draft: str, max_tokens: Sequence[int], clock: Clock
+    engine: Engine, prompts: Sequence[tuple[int, ...]], draft: str, max_tokens: Sequence[int], clock: Clock
 ) -> tuple[Answers, DraftTally]:
     """Answer greedily, ends of sequence honoured.
 
@@ -235,7 +223,7 @@ class RowMeter:
         executor: speaks for itself, or as it is told.
     """
 
-    def __init__(self, engine: MeasuredEngine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
+    def __init__(self, engine: Engine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
         self._engine, self._executor, self._plan, self._clock = engine, executor, plan, clock
 
     def row(self, tokenizer: Tokenizer, kind: ExerciseKind, batch: int, *, forced: bool) -> DraftRow:
@@ -308,7 +296,6 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     plan.check()
     load_average = os.getloadavg()[0]
     from paceline.engine.drafting import DraftingConfig
-    from paceline.engine.engine import Engine
     from paceline.engine.executor import Executor
     from paceline.machine.build import build_engine
     from paceline.store.catalog import open_model

@@ -58,7 +58,6 @@ class PipelineTimes:
     batches: int = 0
     own_s: float = 0.0
     """Embedding, its own layers, logits."""
-    sending_s: float = 0.0
     waiting_s: float = 0.0
     """For what comes back."""
     away_s: float = 0.0
@@ -243,9 +242,7 @@ class PipelineExecutor:
             route.sink.send(stage_batch, bits_TD, now + self._allowed_s(stage_batch))
         except TensorStreamError as error:
             raise self._lost(error) from error
-        took = clock.monotonic() - now
-        times.sending_s += took
-        self._timeouts.carried(bits_TD.nbytes, took)
+        self._timeouts.carried(bits_TD.nbytes, clock.monotonic() - now)
         self._pending.append(_InFlight(stage_batch, rows_R, now))
 
     def collect(self, deadline: float) -> StepOutput:
