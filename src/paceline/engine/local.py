@@ -1,10 +1,7 @@
-"""The executor of one machine: keeps block tables from the batches' deltas and drives a `LayerRunner`.
+"""The executor of one machine: keeps block tables from the batches' deltas, in one array, so that a batch's tables are one gather; and drives a
+`LayerRunner`.
 
-Shapes: T rows, S sequences, B blocks of the longest table, R rows with logits, D hidden, V vocabulary.
-
-Block tables of an executor's sequences, kept from batches' deltas in one array, so that a batch's tables are one gather.
-
-Shapes: S sequences of a batch, B blocks of the longest table among them.
+Shapes: T rows, S sequences of a batch, B blocks of the longest table among them, R rows with logits, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""With one proposer, over one connection: what it was told, what it was asked, and when its answers are late.
+"""Between an engine's thread, which asks for drafts and goes on, and one proposer, over one connection on the event loop: what it was told, what it was
+asked, and when its answers are late.
 
-Law: every ask is answered once, at the latest when the client ends. Only what is new of a text is said, unless the proposer lost it. A proposer that breaks
-the contract, is late, or ends the connection has failed, which is said once. Lives on the event loop.
-
-Between an engine's thread, which asks and goes on, and the event loop, which carries asks out and answers back.
-
-Law: the engine's thread waits for answers alone, and no longer than it says. What it told of a sequence is kept until the sequence is over, so that
-the next drafter can be told all of it. While no client reads the asks, asks are answered with nothing.
+Law: every ask is answered once, at the latest when the client ends; while no client reads the asks, with nothing. The engine's thread waits for answers
+alone, and no longer than it says. Only what is new of a text is said, unless the proposer lost it; what was told of a sequence is kept until the
+sequence is over, so that the next drafter can be told all of it. A proposer that breaks the contract, is late, or ends the connection has failed,
+which is said once.
 """
 
 from __future__ import annotations

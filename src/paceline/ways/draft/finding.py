@@ -2,10 +2,6 @@
 over the fleet's channels, or to this node's own pool.
 
 Law: who drafts sees the text, so only those that may do (`fleet.eligibility`); and a draft model whose tokens are others than the model's is an error, never a slow draft.
-
-The node that could draft for this machine's model: the plan's answer, and how to reach them.
-
-Proposers of this process alone, found and reached in the same ways as a fleet's.
 """
 
 from __future__ import annotations
