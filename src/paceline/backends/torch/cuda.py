@@ -208,7 +208,7 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
         blocks = -(-ROWS // PAGE)
         return CudaRunner(load_model(source, small, None, device), source.spec.n_layers, blocks, Numerics("", holds_identity=False), device)
 
-    label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}"
+    label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}, segments of {SEGMENT} keys"
     found = measure(make, SeededWeights(small(model.spec)), {options.threads}, tensor_bytes, label)
     holds = found.holds_identity
     if holds and model.layers:
