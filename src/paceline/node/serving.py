@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from paceline.backends.options import LoadProgress
-from paceline.core.background import in_background
+from paceline.core.background import end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
@@ -317,9 +317,7 @@ class FleetServing:
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""
         self._ending.set()
-        for task in self._kept:
-            task.cancel()
-        await asyncio.gather(*self._kept, return_exceptions=True)
+        await end_tasks(*self._kept)
         await self.drafting.stop()
         await self.kv.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
@@ -366,6 +364,5 @@ async def serving(
         if stop.is_set():
             await leaving
         else:
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
+            await end_tasks(leaving)
             await whole.stop()

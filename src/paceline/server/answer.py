@@ -18,6 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, Notice, TokenLogprob
@@ -101,9 +102,7 @@ async def _side_by_side(streams: list[ChunkStream]) -> AsyncGenerator[Sequence[G
                 case item:
                     yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         for stream in streams:  # a task cancelled before its first step never reached its own `finally`
             await stream.aclose()
 
@@ -204,9 +203,7 @@ class Answer(Response):
             await asyncio.wait((pump, gone, self._stopping), return_when=asyncio.FIRST_COMPLETED)
             finished = pump.done()
         finally:
-            gone.cancel()
-            pump.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
+            await end_tasks(gone, pump)
         if finished:
             await self._end(pump, scope, receive, send)
         elif self._ended:  # what was beside it was being put away
@@ -242,8 +239,7 @@ class Answer(Response):
         try:
             await self._stream(send)
         finally:
-            commenting.cancel()
-            await asyncio.gather(commenting, return_exceptions=True)
+            await end_tasks(commenting)
 
     async def _comment(self, send: Send) -> None:
         while True:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from paceline.core.background import end_tasks
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
@@ -203,9 +204,7 @@ class ApiService:
             self.meter.disconnects += 1
             raise ClientDisconnect
         finally:
-            for task in (doing, gone):
-                task.cancel()
-            await asyncio.gather(doing, gone, return_exceptions=True)
+            await end_tasks(doing, gone)
 
     async def loadable(self) -> Sequence[LocalModel]:
         """Models that a request could name beside those served."""

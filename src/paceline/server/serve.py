@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import FastAPI
 
+from paceline.core.background import end_tasks
 from paceline.core.errors import ConfigError
 from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.ports import hold_port, listen_on
@@ -93,12 +94,7 @@ class Acceptor:
 
     async def close(self) -> None:
         """Accept no more, and end what is no HTTP yet."""
-        tasks = [
-            task for task in (self._accepting, *(client.opening for client in self._clients if not client.is_open)) if task is not None
-        ]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._accepting, *(client.opening for client in self._clients if not client.is_open))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -263,8 +259,7 @@ async def serve(
     try:
         await server.serve(sockets=[])
     finally:
-        ending.cancel()
-        await asyncio.gather(ending, return_exceptions=True)
+        await end_tasks(ending)
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # a client that does not read would hold it open
         held.close()
