@@ -169,19 +169,17 @@ def pieces_needed(manifest: ModelManifest, part: ModelPart | None) -> list[Piece
             continue
         spans = [(0, min(tensor.offset for tensor in own))]
         spans += [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in own if part.needs(tensor.name)]
-        needed += [PieceRun(number, first, stop) for first, stop in _merged(spans)]
+        pieces = ((start // PIECE, -(-stop // PIECE)) for start, stop in spans if start < stop)
+        needed += [PieceRun(number, first, stop) for first, stop in joined(pieces)]
     return needed
 
 
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Byte spans as runs of pieces."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if start == stop:
-            continue
-        first, last = start // PIECE, -(-stop // PIECE)
-        if runs and first <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], last))
+def joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs (first, stop) in order, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(runs):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
-            runs.append((first, last))
-    return runs
+            found.append((first, stop))
+    return tuple(found)

@@ -12,19 +12,19 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from paceline.core.errors import ConfigError, WrongBytes
-from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, manifest_digest
+from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, joined, manifest_digest
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel
 from paceline.store.digests import FileSums, remember_sums
 from paceline.store.faults import can_not_write
 from paceline.store.home import Home, only_one, read_json_object
 from paceline.store.hub import verify
-from paceline.store.partial import PartNote, Runs, make_way, read_note, write_note
+from paceline.store.partial import PartNote, make_way, read_note, write_note
 from paceline.store.pull import check_space, entries_of, folder_lock, list_fetched, unlist
 from paceline.store.selection import BESIDE, gguf_models
 
@@ -158,7 +158,7 @@ class Staging:
         held = {} if note is None else note.held
         entries = self._manifest.files
         gained = {entry.name: [(r.first, r.stop) for r in needed if r.file == at] for at, entry in enumerate(entries)}
-        write_note(self._folder, PartNote(self._name, {name: _joined([*held.get(name, ()), *runs]) for name, runs in gained.items()}))
+        write_note(self._folder, PartNote(self._name, {name: joined([*held.get(name, ()), *runs]) for name, runs in gained.items()}))
 
     def finish(self, checked: Callable[[], None]) -> LocalModel:
         """Check the files whole and list the model like a pulled one.
@@ -233,7 +233,7 @@ class Staging:
             return
         gone = {(self._manifest.files[run.file].name, piece) for run in lacking for piece in _pieces(run)}
         kept = {
-            name: _joined((p, p + 1) for first, stop in runs for p in range(first, stop) if (name, p) not in gone)
+            name: joined((p, p + 1) for first, stop in runs for p in range(first, stop) if (name, p) not in gone)
             for name, runs in note.held.items()
         }
         if kept != note.held:
@@ -267,16 +267,6 @@ def _is_piece(data: bytes, entry: FileEntry, piece: int) -> bool:
     # A hole is seen at the speed of memory.
     digest = _ZEROS_SHA256 if data == _ZEROS else hashlib.sha256(data).digest()
     return digest == entry.piece_sha256(piece)
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    joined: list[tuple[int, int]] = []
-    for first, stop in sorted(runs):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
-        else:
-            joined.append((first, stop))
-    return tuple(joined)
 
 
 def _check_files(manifest: ModelManifest) -> None:
