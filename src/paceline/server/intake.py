@@ -126,24 +126,19 @@ class Intake:
         prompt = asked.prompt
         prompts: list[list[int]] = []
         special = asked.add_special_tokens is not False
-        if isinstance(prompt, str):
-            self._check_length(model, [prompt], "prompt")
-            prompts.append(model.tokenizer.encode(prompt, add_special=special))
-        else:
-            texts = [item for item in prompt if isinstance(item, str)]
-            for text in texts:
-                self._check_length(model, [text], "prompt")
-                prompts.append(model.tokenizer.encode(text, add_special=special))
-            if not texts:
-                nested = [item for item in prompt if isinstance(item, list)]
-                prompts.extend(nested or [[item for item in prompt if isinstance(item, int)]])
+        texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
+        for text in texts:
+            self._check_length(model, [text], "prompt")
+            prompts.append(model.tokenizer.encode(text, add_special=special))
+        if not texts:
+            nested = [item for item in prompt if isinstance(item, list)]
+            prompts.extend(nested or [[item for item in prompt if isinstance(item, int)]])
         if len(prompts) * (asked.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"n: prompts times n is {len(prompts) * (asked.n or 1)}, beyond {MAX_CHOICES}", field="n")
         for ids in prompts:
             if not ids:
                 raise InvalidRequest("prompt: empty, and this model starts no text by itself", field="prompt")
-            if max(ids) >= model.tokenizer.size:
-                raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
+            _in_vocabulary(ids, model.tokenizer.size, "prompt")
         if asked.suffix:
             if asked.echo:
                 raise InvalidRequest("echo: a text that is filled in is not repeated", "Send echo or suffix.", field="echo")
@@ -154,7 +149,6 @@ class Intake:
         grammar = grammar_of(asked)
         call = replace(call, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
         if asked.echo:
-            texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
             scores = asked.logprobs is not None or most == 0
             requests = tuple(replace(request, scores_prompt=scores) for request in call.requests)
             call = replace(call, requests=requests, echoed=tuple(texts or (_text(model, ids) for ids in prompts)))
