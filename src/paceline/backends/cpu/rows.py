@@ -189,17 +189,10 @@ def add(_, out, x, y, n):
     return lowered(body, types.void, *[types.int64] * 4)
 
 
-@intrinsic
-def add_into(_, x, y, n):
+@inner
+def add_into(x, y, n):
     """x += y: fp32 [n]."""
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        x, y, n = args
-        with e.loop(e.b.lshr(n, e.i64(4))) as i:
-            at = e.mul(i, 64)
-            e.store(e.b.fadd(e.load(F, x, at), e.load(F, y, at)), x, at)
-
-    return lowered(body, types.void, *[types.int64] * 3)
+    add(x, x, y, n)
 
 
 def _rounded(e: Emit, x: Value) -> Value:

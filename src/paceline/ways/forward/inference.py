@@ -28,7 +28,6 @@ from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayAnswer, Use
-from paceline.fleet.messages import Effect
 from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
@@ -93,7 +92,7 @@ class FleetInference:
         self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
-        fleet.listen(self._on_effect)
+        fleet.listen(lambda _: self._changed())
         self._changed()
 
     # -------------------------------------------------------------------------------------------------------------- for the server
@@ -159,10 +158,6 @@ class FleetInference:
         await end_tasks(*self._fetching.values(), *self._following.values())
 
     # ------------------------------------------------------------------------------------------------------------------- inside
-
-    def _on_effect(self, effect: Effect) -> None:
-        del effect
-        self._changed()
 
     def _changed(self) -> None:
         self._stale = True

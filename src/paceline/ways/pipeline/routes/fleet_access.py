@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import grpc.aio
 
@@ -19,7 +19,6 @@ from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.machines import barred_hosts
-from paceline.fleet.messages import Effect
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import TYPICAL_ANSWER, TYPICAL_PROMPT, PlanRequest
 from paceline.net.member.node import FleetNode
@@ -27,8 +26,6 @@ from paceline.ways.pipeline.cover import asked_of_shards, other_weights
 from paceline.ways.pipeline.price import Pipelined
 
 ANSWER_S = 5.0
-
-Answer = TypeVar("Answer")
 
 
 class FleetAccess(Protocol):
@@ -60,7 +57,7 @@ class NodeFleetAccess:
         self._policy = fleet.trust if least is None else replace(fleet.trust, host=least)
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Event()
-        fleet.listen(self._on_effect)
+        fleet.listen(lambda _: self._changed.set())
 
     @property
     def node_id(self) -> NodeId:
@@ -103,23 +100,16 @@ class NodeFleetAccess:
         self._changed.wait(seconds)
 
     def _view(self) -> FleetView:
-        return self._asked(self._fleet.view)
-
-    def _asked(self, question: Callable[[], Answer]) -> Answer:
         try:
             if asyncio.get_running_loop() is self._loop:
-                return question()
+                return self._fleet.view()
         except RuntimeError:
             pass  # another thread
 
-        async def answer() -> Answer:
-            return question()
+        async def look() -> FleetView:
+            return self._fleet.view()
 
-        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(ANSWER_S)
-
-    def _on_effect(self, effect: Effect) -> None:
-        del effect
-        self._changed.set()
+        return asyncio.run_coroutine_threadsafe(look(), self._loop).result(ANSWER_S)
 
 
 def without_shards(card: NodeCard) -> NodeCard:
