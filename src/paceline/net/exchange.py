@@ -22,7 +22,7 @@ from paceline.net.discovery import AddressBook
 from paceline.net.exchange_codec import (
     MemberOpener,
     Refuse,
-    measure_reply,
+    measure,
     parse_reply,
     read_reply,
     write_request,
@@ -124,7 +124,7 @@ class Exchanger:
                 failure = NodeUnreachable(f"{member.node_id} at {address} can't be reached (no connection to it comes about)", failure.hint)
         else:
             message = parse_reply(data)
-            self._bounds.check(measure_reply(message))
+            self._bounds.check(measure(message))
             return ExchangeAnswer(member.node_id, await read_reply(message, self._opener, refuse))
         raise failure  # as `ChannelPool.card_at` does
 

@@ -71,17 +71,9 @@ Refuse = Callable[[FleetError], None]
 """Told of each thing that was left out."""
 
 
-def measure_request(message: wire.ExchangeCapabilitiesRequest) -> Measures:
-    """How much a request holds, counted without decoding what is in it."""
-    return _measure(message, message.digests)
-
-
-def measure_reply(message: wire.ExchangeCapabilitiesResponse) -> Measures:
-    """The same of a reply: a callee is bound as a caller is."""
-    return _measure(message, message.wanted)
-
-
-def _measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, digests: wire.CardDigests) -> Measures:
+def measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse) -> Measures:
+    """How much a message holds, counted without decoding what is in it: a callee is bound as a caller is."""
+    digests = message.digests if isinstance(message, wire.ExchangeCapabilitiesRequest) else message.wanted
     return Measures(
         digests=len(digests.node_keys),
         stamps=len(message.stamps.node_keys),

@@ -45,7 +45,7 @@ from paceline.net.exchange_codec import (
     MAX_EXCHANGE_BYTES,
     MAX_EXCHANGE_PARTS,
     MemberOpener,
-    measure_request,
+    measure,
     read_request,
     write_passed,
     write_reply,
@@ -197,7 +197,7 @@ class GossipDriver:
             GossipRefused: it asks too often or too much.
         """
         try:
-            self._gossip.admit(peer, measure_request(request), self._clock.monotonic())
+            self._gossip.admit(peer, measure(request), self._clock.monotonic())
             opened = await read_request(request, self.opener, self._refuse(peer))
         except FleetError as error:
             self._refusals.note(peer, error.message)
