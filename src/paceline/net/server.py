@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from paceline.net.trust.certificates import join_host
 from paceline.net.trust.connections import ConnectionWatch
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
+from paceline.net.trust.handlers import Behaviour, Context, Continuation, Handler, Limit, WellFormed, rewrap
 from paceline.net.trust.identity import Identity
 
 
@@ -31,11 +31,7 @@ class RpcMeter(grpc.aio.ServerInterceptor):
         """Refused, cancelled or broken."""
         self.open: Counter[str] = Counter()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         method = handler_call_details.method.rpartition(".")[2]
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
 

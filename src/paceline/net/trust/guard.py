@@ -22,7 +22,7 @@ from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member
 from paceline.net.trust.connections import ConnectionWatch, Refusals
-from paceline.net.trust.handlers import Behaviour, Context, Request, Response, rewrap, told
+from paceline.net.trust.handlers import Behaviour, Context, Continuation, Handler, rewrap, told
 from paceline.net.trust.seals import REVOCATION_KEY, Voids
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
@@ -130,11 +130,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         if self._watch is not None:
             asyncio.get_running_loop().call_later(GRACE_S, self._watch.cut, node_id, not_after)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._guarded(behaviour, handler_call_details.method))
 
     def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -93,8 +93,9 @@ def caller_of(context: Context) -> str:
 
 
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
-Request = TypeVar("Request")
-Response = TypeVar("Response")
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
+"""What gives an interceptor a method's handler; None: there is no such method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,7 @@ class _Unreadable:
     error: GossipRefused
 
 
-def rewrap(
-    handler: grpc.RpcMethodHandler[Request, Response] | None,
-    wrap: Callable[[Behaviour], Behaviour],
-    read: Callable[[Any], Any] | None = None,
-) -> grpc.RpcMethodHandler[Request, Response] | None:
+def rewrap(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour], read: Callable[[Any], Any] | None = None) -> Handler | None:
     """A method's handler with its behaviour wrapped. With `read`, requests are read by it, and come as a stream also where there is but one.
 
     Behaviours that answer with a stream write it to their context: a generator that is not asked for more would be closed only when it
@@ -129,7 +126,7 @@ def rewrap(
     """
     if handler is None:  # no such method: gRPC answers that itself
         return None
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
+    make: Callable[..., Handler]
     behaviour: Any
     make, behaviour = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
@@ -167,18 +164,14 @@ class WellFormed(grpc.aio.ServerInterceptor):
         self._begun: Counter[str] = Counter()
         """Requests that are on their way, by caller."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method
             return None
         method = handler_call_details.method
         return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, self._limits.get(method)))
 
-    def _checked(self, behaviour: Behaviour, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Behaviour:
+    def _checked(self, behaviour: Behaviour, handler: Handler, method: str) -> Behaviour:
         async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
             if handler.request_streaming:
                 return await behaviour(self._readable(requests, context, method), context)
@@ -220,7 +213,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
         await abort(context, error)
 
 
-def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: Limit | None) -> Callable[[bytes], Any]:
+def _reader(handler: Handler, limit: Limit | None) -> Callable[[bytes], Any]:
     read = handler.request_deserializer or bytes
 
     def reader(data: bytes) -> Any:
