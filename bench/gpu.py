@@ -27,7 +27,7 @@ from paceline.store.catalog import open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 
-STEPS = ((1, 1, 511), (4, 1, 511), (16, 1, 511), (64, 1, 511), (1, 8, 511), (1, 1, 8000), (1, 1, 32_000), (16, 1, 8000), (1, 512, 0), (1, 1024, 0), (1, 512, 7680))  # fmt: skip
+STEPS = ((64, 1, 511), (1, 1, 511), (4, 1, 511), (16, 1, 511), (1, 8, 511), (1, 1, 8000), (1, 1, 32_000), (16, 1, 8000), (1, 512, 0), (1, 1024, 0), (1, 512, 7680))  # fmt: skip
 """Sequences, rows of each, position of the first."""
 LENGTH = 3000
 CUTS = (
@@ -90,7 +90,7 @@ def main() -> int:
     print(f"loaded in {time.perf_counter() - began_s:.1f} s; identity {'holds' if runner.holds_identity else 'does not hold'}")
     steps = Steps(runner, source.spec.vocab)
     for sequences, rows, first in STEPS:
-        if sequences * -(-(first + rows) // runner.block_size) > runner.n_blocks:
+        if sequences * -(-(first + rows) // runner.block_size) > runner.n_blocks or first + rows > source.spec.max_context:
             continue
         times, finite = list[float](), True
         while len(times) < 5 or sum(times) < 0.3:

@@ -136,7 +136,8 @@ def working_bytes(kernels: Kernels, spec: ModelSpec, *, max_rows: int, threads: 
     """
     if kernels.compiled:
         return cpu_working_bytes(spec, max_rows=max_rows, threads=threads, n_blocks=n_blocks, logits_rows=logits_rows)
-    return torch_working_bytes(spec, max_rows=max_rows, n_blocks=n_blocks, logits_rows=logits_rows)
+    working = torch_working_bytes(spec, max_rows=max_rows, n_blocks=n_blocks, logits_rows=logits_rows)
+    return working + (segments_bytes(spec, max_rows=max_rows, n_blocks=n_blocks) if kernels is Kernels.CUDA else 0)
 
 
 def kv_group(kernels: Kernels) -> int:
@@ -199,6 +200,16 @@ def cpu_working_bytes(
     rope = 4 * context * spec.head_dim * len({spec.rope_of(layer) for layer in range(spec.n_layers)})
     logits = 4 * logits_rows * (-(-spec.vocab // 16) * 16)
     return int(max_rows * row) + threads * (thread_bytes(spec, cutter) + 4096) + pieces + rope + logits + (1 << 16)
+
+
+KEYS_ON_GPU = 1024
+"""Of a segment. Lowering it: more of the GPU works for one row, and more means are merged. Another number is another order of sums."""
+
+
+def segments_bytes(spec: ModelSpec, *, max_rows: int, n_blocks: int) -> int:
+    """What rows and a graph have of each segment of keys on a GPU: queries, means in bf16, and the logarithms of their sums in fp32."""
+    n_earlier = math.ceil(min(spec.max_context, n_blocks * BLOCK_TOKENS) / KEYS_ON_GPU) - 1
+    return (max_rows + 64) * max(0, n_earlier) * spec.n_heads * (4 * spec.head_dim + 4)
 
 
 def torch_working_bytes(spec: ModelSpec, *, max_rows: int, n_blocks: int, logits_rows: int) -> int:

@@ -242,19 +242,19 @@ class DiskTier:
                 self._wake()
 
     def _write(self, epoch: int, key: bytes, block: BlockId, parent: bytes | None) -> None:
-        data = self._buffer()
+        data, is_wanted = self._buffer(), self._folder.takes(key, parent)
         with self._copying:
             if epoch != self._epoch:
                 return
             try:
-                self._blocks.export_block(block, data)
-                was_read = True
+                if is_wanted:
+                    self._blocks.export_block(block, data)
             except ExecutorLost:
-                was_read = False
+                is_wanted = False
             finally:
                 self._kept.append(block)
         self._wake()
-        if was_read:
+        if is_wanted:
             self._folder.write(key, data, parent)
 
     def _buffer(self) -> memoryview:

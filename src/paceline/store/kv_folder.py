@@ -110,6 +110,19 @@ class KvFolder:
             self._parents.update(zip(keys[1:n], keys, strict=False))
         return n
 
+    def takes(self, key: bytes, parent: bytes | None = None) -> bool:
+        """Whether a block would be written, were there room for it. One that is not here, and would not be, is counted as failed."""
+        if key in self._keys:
+            return False
+        if self._clock.monotonic() >= self._full_until and (parent is None or parent in self._keys):
+            return True
+        return self._refused()
+
+    def _refused(self) -> bool:
+        with self._lock:
+            self.counts.failed += 1
+        return False
+
     def write(self, key: bytes, block: memoryview, parent: bytes | None = None) -> bool:
         """Keep a block, behind `parent` where it is known to follow one; one that is here is not written again.
 
@@ -117,16 +130,14 @@ class KvFolder:
             whether it is here now. Where there is no room for it, or a disk fails, it is counted, and no error: the block can be computed again.
         """
         assert block.nbytes == self._block_bytes
-        if key in self._keys:
-            return True
+        if not self.takes(key, parent):
+            return key in self._keys
         n_bytes = _HEADER.size + block.nbytes
-        is_of_use = self._clock.monotonic() >= self._full_until and (parent is None or parent in self._keys)
-        if is_of_use and (self.total_bytes + n_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES):
+        if self.total_bytes + n_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES:
             self.sweep(n_bytes, parent)
-        if not is_of_use or self.total_bytes + n_bytes > self._budget_bytes:
-            with self._lock:
-                self.counts.failed += 1
-            return False
+            # Another process may have taken what it would stand behind.
+            if self.total_bytes + n_bytes > self._budget_bytes or not (parent is None or parent in self._keys):
+                return self._refused()
         header = _header(key, block)
         error = self._put(key, header, block)
         if error is not None and error.errno in _FULL and self._make_way(n_bytes, parent):
@@ -141,7 +152,7 @@ class KvFolder:
             self.counts.written += 1
             self.total_bytes += n_bytes
             self._unswept_bytes += n_bytes
-        self._owed_bytes -= n_bytes
+            self._owed_bytes -= n_bytes
         return True
 
     def read(self, key: bytes, block: memoryview) -> bool:

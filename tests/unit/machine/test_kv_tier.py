@@ -18,7 +18,7 @@ from tests.fakes.null_backend import NullRunner
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import BlockId, RequestId
 from paceline.machine import kv_tier
 from paceline.machine.kv_tier import REST_S, DiskTier, KvDiskLimits
 from paceline.store.kv_folder import KvFolder
@@ -110,6 +110,26 @@ def test_a_prompt_that_has_no_room_is_kept_from_its_beginning(tmp_path: Path) ->
             again = bench.run(request("a", prompt))[RequestId("a"), 0]
             assert (again.token_ids, again.cached_tokens) == (answer.token_ids, 4 * 13)
         assert files_of(tmp_path) == 13
+
+
+def test_what_has_no_room_is_not_copied_out_turn_after_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[BlockId] = []
+    export = NullRunner.export_block
+    monkeypatch.setattr(NullRunner, "export_block", lambda runner, block, *more: (copied.append(block), export(runner, block, *more))[1])
+    shape = {"n_blocks": 60, "max_context": 128}
+    draw = random.Random(6)
+    with Started(tmp_path, **shape) as bench:
+        bench.run(request("before", [draw.randrange(1, VOCAB) for _ in range(9)]))
+    budget = 5 * next(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    prompt = [draw.randrange(1, VOCAB) for _ in range(81)]
+    with Started(tmp_path, budget, **shape) as bench:
+        bench.run(request("a", prompt))
+    with Started(tmp_path, budget, **shape) as bench:
+        for name in ("b", "c"):
+            copied.clear()
+            bench.run(request(name, prompt))
+    assert files_of(tmp_path) == 5
+    assert len(copied) <= 1, "the one that may have found room meanwhile"
 
 
 def test_blocks_that_were_kept_by_another_process_meanwhile_are_let_go_at_once(tmp_path: Path, prompts: list[list[int]]) -> None:

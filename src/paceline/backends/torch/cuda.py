@@ -1,12 +1,12 @@
 """A range of layers on an NVIDIA GPU: bf16, paged flash attention, CUDA graphs for decode.
 
 Matrix libraries choose kernels by the number of rows there. What they add in is one order all the same where no sum is split between blocks of the GPU
-(cuBLASLt can be told), and where there are never few rows (`LEAST_ROWS`): on an H200 no product of 1 to 2048 rows gave a row other bytes than another
+(cuBLASLt can be told), and where there are never few rows (`LEAST_ROWS`; grouped products of experts are another library's): on an H200 no product of 1 to 2048 rows gave a row other bytes than another
 did. That is not promised but measured at load: `holds_identity` says what was seen. Blocks are 256 tokens, whatever was asked for: as many as hold the tokens asked for, and one of the runner's own.
 
 Batches of few rows are one launch, of a CUDA graph of `GRAPH_ROWS` rows. A graph replays fixed addresses, so it has its own inputs, and a batch
 is copied into them. Each row is a sequence of its own to it, whose keys are those up to the row. Padding rows are sequences of one token whose table names a
-block that no sequence owns. There is a graph for each power of two of segments of keys; it is recorded when it is first needed, and all share one memory pool.
+block that no sequence owns. There is a graph for each power of two of segments of keys; it is recorded when it is first needed, which answers wait for, and all share one memory pool.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
@@ -27,8 +27,19 @@ from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, s
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import cuda_refuses
 from paceline.backends.torch.attention import Rope
-from paceline.backends.torch.cuda_attention import PAGE, SEGMENT, Arrays, Batch, CudaPool, CudaStep, OnDevice, batch_of, rows_apart
-from paceline.backends.torch.families import Layer
+from paceline.backends.torch.cuda_attention import (
+    PAGE,
+    SEGMENT,
+    Arrays,
+    Batch,
+    CudaPool,
+    CudaStep,
+    OnDevice,
+    batch_of,
+    rows_apart,
+    segments_before,
+)
+from paceline.backends.torch.families import Layer, groups_products
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.runner import PooledRunner, TorchModel, edges_of, from_bits, run_watched
 from paceline.core.errors import ConfigError, UnsupportedModel
@@ -38,6 +49,9 @@ from paceline.engine.local import Int32, LayerRunner, RowPlan, StepWatch, WireBi
 
 GRAPH_ROWS = 64
 """Of a graph: fewer take as long, since products are padded to as many."""
+
+MOST_EARLIER = 512
+"""Segments before a row's own, in a graph: the attention kernel takes 65,535 pieces."""
 
 Forward = Callable[[Tensor, Batch], Tensor]
 """Runs the layers: bf16 [T, D] to bf16 [T, D]."""
@@ -66,11 +80,12 @@ class StepGraphs:
 
     def run(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
         """Run a batch of at most `GRAPH_ROWS` rows. The result is valid until the next one."""
-        earlier = (int((plan.first_position_S + plan.n_rows_S).max()) - 1) // SEGMENT
+        earlier = segments_before(plan)
         n_earlier = 1 << (earlier - 1).bit_length() if earlier else 0
         arrays = rows_apart(plan, GRAPH_ROWS, n_earlier, self._per_kv, self._spare, whole=self._whole)
         recorded = self._recorded.get(n_earlier) or self._record(n_earlier, arrays)
         recorded.x_TD[: len(x_TD)].copy_(x_TD)
+        recorded.x_TD[len(x_TD) :].zero_()  # alike, so that a mixture reads few experts for them
         recorded.arrays.fill(arrays)
         recorded.graph.replay()
         return recorded.out_TD[: len(x_TD)]
@@ -86,7 +101,8 @@ class StepGraphs:
             self._forward(x_TD, batch)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may load models meanwhile, or record graphs of their own.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             out_TD = self._forward(x_TD, batch)
         self._recorded[n_earlier] = _Recorded(graph, x_TD, there, out_TD)
         return self._recorded[n_earlier]
@@ -123,8 +139,8 @@ class CudaRunner(PooledRunner[CudaPool]):
         self._rope = Rope(spec.rope, spec.head_dim, context, device)
         # The last block belongs to padding rows of graphs.
         self._pool = CudaPool(n_layers, n_blocks + 1, spec.n_kv_heads, spec.head_dim, device)
-        # Elsewhere torch has grouped products ask the host, which a graph can't.
-        graphed = spec.moe is None or torch.cuda.get_device_capability(device)[0] in {9, 10}
+        # Experts that are not grouped ask the host which a row has, which a graph can't.
+        graphed = spec.moe is None or groups_products(device)
         self._graphs = StepGraphs(self._forward, spec, spare=n_blocks, device=device) if graphed else None
 
     @torch.inference_mode()
@@ -136,8 +152,12 @@ class CudaRunner(PooledRunner[CudaPool]):
         """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]. Graphs hold all layers."""
         if not len(x_TD):
             return x_TD
-        if self._graphs is not None and part in {None, self.layers} and len(x_TD) <= GRAPH_ROWS:
-            return self._graphs.run(x_TD, plan).clone()
+        if self._graphs is not None and part in {None, self.layers} and len(x_TD) <= GRAPH_ROWS and segments_before(plan) <= MOST_EARLIER:
+            out_TD = self._graphs.run(x_TD, plan).clone()
+            if plan.watch is not None:
+                for _ in range(len(self.layers)):
+                    plan.watch.layer_done()
+            return out_TD
         return self._run(self._model.part(part), x_TD, batch_of(plan, self._device, whole=self._model.spec.window is not None), plan.watch)
 
     @torch.inference_mode()
@@ -147,6 +167,8 @@ class CudaRunner(PooledRunner[CudaPool]):
         if not len(rows_R):
             return np.zeros((0, self._model.spec.vocab), np.float32)
         logits_RV = edges.head(edges.norm(x_TD[self._index(rows_R)])).float()
+        if len(rows_R) > GRAPH_ROWS:
+            return logits_RV.cpu().numpy()
         # Into memory that the device writes by itself, several times as fast; torch keeps it for the next step.
         return torch.empty(logits_RV.shape, pin_memory=True).copy_(logits_RV).numpy()
 
@@ -210,17 +232,18 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
 
     label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}, segments of {SEGMENT} keys"
     found = measure(make, SeededWeights(small(model.spec)), {options.threads}, tensor_bytes, label)
-    holds = found.holds_identity
+    # Real sizes, rows enough for the kernels of long prompts, and few; at the beginning, and behind several segments of keys.
+    rows = min(_LONG, model.spec.max_context)
+    x_TD, cuts = seeded_rows(rows, model.spec.hidden).to(device), ((rows,), *(cut_up(rows, pieces) for pieces in _PIECES))
+    holds = found.holds_identity and _head_holds(model, x_TD[:_HEAD])
     if holds and model.layers:
-        # Real sizes, rows enough for the kernels of long prompts, and few; at the beginning, and behind several segments of keys.
-        rows = min(_LONG, model.spec.max_context)
         behind = min(_BEHIND, (model.spec.max_context - rows) // PAGE * PAGE)
         n_blocks = max(2 * -(-rows // PAGE), -(-(behind + rows) // PAGE))
-        first = CudaRunner(
-            TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None), 1, n_blocks, Numerics("", holds_identity=False), device
-        )
-        x_TD, cuts = seeded_rows(rows, model.spec.hidden).to(device), ((rows,), *(cut_up(rows, pieces) for pieces in _PIECES))
-        holds = all(cuts_agree(first, x_TD, cuts, at) for at in (0, behind)) and _head_holds(model, x_TD[:_HEAD])
+        # One of each window: KV lies where the layer is among all.
+        places = {model.spec.window_of(model.held.start + place): place for place in reversed(range(len(model.layers)))}
+        few = TorchModel(model.spec, model.held, [model.layers[place] for place in sorted(places.values())], None)
+        first = CudaRunner(few, max(places.values()) + 1, n_blocks, Numerics("", holds_identity=False), device)
+        holds = all(cuts_agree(first, x_TD, cuts, at) for at in ((0, behind) if behind else (0,)))
         first.close()
     return Numerics(found.id, holds)
 

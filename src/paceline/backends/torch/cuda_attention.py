@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from paceline.backends.holding import KEYS_ON_GPU
 from paceline.backends.torch import cuda_kernels
 from paceline.backends.torch.attention import Rope, row_blocks, row_positions
 from paceline.engine.local import RowPlan
 
 PAGE = 256
 """Tokens of a block on CUDA."""
-SEGMENT: Final = 1024
-"""Keys of a segment. Lowering it: more of the GPU works for one row, and more means are merged. Another number is another order of sums."""
+SEGMENT: Final = KEYS_ON_GPU
 _PAGES = SEGMENT // PAGE
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -87,6 +87,11 @@ class Batch:
         return self.tensors["places"].shape[1]
 
 
+def segments_before(plan: RowPlan) -> int:
+    """Of the longest sequence, the last one's not counted: C."""
+    return (int((plan.first_position_S + plan.n_rows_S).max()) - 1) // SEGMENT
+
+
 def pieces_of(plan: RowPlan, *, whole: bool) -> Arrays:
     """A batch in pieces, on the host.
 
@@ -96,8 +101,8 @@ def pieces_of(plan: RowPlan, *, whole: bool) -> Arrays:
     positions = row_positions(plan)
     ends = (plan.first_position_S + plan.n_rows_S).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(plan.n_rows_S)])
-    n_earlier = (int(ends.max()) - 1) // SEGMENT
-    tables = _tables(plan.tables_SB, n_earlier + 1, 0)
+    n_earlier = segments_before(plan)
+    tables = _tables(plan.tables_SB, n_earlier + 1)
     own, earlier, rows = list[tuple[int, int, int, int]](), list[tuple[int, int, int, int]](), list[npt.NDArray[np.int64]]()
     places, n_parts = np.full((len(positions), n_earlier), -1, np.int32), 0
     for sequence, (first, end, start) in enumerate(zip(plan.first_position_S.tolist(), ends.tolist(), starts.tolist(), strict=False)):
@@ -134,11 +139,10 @@ def rows_apart(plan: RowPlan, rows: int, n_earlier: int, per_kv: int, spare: int
     """
     positions, count = np.zeros(rows, np.int64), int(plan.n_rows_S.sum())
     positions[:count] = row_positions(plan)
-    tables = np.full((rows, (n_earlier + 1) * _PAGES), spare, np.int32)
-    width = min(tables.shape[1], plan.tables_SB.shape[1])
-    tables[:count, :width] = np.maximum(np.repeat(plan.tables_SB[:, :width], plan.n_rows_S, 0), 0)
+    by_segment = np.full((rows, n_earlier + 1, _PAGES), spare, np.int32)
+    by_segment[:count] = np.repeat(_tables(plan.tables_SB, n_earlier + 1), plan.n_rows_S, 0)
+    tables, ones = by_segment.reshape(rows, -1), np.ones(rows, np.int64)
     segment, segments = positions // SEGMENT, np.arange(n_earlier)
-    by_segment, ones = tables.reshape(rows, -1, _PAGES), np.ones(rows, np.int64)
     is_earlier = segments < segment[:, None]
     earlier_rows = np.zeros(rows * n_earlier, np.int64)
     earlier_rows[: is_earlier.sum()] = np.nonzero(is_earlier)[0]
@@ -154,9 +158,9 @@ def rows_apart(plan: RowPlan, rows: int, n_earlier: int, per_kv: int, spare: int
     }
 
 
-def _tables(tables_SB: npt.NDArray[np.int32], n_segments: int, spare: int) -> npt.NDArray[np.int32]:
+def _tables(tables_SB: npt.NDArray[np.int32], n_segments: int) -> npt.NDArray[np.int32]:
     """int32 [S, segments, pages of one]."""
-    whole = np.full((len(tables_SB), n_segments * _PAGES), spare, np.int32)
+    whole = np.zeros((len(tables_SB), n_segments * _PAGES), np.int32)
     width = min(whole.shape[1], tables_SB.shape[1])
     whole[:, :width] = np.maximum(tables_SB[:, :width], 0)
     return whole.reshape(len(tables_SB), n_segments, _PAGES)

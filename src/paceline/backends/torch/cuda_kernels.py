@@ -147,9 +147,10 @@ def _launch(name: str, types: str, grid: tuple[int, int], threads: int, *argumen
     from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
     values = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments)
-    stream = torch.cuda.current_stream().cuda_stream
-    parameters = (values, tuple(_TYPES[kind] for kind in types))
-    _check(*driver.cuLaunchKernel(_function(name, torch.cuda.current_device()), *grid, 1, threads, 1, 1, 0, stream, parameters, 0))
+    stream, function = torch.cuda.current_stream().cuda_stream, _function(name, torch.cuda.current_device())
+    (result,) = driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, stream, (values, tuple(_TYPES[kind] for kind in types)), 0)
+    if result:
+        raise RuntimeError(f"the GPU refuses {name}, for this or an earlier kernel: {result.name}")
 
 
 @cache
@@ -193,11 +194,11 @@ def compile_kernels(architecture: str) -> bytes:
 
 
 def _check(result: Any, *given: Any) -> Any:
-    """What a call gave behind its result.
+    """What a call that compiles or loads gave behind its result.
 
     Raises:
         ConfigError: it failed.
     """
     if result:
-        raise ConfigError(f"the GPU's driver refused: {result.name}", "Check the driver with nvidia-smi, or run on the CPU.")
+        raise ConfigError(f"the GPU's kernels can't be made: {result.name}", "Check the driver with nvidia-smi, or run on the CPU.")
     return given[0] if given else None

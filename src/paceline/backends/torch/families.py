@@ -172,6 +172,11 @@ class Experts:
         return total_TD.bfloat16()
 
 
+def groups_products(device: torch.device) -> bool:
+    """Whether `torch.nn.functional.grouped_mm` is one launch there (Hopper's and Blackwell's); elsewhere it is a loop on the host, of products of few rows."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in {9, 10}
+
+
 class GroupedExperts:
     """The same in two launches, of products that each group of rows has its own matrix for; the host is not asked which.
 
@@ -214,7 +219,7 @@ class Layer:
         if moe is None:
             self._feed_forward = FeedForward(reader, f"{at}.mlp")
         else:
-            self._feed_forward = (GroupedExperts if reader.device.type == "cuda" else Experts)(reader, f"{at}.mlp", moe)
+            self._feed_forward = (GroupedExperts if groups_products(reader.device) else Experts)(reader, f"{at}.mlp", moe)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         x_TD = x_TD + self._attention(x_TD, step)
