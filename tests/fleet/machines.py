@@ -40,7 +40,7 @@ BRIEF = "desk,ttl_s=4,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
 QUICK = "desk,ttl_s=12,exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=4"
 """A preset whose cards expire within a test's patience, and not while a machine waits for its turn on a busy processor."""
 LOOPBACK = ("--fleet-host", "127.0.0.1", "--no-mdns")
-EMPTY = ("--no-model", "--fleet-port", "0")
+EMPTY = ("--no-model", "--port", "0", "--fleet-port", "0")
 
 
 @dataclass(slots=True)
