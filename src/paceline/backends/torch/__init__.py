@@ -6,7 +6,6 @@ import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from paceline.backends import kernel_cache
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ def load(
         ConfigError: what was asked for can't be.
         OutOfMemory: the KV pool does not fit.
     """
+    from paceline.backends import kernel_cache
+
     # Before the modules that hold compiled functions.
     compiled = kernel_cache.use(options.kernel_cache)
     # They are compiled where they are first called, so the first load of all is alone.
