@@ -389,7 +389,7 @@ def unload(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A model's name, or its digest.")],
+    model: Annotated[str, typer.Argument(help="A model's name, its digest, or a file that is served.")],
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of a typical prompt.")] = 512,
     answer_tokens: Annotated[int, typer.Option("--answer", min=1, help="Tokens of a typical answer.")] = 256,
     weights: Annotated[str, typer.Option("--weights", "-w", help="Format in memory. Default: any that is offered.")] = "",

@@ -271,5 +271,5 @@ def disk_size(text: str | None) -> int:
     except ValidationError:
         raise ConfigError(f"--kv-disk {text!r} is no size", "Write it like 20GB, or 500MB.") from None
     if size < LEAST_DISK:
-        raise ConfigError(f"--kv-disk {text} is too little to keep anything", "Ask for 1 GB or more, or leave it out.")
+        raise ConfigError(f"--kv-disk {text} is too little to keep anything", "Ask for 1MB or more (20GB is usual), or leave it out.")
     return size

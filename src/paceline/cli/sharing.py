@@ -275,7 +275,10 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
     home = Home.from_environment()
     if not home.is_in_fleet:
         if needed or peers:
-            raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
+            raise MembershipError(
+                "This machine is in no fleet, which what was asked for needs",
+                "Start one here: paceline init. Or join one: paceline join. Or try several nodes on this machine: paceline up --local-nodes 3.",
+            )
         return None
     for peer in peers:
         if not is_address(peer):

@@ -286,10 +286,14 @@ def _smooth_known(old: float | None, new: float | None) -> float | None:
     return new if old is None else old if new is None else _smooth(old, new)
 
 
+LEAST_TRANSFER = 0.1
+"""Of a call with many bytes, what is not the round trip, at least: on a busy machine a call without any may take as long."""
+
+
 def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) -> tuple[float, float]:
     """(round trip in seconds, bytes a second) from the round trips of some empty calls and that of one with so many bytes in all."""
     rtt_s = min(pings_s)
-    return rtt_s, transfer_bytes / max(transfer_s - rtt_s, 1e-6)
+    return rtt_s, transfer_bytes / max(transfer_s - rtt_s, LEAST_TRANSFER * transfer_s)
 
 
 MOST_ADDRESSES = 8

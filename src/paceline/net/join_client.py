@@ -104,7 +104,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
         )
     raise Unreachable(
         "The machine that the token is from can't be reached: " + "; ".join(f"{one.address} ({one.problem})" for one in tried),
-        "It must be running paceline up or paceline token, on a network this machine is on, with no firewall before that port. Or the token has expired",
+        "It must be running paceline up or paceline token, on a network this machine is on, with no firewall before that port. Or the token was used, or has expired: paceline token makes another",
     )
 
 

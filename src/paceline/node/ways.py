@@ -76,7 +76,9 @@ def explained(
         at = made.chosen.stages[0].node_id
         lines.append(f"prompts: whether others compute them is in the log of {at}: that depends on all of its machines' links")
     if len(cards) == 1:
-        lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
+        is_member = Home.from_environment().is_in_fleet
+        alone = "no other machine of the fleet is seen" if is_member else "this machine is alone; `paceline join` makes it part of a fleet"
+        lines.append(f"note: {alone}")
     return Explained(made, tuple(lines))
 
 

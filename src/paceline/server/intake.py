@@ -194,9 +194,8 @@ class Intake:
         if name is None:
             if models := self._inference.models():
                 return models[0]
-            raise UnknownModel(
-                "No model is served here now, and the request names none", "Name one: /v1/models lists those that would be loaded."
-            )
+            hint = "Load one: paceline load NAME." if self._open_model is None else "Name one: /v1/models lists those that would be loaded."
+            raise UnknownModel("No model is served here now, and the request names none", hint)
         try:
             return find_model(name, self._inference, self._aliases)
         except (UnknownModel, ModelAway) as error:

@@ -333,3 +333,9 @@ def test_what_the_network_takes_of_a_round_trip_is_shown_and_followed() -> None:
     assert ping.payload_bytes == 0
     watch.measured(ping.id, 20.0, 0.001, None, 0.0003)
     assert watch.links[0].network_s == pytest.approx(0.000225, rel=0.05)
+
+
+def test_a_transfer_no_longer_than_a_call_is_not_infinitely_fast() -> None:
+    """As on a machine that does much else."""
+    rtt_s, bytes_per_s = figures([0.03, 0.02], 1_000_000, 0.02)
+    assert (rtt_s, bytes_per_s) == (0.02, pytest.approx(1_000_000 / 0.002))

@@ -42,27 +42,12 @@ class CudaPool:
     """Keys and values of a range of layers, bf16 [layers, 2, blocks, PAGE, N, D]."""
 
     def __init__(self, n_layers: int, n_blocks: int, n_kv: int, head_dim: int, device: torch.device) -> None:
-        self.n_blocks, self.device = n_blocks, device
         pool = torch.zeros(n_layers, 2, n_blocks, PAGE, n_kv, head_dim, dtype=torch.bfloat16, device=device)
         self.pages = [(layer[0], layer[1]) for layer in pool]
 
     def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
         """A block's keys and values in each layer, or in some, [PAGE, N, D]."""
         return [pages[block] for layer in self.pages[layers] for pages in layer]
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What the kernel takes for sequences: rows beside one another, and the keys that they see."""
-
-    starts: Tensor
-    """Of their rows, int32 [P + 1]."""
-    key_starts: Tensor
-    """int32 [P + 1]: running sums of the lengths; the kernel finds keys by table, and how many in `lengths`."""
-    lengths: Tensor
-    tables: Tensor
-    max_rows: int
-    max_keys: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +60,6 @@ class Batch:
     max_keys: int
     packed: bool
     """Each row is a sequence, and the queries of one KV head are rows."""
-
-    def pieces(self, kind: str) -> Pieces:
-        """`own`, `earlier` or `whole`."""
-        starts, key_starts, lengths, tables = (self.tensors[f"{kind}_{name}"] for name in ("starts", "key_starts", "lengths", "tables"))
-        return Pieces(starts, key_starts, lengths, tables, self.max_rows, self.max_keys if kind == "whole" else SEGMENT)
 
     @property
     def n_earlier(self) -> int:
@@ -173,6 +153,7 @@ def _pieces(kind: str, pieces: Sequence[tuple[int, int, int, int]], tables: npt.
 
 
 def _as_pieces(kind: str, rows_P: npt.NDArray[np.integer], lengths_P: npt.NDArray[np.integer], tables: npt.NDArray[np.int32]) -> Arrays:
+    """What the kernel takes for sequences: where their rows start, running sums of their keys (it finds keys by table), how many, and tables."""
     return {
         f"{kind}_starts": np.concatenate([[0], np.cumsum(rows_P)]).astype(np.int32),
         f"{kind}_key_starts": np.concatenate([[0], np.cumsum(lengths_P)]).astype(np.int32),
@@ -232,48 +213,49 @@ class CudaStep:
         for pages, rows in ((keys, k_THD), (values, v_THD)):
             pages.view(-1, *pages.shape[2:]).index_copy_(0, self._batch.tensors["slots"], rows)
         if window:
-            return self._flash(layer, q_THD.contiguous(), self._batch.pieces("whole"), (window - 1, 0))[0].flatten(1)
+            return self._flash(layer, q_THD.contiguous(), "whole", (window - 1, 0))[0].flatten(1)
         return (self._packed(layer, q_THD) if self._batch.packed else self._unpacked(layer, q_THD)).flatten(1)
 
     def _unpacked(self, layer: int, q_THD: Tensor) -> Tensor:
         at = self._batch.tensors
-        own, own_logs = self._flash(layer, q_THD.contiguous(), self._batch.pieces("own"), (-1, 0))
+        own, own_logs = self._flash(layer, q_THD.contiguous(), "own", (-1, 0))
         if not self._batch.n_earlier:
             return own
-        parts, logs = self._flash(layer, q_THD[at["earlier_rows"]], self._batch.pieces("earlier"), (-1, -1))
+        parts, logs = self._flash(layer, q_THD[at["earlier_rows"]], "earlier", (-1, -1))
         return cuda_kernels.merge(own, own_logs, parts, logs, at["places"], q_THD.shape[1], self._n_kv)
 
     def _packed(self, layer: int, q_THD: Tensor) -> Tensor:
         heads, width = q_THD.shape[1:]
         q_TGND = q_THD.unflatten(1, (self._n_kv, -1)).transpose(1, 2).contiguous()
-        own, own_logs = self._flash(layer, q_TGND.view(-1, self._n_kv, width), self._batch.pieces("own"), (-1, -1))
+        own, own_logs = self._flash(layer, q_TGND.view(-1, self._n_kv, width), "own", (-1, -1))
         parts, logs = own, own_logs
         if self._batch.n_earlier:
             q_each = q_TGND[self._batch.tensors["earlier_rows"]].view(-1, self._n_kv, width)
-            parts, logs = self._flash(layer, q_each, self._batch.pieces("earlier"), (-1, -1))
+            parts, logs = self._flash(layer, q_each, "earlier", (-1, -1))
         return cuda_kernels.merge(own, own_logs, parts, logs, self._batch.tensors["places"], heads, self._n_kv)
 
     @property
     def _n_kv(self) -> int:
         return self._pool.pages[0][0].shape[2]
 
-    def _flash(self, layer: int, q: Tensor, pieces: Pieces, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(means over keys, like `q`; logarithms of their sums, float32 [heads, rows]). A window of (-1, 0) is a causal mask, one of (-1, -1) none."""
+    def _flash(self, layer: int, q: Tensor, kind: str, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """(means over keys, like `q`; logarithms of their sums, float32 [heads, rows]) of `own`, `earlier` or `whole` pieces. A window of (-1, 0) is a causal mask, one of (-1, -1) none."""
         keys, values = self._pool.pages[layer]
+        at = self._batch.tensors
         out, logs = varlen_attn(
             q,
             keys,
             values,
-            pieces.starts,
-            pieces.key_starts,
-            pieces.max_rows,
-            pieces.max_keys,
+            at[f"{kind}_starts"],
+            at[f"{kind}_key_starts"],
+            self._batch.max_rows,
+            self._batch.max_keys if kind == "whole" else SEGMENT,
             return_aux=AuxRequest(lse=True),
             scale=self._scale,
             window_size=window,
             enable_gqa=q.shape[1] != self._n_kv,
-            seqused_k=pieces.lengths,
-            block_table=pieces.tables,
+            seqused_k=at[f"{kind}_lengths"],
+            block_table=at[f"{kind}_tables"],
             num_splits=1,
         )
         return out, logs
