@@ -674,7 +674,8 @@ async def test_a_stopping_host_ends_its_sessions_and_says_so() -> None:
         await a.host.close()
         loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
         assert loss.code == ShardUnavailable.code
-        assert (a.warm.shards, a.runner.closed, threads()) == ((), True, 0)
+        assert (a.warm.shards, a.runner.closed) == ((), True)
+        await until(lambda: threads() == 0)
         with pytest.raises(ShardUnavailable, match="stopping"):
             await user.open(a)
 
