@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from paceline import __version__
 from paceline.backends.memory import GIB
@@ -44,6 +43,7 @@ from paceline.cli.options import (
     of_server,
     tensor_nodes,
     tensor_speeds,
+    up_params,
 )
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
@@ -426,10 +426,7 @@ def launch(
     """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
     from paceline.cli.launch import run_launch
 
-    assert context.parent is not None
-    assert isinstance(context.parent.command, TyperGroup)
-    # What is wrong with them is said before other hosts are waited for.
-    context.parent.command.commands["up"].make_context("launch", [*context.args], context.parent)
+    up_params(context, context.args)  # what is wrong with them is said before other hosts are waited for
     run_launch(context.args, hostfile)
 
 

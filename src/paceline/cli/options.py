@@ -158,6 +158,13 @@ class Commands(TyperGroup):
             raise ConfigError(f"{error.param.opts[0]}: {details[0]['input']!r} {why}", f"This says what it takes: {help_}") from None
 
 
+def up_params(context: typer.Context, flags: Sequence[str]) -> dict[str, Any]:
+    """What `paceline up` reads of its flags, which another command hands on; raises what it says of those that it does not take."""
+    root = context.find_root()
+    assert isinstance(root.command, TyperGroup)
+    return root.command.commands["up"].make_context("up", [*flags], root).params
+
+
 def _in_panel(name: str) -> Callable[..., Any]:
     return partial(typer.Option, rich_help_panel=name)
 

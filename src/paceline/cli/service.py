@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
+from paceline.cli.options import up_params
 from paceline.cli.terminal import Terminal, print_lines
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.files import write_file
@@ -24,15 +25,13 @@ app = typer.Typer(no_args_is_help=True, help="Run `paceline up` as a service of 
 
 NAME: Final = "paceline"
 MARK: Final = "Written by `paceline service install`"
-DRAIN_S: Final = 30.0
-"""What `paceline up` waits for live answers unless told otherwise."""
 STOP_S: Final = 15.0
-"""What it may take to end beyond that before it is killed; it promises two."""
+"""What `paceline up` may take to end, beyond `--drain-s`, before it is killed; it promises two."""
 MANAGER_S: Final = 120.0
 """Seconds that systemctl or launchctl may take: a stop waits for live answers."""
 
 
-def unit(args: list[str], home: Path, *, of_machine: bool) -> str:
+def unit(args: list[str], home: Path, drain_s: float, *, of_machine: bool) -> str:
     """A unit of systemd. A stop by SIGTERM is no failure; what a person must mend (exit code 2) is not tried again."""
     command = " ".join(_quoted(arg) for arg in (sys.executable, "-m", "paceline", "up", *args))
     return f"""# {MARK}
@@ -49,7 +48,7 @@ RestartSec=5
 RestartPreventExitStatus=2
 SuccessExitStatus=130 143
 KillMode=mixed
-TimeoutStopSec={_stop_s(args):g}
+TimeoutStopSec={drain_s + STOP_S:g}
 LimitNOFILE=8192
 
 [Install]
@@ -57,7 +56,7 @@ WantedBy={"multi-user" if of_machine else "default"}.target
 """
 
 
-def plist(args: list[str], home: Path) -> bytes:
+def plist(args: list[str], home: Path, drain_s: float) -> bytes:
     """A property list of launchd."""
     return plistlib.dumps(
         {
@@ -68,7 +67,7 @@ def plist(args: list[str], home: Path) -> bytes:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 5,
-            "ExitTimeOut": int(_stop_s(args)),
+            "ExitTimeOut": int(drain_s + STOP_S),
         }
     )
 
@@ -85,16 +84,6 @@ def _quoted(word: str, *, dollars: bool = True) -> str:
     for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), *([("$", "$$")] if dollars else [])):
         word = word.replace(plain, escaped)
     return f'"{word}"'
-
-
-def _stop_s(args: list[str]) -> float:
-    """How long a stop may take, by what `paceline up` is told of answers that are live then."""
-    joined = " ".join(args).replace("--drain-s=", "--drain-s ").split()
-    said = joined[joined.index("--drain-s") + 1 :] if "--drain-s" in joined else []
-    try:
-        return max(0.0, float(said[0]) if said else DRAIN_S) + STOP_S
-    except ValueError as error:
-        raise ConfigError(f"--drain-s: {said[0]!r} is no number", "Give seconds.") from error
 
 
 def place(*, of_machine: bool, is_mac: bool) -> Path:
@@ -153,7 +142,8 @@ def install(
     )
     if any("\n" in arg or "\0" in arg for arg in (*args, str(home))):
         raise ConfigError("A flag of a service can't have a line break", "Leave it out.")
-    data = plist(args, home) if is_mac else unit(args, home, of_machine=of_machine).encode()
+    drain_s = up_params(context, args)["drain_s"]
+    data = plist(args, home, drain_s) if is_mac else unit(args, home, drain_s, of_machine=of_machine).encode()
     if show:
         print_lines(Terminal(), f"# {path}", data.decode())
         return

@@ -20,24 +20,22 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         pytest.skip("needs systemd-analyze")
     for of_machine in (False, True):
         path = tmp_path / "paceline.service"
-        path.write_text(service.unit(ARGS, tmp_path / "ho%me", of_machine=of_machine))
+        path.write_text(service.unit(ARGS, tmp_path / "ho%me", 45, of_machine=of_machine))
         done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False, timeout=300)
         assert (done.returncode, [line for line in done.stderr.splitlines() if "paceline.service" in line]) == (0, [])
 
 
 def test_the_unit_says_how_to_stop_and_when_to_start_again(tmp_path: Path) -> None:
-    lines = service.unit(ARGS, tmp_path, of_machine=False).splitlines()
+    lines = service.unit(ARGS, tmp_path, 45, of_machine=False).splitlines()
     command = r'"-m" "paceline" "up" "--model" "a b" "--drain-s" "45" "--api-key" "x\"y%%z$$HOME\\"'
     assert f'ExecStart="{sys.executable}" {command}' in lines
     assert {"Restart=on-failure", "SuccessExitStatus=130 143", "TimeoutStopSec=60", "WantedBy=default.target"} <= set(lines)
-    assert "WantedBy=multi-user.target" in service.unit([], tmp_path, of_machine=True)
-    assert "TimeoutStopSec=45" in service.unit([], tmp_path, of_machine=True)
-    with pytest.raises(ConfigError, match="--drain-s"):
-        service.unit(["--drain-s=soon"], tmp_path, of_machine=True)
+    assert "WantedBy=multi-user.target" in service.unit([], tmp_path, 30, of_machine=True)
+    assert "TimeoutStopSec=45" in service.unit([], tmp_path, 30, of_machine=True)
 
 
 def test_the_property_list_comes_back(tmp_path: Path) -> None:
-    read = plistlib.loads(service.plist(ARGS, tmp_path))
+    read = plistlib.loads(service.plist(ARGS, tmp_path, 45))
     assert read["ProgramArguments"] == [sys.executable, "-m", "paceline", "up", *ARGS]
     assert (read["KeepAlive"], read["ExitTimeOut"]) == ({"SuccessfulExit": False}, 60)
     assert read["EnvironmentVariables"] == {"PACELINE_HOME": str(tmp_path)}
@@ -59,13 +57,34 @@ def test_paths_among_flags_are_from_where_the_service_was_installed(tmp_path: Pa
 def test_a_file_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "units" / "paceline.service"
     for args in ([], ARGS):
-        text = service.unit(args, tmp_path, of_machine=False)
+        text = service.unit(args, tmp_path, 30, of_machine=False)
         service.put(path, text.encode())
         assert (path.read_text(), path.stat().st_mode & 0o777) == (text, 0o600)
     path.write_text("[Unit]\n")
     with pytest.raises(ConfigError, match="was not written by Paceline"):
         service.put(path, b"")
     assert path.read_text() == "[Unit]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prot", "9"], "No such option: --prot"),
+        (["--port", "abc"], "--port: 'abc' is no whole number"),
+        (["--drain-s=soon"], "--drain-s: 'soon' is no number"),
+        (["--model"], "'--model' requires an argument"),
+        (["surplus"], "unexpected extra argument"),
+    ],
+)
+def test_flags_that_up_does_not_take_are_refused_as_up_does(flags: list[str], said: str) -> None:
+    refused = paceline("service", "install", "--print", *flags)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert said in refused.stderr
+
+
+def test_a_stop_waits_as_long_as_the_flags_say() -> None:
+    shown = paceline("service", "install", "--print", "--drain-s=45")
+    assert "TimeoutStopSec=60" in shown.stdout or "<integer>60</integer>" in shown.stdout
 
 
 def test_print_shows_the_file_and_changes_nothing() -> None:
