@@ -45,7 +45,7 @@ from paceline.cli.options import (
     tensor_speeds,
     up_params,
 )
-from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
+from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, Terminal, discard, own_command, print_lines, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.presets import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -436,10 +436,12 @@ def hostfile(
     host: Annotated[list[str], typer.Argument(help="The ranks' hosts, the one that serves first: a name or a number, or NAME=NUMBER.")],
 ) -> None:
     """Write a file of hosts for `mlx.launch` and `paceline launch`."""
-    from paceline.cli.launch import create_hostfile
+    from paceline.cli.launch import create_hostfile, read_hostfile
 
     pairs = [each.partition("=") for each in host]
-    create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file)
+    ranks = read_hostfile(create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file))
+    start = f"mlx.launch --hostfile {file} -- {own_command()} launch"
+    print_lines(Terminal(), f"{file} is written: a rank each for {', '.join(ranks)}; the first serves. Start them: {start}")
 
 
 app.add_typer(benches.app)

@@ -104,11 +104,17 @@ def create_hostfile(hosts: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
     Args:
         hosts: each with `host` and, where it is another, `ip`: by which ranks reach one another.
+
+    Raises:
+        ConfigError: it can't be written.
     """
     ranks = [
         {"host": each["host"], "port": each.get("port", 22), "ssh": each["host"], "ips": [each.get("ip", each["host"])]} for each in hosts
     ]
-    write_file(path, json.dumps(ranks, indent=2).encode())
+    try:
+        write_file(path, json.dumps(ranks, indent=2).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}", "Choose another place.") from error
     return path
 
 
@@ -151,10 +157,12 @@ def run_launch(asked: Sequence[str], hostfile: Path | None) -> None:
         print_lines(Terminal(), f"Rank {env.rank} is a process of what runs on {host} already")
         return
     port = int(_value(asked, "--fleet-port") or FLEET_PORT)
+    others = tuple(dict.fromkeys(each for each in env.hosts if each != first))
+    part = f"runs here for rank 0, on {first}" if env.rank else " and on ".join(("serves; ranks run here", *others))
+    print_lines(Terminal(stderr=True), f"Rank {env.rank} of {env.size} {part}")
     if env.rank:
         peer = join_host(first, port)
         sys.exit(_run(["--no-model", "--serve-shards", "--peer", peer, *drain, *_of_any_node(asked)]))
-    others = tuple(dict.fromkeys(each for each in env.hosts if each != first))
     nodes = asyncio.run(_meet(others, port)) if others else {}
     ranks = ":".join("1" if each == first else f"1@{nodes[each]}" for each in env.hosts) if others else str(env.size)
     peers = [word for each in others for word in ("--peer", join_host(each, port))]

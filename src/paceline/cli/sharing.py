@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -256,7 +255,8 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 def _stop_at_eof() -> None:
     """The parent process is gone."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not through sys.stdin, whose lock the interpreter wants at its end
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

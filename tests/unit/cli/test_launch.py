@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.cli.test_commands import assert_user_error, paceline
 
 from paceline.cli import launch
 from paceline.cli.launch import DistributedEnv, create_hostfile, read_hostfile, run_launch, validate_distributed_env
@@ -49,6 +50,16 @@ def test_what_is_created_is_read_here_and_by_mlx(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[('mac-1.local', ['10.0.0.1']), ('10.0.0.2', ['10.0.0.2'])]"
 
 
+def test_a_hostfile_that_was_written_is_said_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    done = paceline("hostfile", str(path), "mac-1.local=10.0.0.1", "mac-2.local")
+    assert done.returncode == 0, done.stderr
+    assert f"{path} is written: a rank each for 10.0.0.1, mac-2.local; the first serves" in done.stdout
+    assert f"mlx.launch --hostfile {path}" in done.stdout
+    assert_user_error(paceline("hostfile", str(tmp_path), "a"), f"{tmp_path} can't be written: Is a directory")
+    assert_user_error(paceline("hostfile", str(path), ""), "has a rank without a host")
+
+
 def test_what_the_launcher_says(tmp_path: Path) -> None:
     two = str(written(tmp_path / "two", [["a:1"], ["b:1"]]))
     empty = str(written(tmp_path / "one", "\n"))
@@ -81,9 +92,14 @@ def test_what_the_launcher_says(tmp_path: Path) -> None:
     ],
 )
 def test_each_rank_is_what_its_host_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, hosts: list[list[str]], options: list[str] | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    hosts: list[list[str]],
+    options: list[str] | None,
 ) -> None:
-    """A rank on a host where another is runs in a process of that one's."""
+    """A rank on a host where another is runs in a process of that one's. Each says which it is."""
     ran: list[list[str]] = []
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.setattr(launch, "_run", lambda options: ran.append(list(options)))
@@ -92,10 +108,18 @@ def test_each_rank_is_what_its_host_makes_it(
     if options is None:
         run_launch(asked, path)
         assert ran == []
+        assert capsys.readouterr().out.startswith(f"Rank {rank} is a process of")
         return
     with pytest.raises(SystemExit):
         run_launch(asked, path)
     assert ran == [options]
+    assert capsys.readouterr().err.startswith(f"Rank {rank} of {len(hosts)} ")
+
+
+def test_what_up_refuses_ends_the_launch_as_it_ends_up() -> None:
+    done = paceline("launch", "--model", "nobody", "--port", "0")
+    assert_user_error(done, "Rank 0 of 1 serves", "There is no model 'nobody'")
+    assert "Fatal" not in done.stderr
 
 
 def test_a_host_without_a_model_takes_what_speaks_of_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
