@@ -426,8 +426,8 @@ def launch(
     """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
     from paceline.cli.launch import run_launch
 
-    up_params(context, context.args)  # what is wrong with them is said before other hosts are waited for
-    run_launch(context.args, hostfile)
+    # What is wrong with them is said before other hosts are waited for.
+    run_launch(context.args, hostfile, up_params(context, context.args)["fleet_port"])
 
 
 @app.command()

@@ -36,21 +36,9 @@ DRAIN_S: Final = "2"
 MEET_S: Final = 120.0
 """For the other hosts' nodes to answer. Raising it: a host that is off is said later."""
 _OF_ANY_NODE: Final = {
-    *(
-        "--port",
-        "-p",
-        "--host",
-        "--fleet-port",
-        "--fleet-host",
-        "--fleet-preset",
-        "--tensor-port",
-        "--peer",
-        "--no-mdns",
-        "--threads",
-        "-t",
-    ),
-    *("--device", "-d", "--log-level", "--api-key", "--api-key-file", "--max-revocation-age", "--drain-s"),
-}
+    "--port", "-p", "--host", "--fleet-port", "--fleet-host", "--fleet-preset", "--tensor-port", "--peer", "--no-mdns", "--threads", "-t", "--device",
+    "-d", "--log-level", "--api-key", "--api-key-file", "--max-revocation-age", "--drain-s",
+}  # fmt: skip
 """Options of `paceline up` that a host without a model of its own takes too."""
 _BARE: Final = {"--no-mdns"}
 
@@ -140,11 +128,12 @@ def validate_distributed_env(environment: Mapping[str, str] | None = None, hostf
     return DistributedEnv(len(hosts) > 1, int(rank), hosts)
 
 
-def run_launch(asked: Sequence[str], hostfile: Path | None) -> None:
+def run_launch(asked: Sequence[str], hostfile: Path | None, port: int = FLEET_PORT) -> None:
     """Be the rank that the launcher says, until it or this process ends.
 
     Args:
         asked: options of `paceline up`, of rank 0.
+        port: for the fleet, as they have it.
 
     Raises:
         ConfigError: the launch makes no sense.
@@ -156,7 +145,6 @@ def run_launch(asked: Sequence[str], hostfile: Path | None) -> None:
     if env.hosts.index(host) < env.rank:
         print_lines(Terminal(), f"Rank {env.rank} is a process of what runs on {host} already")
         return
-    port = int(_value(asked, "--fleet-port") or FLEET_PORT)
     others = tuple(dict.fromkeys(each for each in env.hosts if each != first))
     part = f"runs here for rank 0, on {first}" if env.rank else " and on ".join(("serves; ranks run here", *others))
     print_lines(Terminal(stderr=True), f"Rank {env.rank} of {env.size} {part}")
@@ -167,15 +155,6 @@ def run_launch(asked: Sequence[str], hostfile: Path | None) -> None:
     ranks = ":".join("1" if each == first else f"1@{nodes[each]}" for each in env.hosts) if others else str(env.size)
     peers = [word for each in others for word in ("--peer", join_host(each, port))]
     sys.exit(_run(["--tensor", ranks, *peers, *drain, *asked]))
-
-
-def _value(asked: Sequence[str], name: str) -> str | None:
-    """What was given for an option, as --name value or --name=value."""
-    for at, word in enumerate(asked):
-        option, equals, value = word.partition("=")
-        if option == name:
-            return value if equals else next(iter(asked[at + 1 :]), None)
-    return None
 
 
 def _of_any_node(asked: Sequence[str]) -> list[str]:

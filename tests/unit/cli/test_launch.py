@@ -143,7 +143,7 @@ def test_a_host_without_a_model_takes_what_speaks_of_none(monkeypatch: pytest.Mo
         "2GB",
     ]
     with pytest.raises(SystemExit):
-        run_launch(asked, written(tmp_path / "hosts.json", [["a:1"], ["b:1"]]))
+        run_launch(asked, written(tmp_path / "hosts.json", [["a:1"], ["b:1"]]), 9000)
     (options,) = ran
     assert options[:4] == ["--no-model", "--serve-shards", "--peer", "a:9000"]
     assert options[4:] == ["--fleet-port", "9000", "--no-mdns", "--port=0", "--threads", "2", "--drain-s=9"]
