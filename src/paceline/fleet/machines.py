@@ -168,10 +168,8 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
     if not found:
         others = sorted({offer.model_id for _, offer in layered})
         hint = f"Offered: {', '.join(others[:8])}. " if others else ""
-        hint += (
-            "A model in a file or folder is offered once its machine knows it: `paceline pull FILE` there, or `paceline up --model FILE`."
-        )
-        raise PlacementError(f"No machine of the fleet has the model {request.title!r}", hint)
+        hint += "On a machine that is to have it: `paceline pull org/name` from the hub, or `paceline pull FILE`, or `paceline up --model FILE`."
+        raise PlacementError(f"No machine that is seen here has the model {request.title!r}", hint)
     wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
     if not wanted:
         formats = ", ".join(sorted({offer.weights for _, offer in found}))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, ModelNotFound, PacelineError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, ModelRef
 from paceline.fleet import placement
@@ -19,6 +19,7 @@ from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
+from paceline.store.selection import is_path
 from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
@@ -59,13 +60,16 @@ def explained(
 
     Raises:
         PlacementError: there is no plan.
+        ModelNotFound, ModelFileError: its model is a path, of which there is no model.
     """
-    location = _known_here(request.model)
-    cards = this_machine(location, loaded) if view is None else view()
+    found = _known_here(request.model)
+    cards = this_machine(None if isinstance(found, PacelineError) else found, loaded) if view is None else view()
     named = {offer.model_id for card in cards for offer in card.models}
-    if request.model not in named and location is not None:
-        # This machine may call it otherwise: an alias, a path.
-        request = replace(request, model=location.name)
+    if request.model not in named:
+        if not isinstance(found, PacelineError):  # this machine may call it otherwise: an alias, a path
+            request = replace(request, model=found.name)
+        elif not isinstance(found, ModelNotFound) or is_path(request.model):
+            raise found
     made = plan(cards, request)
     lines = [*explain(made)]
     if len(made.chosen.stages) == 1:
@@ -123,16 +127,20 @@ def parse_pin(text: str) -> Pin:
     raise ConfigError(f"--pin {text!r} is no machine", "Write it like desktop, or desktop:0-15 for its layers, counted from 0.")
 
 
-def _known_here(model: str) -> ModelLocation | None:
-    """A model that this machine has, by any of its names. A bundled model's alias and its file are that model."""
-    from paceline.store.catalog import locations, resolve
+def _known_here(model: str) -> ModelLocation | PacelineError:
+    """A model that this machine has, by any of its names, or why it has none. A bundled model's alias and its file are that model."""
+    from paceline.store.catalog import locations, open_weights, resolve
+    from paceline.store.digests import DigestCache
 
     home = Home.from_environment()
     try:
         found = resolve(model, home)
-    except PacelineError:
-        return None  # it is not known here; placement says so if no other node has it
-    return next((location for location in locations(home) if location.path == found.path), found)
+        known = next((location for location in locations(home) if location.path == found.path), None)
+        if known is None:
+            open_weights(found.path, DigestCache(home))
+    except PacelineError as error:
+        return error
+    return known or found
 
 
 def plain(value: Any) -> Any:

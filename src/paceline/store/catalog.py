@@ -21,6 +21,7 @@ from paceline.core.weights import StoredTensor, WeightSource
 from paceline.store.digests import DigestCache, file_sums
 from paceline.store.faults import damaged, reading, unreadable
 from paceline.store.gguf_file import GgufWeights, open_gguf
+from paceline.store.gguf_header import is_gguf
 from paceline.store.hf_folder import CONFIG, SafetensorsWeights
 from paceline.store.home import Home, expanded, identity_key, read_json_object
 from paceline.store.selection import BESIDE, choose_gguf, gguf_models, is_path, parse_ref
@@ -290,6 +291,9 @@ def _at_path(path: Path) -> ModelLocation:
         if CONFIG not in files:
             raise ModelFileError(f"{path} holds no model: no GGUF file and no {CONFIG}", "Name the folder or the file that does")
         return ModelLocation(path.name, path)
+    if path.suffix.lower() != ".gguf" and not is_gguf(path):
+        accepted = f"A model is a GGUF file, or a folder with safetensors and {CONFIG}; `paceline models` lists those that are here by name"
+        raise ModelFileError(f"{path} is no model: it is not a GGUF file", accepted)
     return ModelLocation(path.stem, path)
 
 

@@ -20,6 +20,7 @@ from paceline.core.weights import TENSOR_TYPES
 from paceline.store.faults import Fields, damaged, reading, unsupported
 from paceline.store.tensor_files import StoredAt
 
+MAGIC: Final = b"GGUF"
 MAX_HEADER_BYTES: Final = 32 << 20
 """Twice what the largest vocabularies take. Raising this, or what follows: a file that lies takes more time and memory before it is found out."""
 MAX_TENSORS: Final = 1 << 16
@@ -198,13 +199,21 @@ class _Cursor:
         self.at = at
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether it is a file that begins as one; raises ModelFileError where it can't be read."""
+    if not path.is_file():
+        return False
+    with reading(path), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def _parse(cursor: _Cursor) -> GgufHeader:
     path = cursor.path
     if cursor.size < 24:
         raise damaged(path, f"{cursor.size} bytes are too few for a GGUF file")
     start = cursor.need(4, "the magic number")
     magic = cursor.peek(start, 4)
-    if magic != b"GGUF":
+    if magic != MAGIC:
         raise damaged(path, f"it starts with {magic!r}, not with b'GGUF'")
     version = cursor.u32("the version")
     if version not in {2, 3}:

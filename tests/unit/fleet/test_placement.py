@@ -541,7 +541,7 @@ def test_that_files_are_still_being_read_is_said_to_who_pins_machines(known: str
 
 
 def test_a_file_that_no_node_was_told_of_is_said_to_be_one() -> None:
-    with pytest.raises(PlacementError, match=r"No machine of the fleet has the model 'big.gguf'") as refused:
+    with pytest.raises(PlacementError, match=r"No machine that is seen here has the model 'big.gguf'") as refused:
         plan(sharing(), PlanRequest("big.gguf"))
     assert refused.value.hint.startswith("Offered: m. ")
     assert "paceline up --model" in refused.value.hint

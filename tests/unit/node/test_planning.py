@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError, PlacementError
+from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
@@ -62,8 +62,25 @@ def test_a_path_is_a_name(bundled_gguf: Path, tmp_path: Path) -> None:
     assert explained(PlanRequest(str(bundled_gguf))).plan.chosen.model_id == "smollm2-135m"
     (tmp_path / "copy.gguf").symlink_to(bundled_gguf)
     assert explained(PlanRequest(str(tmp_path / "copy.gguf"))).plan.chosen.model_id == "copy"
-    with pytest.raises(PlacementError, match="No machine of the fleet has"):
-        explained(PlanRequest(str(tmp_path / "gone.gguf")))
+
+
+def test_what_is_no_model_is_said_to_be_none_of_it_and_not_of_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("# Words")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    for view in (None, lambda: [card("ant", 8)]):
+        with pytest.raises(ModelNotFound, match=r"no file or folder '/.*/gone\.gguf'"):
+            explained(PlanRequest(str(tmp_path / "gone.gguf")), view)
+        with pytest.raises(ModelFileError, match=r"README\.md is no model: it is not a GGUF file") as refused:
+            explained(PlanRequest("README.md"), view)
+        assert "folder with safetensors" in refused.value.hint
+        with pytest.raises(ModelFileError, match=r"cut\.gguf is not a usable model file"):
+            explained(PlanRequest("cut.gguf"), view)
+        with pytest.raises(PlacementError, match="No machine that is seen here has the model 'org/nobody'") as missing:
+            explained(PlanRequest("org/nobody"), view)
+        assert "`paceline pull org/name`" in missing.value.hint
+    (tmp_path / "m").write_text("a file that has the name of a model of the fleet")
+    assert explained(PlanRequest("m"), lambda: [card("ant", 8)]).plan.chosen.model_id == "m"
 
 
 def test_drafts_are_run() -> None:
