@@ -47,6 +47,9 @@ def test_nodes_of_one_machine_run_a_model_named_by_its_path(tmp_path: Path) -> N
         assert [row.split()[0] for row in o.run("ps").splitlines() if row] == ["name", "seeded"], "it is found as any other endpoint"
         assert f"{o.node.url}/v1: ok, serves seeded" in o.run("status")
         assert f"seeded is loaded at {o.node.url}/v1" in o.run("load", str(path))
+        planned = o.run("plan", "seeded", "--prompt", "32", "--answer", "16")
+        assert "it runs now, as planned then: local-1 [" in planned
+        assert "this machine is alone" not in planned
 
 
 def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:

@@ -402,7 +402,6 @@ def plan(
     """Say which machines would run a model, how fast, and why."""
     from paceline.cli.plan import fleet_view, run_plan
 
-    view, sharers = fleet_view()
     run_plan(
         model,
         weights=weights,
@@ -413,8 +412,7 @@ def plan(
         draft_on=pin_draft,
         allows_unlike=bool(allow_unlike),
         as_json=as_json,
-        view=view,
-        sharers=sharers,
+        seen=fleet_view(),
     )
 
 

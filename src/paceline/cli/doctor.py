@@ -26,7 +26,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import read_health, running, starting
+from paceline.cli.running import fleet_homes, lives, read_health, running, starting
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -260,10 +260,13 @@ def _free(check: str, port: int, option: str) -> Iterator[Finding]:
 
 
 async def _fleet(home: Home, peers: Sequence[str], clock: Clock) -> AsyncIterator[Finding]:
+    homes = await asyncio.to_thread(lambda: fleet_homes(home, running(home)))
     if not home.is_in_fleet:
-        yield Finding("fleet", Level.NOTE, "this machine", "it is in no fleet", "Start one: paceline init. Or join one: paceline join.")
+        said = "it is in no fleet" + ("; what follows is of the nodes that paceline up --local-nodes runs on it" if homes else "")
+        yield Finding("fleet", Level.NOTE, "this machine", said, "Start one: paceline init. Or join one: paceline join.")
+    if not homes:
         return
-    folder = FleetFolder(home.fleet)
+    folder = FleetFolder(homes[0].fleet)
     try:
         identity = await asyncio.to_thread(folder.identity)
     except (UserError, FleetError) as error:
@@ -277,7 +280,7 @@ async def _fleet(home: Home, peers: Sequence[str], clock: Clock) -> AsyncIterato
     try:
         looked = await look(folder)
     except MembershipError as error:
-        if _claims_to_run(folder):
+        if (claimed := read_running(folder)) is not None and lives(claimed.pid):
             yield Finding("node", Level.PROBLEM, identity.node_id, error.message, error.hint)
         else:
             yield Finding("node", Level.NOTE, identity.node_id, "it does not run", "paceline up starts it.")
@@ -285,17 +288,6 @@ async def _fleet(home: Home, peers: Sequence[str], clock: Clock) -> AsyncIterato
                 yield one
     for one in await _others(identity, folder, looked, peers, clock):
         yield one
-
-
-def _claims_to_run(folder: FleetFolder) -> bool:
-    claimed = read_running(folder)
-    if claimed is None:
-        return False
-    with suppress(ProcessLookupError):
-        with suppress(PermissionError):
-            os.kill(claimed.pid, 0)
-        return True
-    return False
 
 
 async def _others(identity: Identity, folder: FleetFolder, looked: Looked | None, peers: Sequence[str], clock: Clock) -> list[Finding]:

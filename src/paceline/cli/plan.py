@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.running import loaded_here
-from paceline.cli.terminal import print_json, table_of
+from paceline.cli.running import fleet_homes, loaded_here, running
+from paceline.cli.terminal import Terminal, print_json, print_lines, table_of
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
@@ -17,6 +17,10 @@ from paceline.fleet.placement import basis, headline, parts
 from paceline.fleet.plan import Choice, PlanRequest
 from paceline.node.ways import Explained, View, explained, parse_pin, parse_ways
 from paceline.store.home import Home
+
+Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]]]
+"""The live cards of those that may answer, who of them may share KV, and how models are served that run here; a None where this machine is to be looked at
+alone."""
 
 
 def run_plan(
@@ -30,8 +34,7 @@ def run_plan(
     draft_on: str | None,
     allows_unlike: bool = False,
     as_json: bool,
-    view: View | None = None,
-    sharers: Collection[NodeId] | None = None,
+    seen: Seen,
 ) -> None:
     """Plan, then print it for a person or as JSON.
 
@@ -49,11 +52,14 @@ def run_plan(
         proposer=None if draft_on is None else NodeId(draft_on),
         allows_unlike=allows_unlike,
     )
+    view, sharers, runs = seen
     made = explained(request, view, sharers, loaded_here() if view is None else ())
     if as_json:
         print_json(made.as_json())
     else:
-        show(Console(highlight=False), made)
+        show(Terminal(), made)
+        for words in (words for name, words in runs if name == made.plan.chosen.model_id):
+            print_lines(Terminal(), f"it runs now, as planned then: {words}")
 
 
 def show(console: Console, made: Explained) -> None:
@@ -83,13 +89,21 @@ def _row(choice: Choice) -> tuple[str, str, str, str, str]:
     return headline(choice), f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
 
 
-def fleet_view() -> tuple[View | None, Collection[NodeId] | None]:
-    """The live cards of those that may answer, as this machine's running node sees the fleet, and who of them may share KV; None where this machine is
-    to be looked at alone.
-    """
+def fleet_view() -> Seen:
+    """As a node that runs here sees its fleet."""
     home = Home.from_environment()
-    if not home.is_in_fleet:
-        return None, None
+    missing: MembershipError | None = None
+    for each in fleet_homes(home, running(home)):
+        try:
+            return _seen(each)
+        except MembershipError as error:
+            missing = missing or error
+    if missing is not None:
+        print(f"note: {missing.message}, so this is about this machine alone", file=sys.stderr)
+    return None, None, ()
+
+
+def _seen(home: Home) -> Seen:
     import asyncio
 
     from paceline.fleet.eligibility import Use
@@ -97,10 +111,6 @@ def fleet_view() -> tuple[View | None, Collection[NodeId] | None]:
     from paceline.net.member.state import look
     from paceline.net.trust.folder import FleetFolder
 
-    try:
-        policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
-    except MembershipError as error:
-        print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
-        return None, None
+    policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
     cards = policy.eligible(sight.view, Use.ANSWER).cards
-    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}
+    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}, sight.plans

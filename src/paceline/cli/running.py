@@ -12,7 +12,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,6 +97,12 @@ def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: s
                 place.unlink()
 
 
+def fleet_homes(home: Home, endpoints: Iterable[RunningEndpoint | EndpointLoad]) -> list[Home]:
+    """Of this machine's own node, and of nodes that are tried here beside it (`paceline up --local-nodes`)."""
+    homes = dict.fromkeys([home, *(Home(Path(one.home)) for one in endpoints if one.home)])
+    return [each for each in homes if each.is_in_fleet]
+
+
 def starting(home: Home) -> list[RunningEndpoint]:
     """Endpoints that do not answer yet: they load, or compile what they run."""
     notes = [(place, endpoint) for place in home.running.glob("*.json") if (endpoint := _read(place)) is not None and not endpoint.is_ready]
@@ -108,10 +114,8 @@ def _is_held(place: Path) -> bool:
     try:
         with place.open("rb") as note:
             fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -120,7 +124,7 @@ def running(home: Home) -> list[RunningEndpoint]:
     found: list[tuple[float, RunningEndpoint]] = []
     for place in home.running.glob("*.json"):
         endpoint = _read(place)
-        if endpoint is None or not _lives(endpoint.process):
+        if endpoint is None or not lives(endpoint.process):
             with suppress(OSError):
                 place.unlink()
         elif endpoint.is_ready and _answers(endpoint):
@@ -139,13 +143,12 @@ def _read(place: Path) -> RunningEndpoint | None:
             return None
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Whether it runs, whoever's it is."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 
@@ -309,7 +312,7 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
     (state, error, failing), models = (GONE, "", ()), None
     try:
-        with one.client(_key()) as client:
+        with one.client(os.environ.get("PACELINE_API_KEY")) as client:
             health = client.get("/health").json()
             state, error, failing = read_health(health)
             models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
@@ -373,7 +376,7 @@ def read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]
 def _figures(one: RunningEndpoint) -> dict[str, float]:
     """Figures of the endpoint's own page, and when they were read; empty where it does not give them."""
     try:
-        with one.client(_key()) as client:
+        with one.client(os.environ.get("PACELINE_API_KEY")) as client:
             answer = client.get("/metrics")
         if answer.is_error:
             return {}
@@ -392,10 +395,6 @@ def _samples(page: str) -> Iterator[tuple[str, float]]:
         for sample in family.samples:
             labels = (sample.labels.get(label) for label in ("what", "transport", "outcome", "node"))
             yield " ".join([sample.name, *filter(None, labels)]), sample.value
-
-
-def _key() -> str | None:
-    return os.environ.get("PACELINE_API_KEY")
 
 
 Use = dict[str, Any]  # fields of `machine.memory_budget.ModelUse`

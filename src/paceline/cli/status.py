@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from paceline.backends.memory import human
-from paceline.cli.running import EndpointLoad, endpoints_here, show_endpoints
+from paceline.cli.running import EndpointLoad, endpoints_here, fleet_homes, show_endpoints
 from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
 from paceline.core.errors import MembershipError, PlacementError, UserError
 from paceline.core.ids import NodeId
@@ -43,7 +42,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     last: object = None
     while True:
         endpoints = endpoints_here(home)
-        looked, error = asyncio.run(_look(_folders(home, endpoints)))
+        looked, error = asyncio.run(_look([FleetFolder(each.fleet) for each in fleet_homes(home, endpoints)]))
         facts = _facts(looked, endpoints)
         if facts != last:
             last = facts
@@ -58,12 +57,6 @@ def run_status(*, as_json: bool, watch: bool) -> None:
         if not watch:
             return
         time.sleep(WATCH_S)
-
-
-def _folders(home: Home, endpoints: list[EndpointLoad]) -> list[FleetFolder]:
-    """Of this machine's own node, and of nodes that are tried here beside it (`paceline up --local-nodes`)."""
-    homes = dict.fromkeys([home, *(Home(Path(one.home)) for one in endpoints if one.home)])
-    return [FleetFolder(each.fleet) for each in homes if each.is_in_fleet]
 
 
 async def _look(folders: list[FleetFolder]) -> tuple[list[Looked], MembershipError | None]:

@@ -44,7 +44,7 @@ def test_a_plan_as_a_person_reads_it() -> None:
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan("[red]m[/red]", **{**DEFAULTS, "as_json": True}, view=lambda: FLEET)
+    run_plan("[red]m[/red]", **{**DEFAULTS, "as_json": True}, seen=(lambda: FLEET, None, ()))
     said = json.loads(capsys.readouterr().out)
     assert said["chosen"]["way"] == "pipeline"
     assert said["constraint"] == "memory"
@@ -52,9 +52,9 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pins_and_ways_are_read() -> None:
     with pytest.raises(ImpossiblePin, match="2 machines are pinned"):
-        run_plan("[red]m[/red]", **{**DEFAULTS, "ways": "alone, draft", "pins": ("ant", "bee")}, view=lambda: FLEET)
+        run_plan("[red]m[/red]", **{**DEFAULTS, "ways": "alone, draft", "pins": ("ant", "bee")}, seen=(lambda: FLEET, None, ()))
     with pytest.raises(ConfigError, match="relay"):
-        run_plan("m", **{**DEFAULTS, "ways": "relay"}, view=lambda: FLEET)
+        run_plan("m", **{**DEFAULTS, "ways": "relay"}, seen=(lambda: FLEET, None, ()))
 
 
 def test_what_runs_here_already_is_not_said_to_be_loaded_first() -> None:

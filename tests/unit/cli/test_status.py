@@ -20,9 +20,11 @@ from tests.unit.net.member.nodes import in_loop, make_node, running
 
 from paceline.cli import chat, doctor, status
 from paceline.cli.doctor import Level
+from paceline.cli.plan import fleet_view
 from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, endpoints_here, show_endpoints, starting
 from paceline.cli.running import running as running_here
 from paceline.cli.status import _show, run_status
+from paceline.core.clock import SystemClock
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.inference import Progress
@@ -192,10 +194,18 @@ async def test_nodes_that_are_tried_here_are_shown_in_a_fleet_or_out_of_it(
                 monkeypatch.setenv("PACELINE_HOME", str(mine))
                 await look()
                 assert "seen by local-1" in capsys.readouterr().out
+                view, _, _ = await asyncio.to_thread(fleet_view)
+                assert view is not None
+                assert [card.node_id for card in view()] == ["local-1"]
+                first, second, *_ = [each async for each in doctor._fleet(Home(mine), (), SystemClock())]
+                assert "in no fleet; what follows is of the nodes that paceline up --local-nodes runs" in first.what
+                assert (second.subject, second.what) == ("local-1", "no other machine is known here")
                 folder = FleetFolder(Home(mine).fleet)
                 folder.write_secret(folder.identity_file, fleet.member("desk").to_pem())
                 await look()
                 assert "seen by local-1" in capsys.readouterr().out
+        assert await asyncio.to_thread(fleet_view) == (None, None, ())
+        assert "(desk) does not run, so this is about this machine alone" in capsys.readouterr().err
         with announced(served.url, has_key=False, certificate=None, owner_key=None):
             with pytest.raises(MembershipError, match="desk"):
                 await look()
