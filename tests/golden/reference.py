@@ -156,6 +156,14 @@ MORE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "heads of 80": lambda: MistralConfig(**_SIZES, head_dim=80, sliding_window=24),
     "heads of 100": lambda: LlamaConfig(**_SIZES, head_dim=100),
+    "a hidden size of 112": lambda: Qwen2Config(**_SIZES | {"hidden_size": 112}),
+    "a hidden size of 16": lambda: Glm4Config(**_SIZES | {"hidden_size": 16, "intermediate_size": 40}, head_dim=64, pad_token_id=1),
+    "heads of 4": lambda: LlamaConfig(
+        **_SIZES | {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ),
+    "experts and biases of a hidden size of 48": lambda: GptOssConfig(
+        **_SIZES | {"hidden_size": 48}, head_dim=64, num_local_experts=8, num_experts_per_tok=3
+    ),
     "a feed-forward of 200": lambda: LlamaConfig(**{**_SIZES, "intermediate_size": 200}),
     "experts of 72": lambda: Qwen3MoeConfig(
         **_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=72, norm_topk_prob=True, mlp_only_layers=[]

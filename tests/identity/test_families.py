@@ -28,7 +28,7 @@ LENGTH = 560
 CUTS = ((560,), (1, 2, 3, 17, 64, 200, 273), (511, 2, 47))
 
 
-@pytest.fixture(scope="module", params=list(hf.FAMILIES))
+@pytest.fixture(scope="module", params=[*hf.FAMILIES, "a hidden size of 112", "experts and biases of a hidden size of 48"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
     folder = hf.save_tiny(request.param, tmp_path_factory.mktemp("tiny"))
     found = SafetensorsWeights(folder, DigestCache(Home(folder)))

@@ -85,6 +85,7 @@ def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kern
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:
     """As a card says it. Every layer counts as the largest one: who holds any of them has room."""
+    may_divide = kernels.compiled and undivided(spec) is None
     spec = padded(spec) if kernels.compiled else spec
     held = weights_bytes(spec, weights, type_of, kernels)
     return ModelShape(
@@ -95,7 +96,7 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
         row_bytes=max(_row_bytes(spec, each) for each in Kernels),
-        divided=_divided(spec, held) if kernels.compiled and undivided(spec) is None else None,
+        divided=_divided(spec, held) if may_divide else None,
     )
 
 

@@ -189,6 +189,7 @@ def load(
     from paceline.backends.cpu.weights import pack_model
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
 
+    width = source.spec.hidden
     if padded(source.spec) is not source.spec:
         source = Padded(source)
     form_of = forms_by(options.weights, source.type_of)
@@ -212,6 +213,7 @@ def load(
             threads=options.threads,
             numerics_id=identity,
             max_rows=options.max_rows,
+            width=width,
             exchange=exchange,
         )
         kernel_cache.complete()

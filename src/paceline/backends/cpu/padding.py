@@ -1,13 +1,14 @@
-"""Heads and feed-forward widths of no whole groups of 32, as kernels take them: queries, keys and values, gate and up get rows of zeros, the attention output and
-down columns of zeros.
+"""Hidden sizes, heads and feed-forward widths of no whole groups of 32, as kernels take them: what writes to them gets rows of zeros, what reads them columns of zeros.
 
-Each half of a head is padded for itself, so that rope's pairs stay half a head apart. What is added gives zeros, so sums are what they were. Importing this imports no kernel.
+Each half of a head is padded for itself, so that rope's pairs stay half a head apart. What is added gives zeros, so sums are what they were; a norm over the hidden
+size divides by more numbers, so its weights and epsilon are less. Importing this imports no kernel.
 
 Shapes: N outputs, K inputs, H heads, D a head's size, W the padded one's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec, RopeSpec, rotary_dims
-from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor, WeightSource, columns_of, inverse_frequencies
+from paceline.core.weights import (
+    GROUP,
+    BlockTensor,
+    DenseTensor,
+    StoredTensor,
+    WeightSource,
+    columns_of,
+    inverse_frequencies,
+    tensor_shapes,
+)  # fmt: skip
 
-_OUT, _DOWN = "o_proj.weight", "down_proj.weight"
+_OUT = "o_proj.weight"
 _HEADS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-_INNER = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
 
 
 def padded(spec: ModelSpec) -> ModelSpec:
@@ -28,6 +37,8 @@ def padded(spec: ModelSpec) -> ModelSpec:
     width, ffn, moe = _whole(spec.head_dim), _whole(spec.ffn), spec.moe
     if spec.ffn != ffn or (moe is not None and moe.ffn != _whole(moe.ffn)):
         spec = replace(spec, ffn=ffn, moe=moe and replace(moe, ffn=_whole(moe.ffn)))
+    if not spec.qk_norm and (hidden := _whole(spec.hidden)) != spec.hidden:  # heads are normed with the same epsilon
+        spec = replace(spec, hidden=hidden, rms_eps=spec.rms_eps * spec.hidden / hidden)
     # What norms a head, or turns a part of it, would see what is added.
     if width == spec.head_dim or spec.qk_norm or rotary_dims(spec.rope, spec.head_dim) != spec.head_dim:
         return spec
@@ -53,7 +64,8 @@ class Padded:
 
     def __init__(self, source: WeightSource) -> None:
         self._source, self.spec = source, padded(source.spec)
-        self._by_head, self._by_inner = self.spec.head_dim != source.spec.head_dim, self.spec.ffn_width != source.spec.ffn_width
+        self._own, self._shapes = tensor_shapes(source.spec), tensor_shapes(self.spec)
+        self._by_head = self.spec.head_dim != source.spec.head_dim
 
     @property
     def digest(self) -> str:
@@ -63,21 +75,36 @@ class Padded:
         return self._source.names()
 
     def nbytes(self, name: str) -> int:
-        return self._source.nbytes(name)
+        if self._by_head and name.endswith(_OUT):
+            return 4 * math.prod(self._shapes[name])
+        stored = self._source.nbytes(name)
+        return stored * math.prod(self._shapes[name]) // math.prod(self._own[name]) if name in self._own else stored
 
     def type_of(self, name: str) -> str:
         return "F32" if self._by_head and name.endswith(_OUT) else self._source.type_of(name)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
+        if name not in self._own or self._own[name] == self._shapes[name]:
+            return self._source.read(name, rows, columns)
+        shape, last, read = self._shapes[name], self._own[name][0], self._source.read
         if self._by_head and name.endswith(_OUT):
-            return columns_of(self._out(name, rows), columns)
-        if self._by_head and name.endswith(_HEADS):
-            return columns_of(self._heads(name, rows), columns)
-        if self._by_inner and name.endswith(_INNER):
-            return self._inner(name, rows, columns)
-        if self._by_inner and name.endswith(_DOWN):
-            return columns_of(self._down(name, rows), columns)
-        return self._source.read(name, rows, columns)
+            read = self._out
+        elif self._by_head and name.endswith(_HEADS):
+            last, read = shape[0], self._heads
+        start, stop, _ = (rows or slice(None)).indices(shape[0])
+        first = min(start, last - 1)  # one row at least, which says what a row is
+        tensor = read(name, slice(first, max(min(stop, last), first + 1)))
+        if name.endswith("norm.weight"):
+            tensor = self._norm(tensor)
+        data = _followed(_rows_of(tensor)[start - first :], 0, stop - start)
+        if isinstance(tensor, DenseTensor) and data.shape[1:] != shape[1:]:  # rows of no whole groups are not quantised
+            data = _followed(data, 1, shape[1])
+        return columns_of(_with_rows(tensor, data), columns)
+
+    def _norm(self, tensor: StoredTensor) -> StoredTensor:
+        from paceline.backends.quantize import to_float32
+
+        return DenseTensor(to_float32(tensor) * np.float32((self._source.spec.hidden / self.spec.hidden) ** 0.5), "f32")
 
     def _out(self, name: str, rows: slice | None) -> StoredTensor:
         from paceline.backends.quantize import to_float32
@@ -95,19 +122,6 @@ class Padded:
         data = _rows_of(tensor)
         spread = _spread(data.reshape(last - first, dim, *data.shape[1:]), 1, width)
         return _with_rows(tensor, spread.reshape(-1, *data.shape[1:])[start - first * width : stop - first * width])
-
-    def _inner(self, name: str, rows: slice | None, columns: slice | None) -> StoredTensor:
-        own = self._source.spec.ffn_width
-        start, stop, _ = (rows or slice(None)).indices(self.spec.ffn_width)
-        first, last = min(start, own - 1), min(stop, own)  # one row at least, which says what a row is
-        tensor = self._source.read(name, slice(first, max(last, first + 1)), columns)
-        data = _rows_of(tensor)[start - first :]
-        return _with_rows(tensor, _followed(data, 0, stop - start))
-
-    def _down(self, name: str, rows: slice | None) -> StoredTensor:
-        tensor = self._source.read(name, rows)
-        assert isinstance(tensor, DenseTensor), "rows of no whole groups are not quantised"
-        return DenseTensor(_followed(tensor.data, 1, self.spec.ffn_width), tensor.dtype)
 
 
 def _rows_of(tensor: StoredTensor) -> npt.NDArray[Any]:

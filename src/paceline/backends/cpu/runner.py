@@ -60,6 +60,7 @@ class CpuRunner:
         model: packed weights of a range of layers.
         n_blocks: KV blocks of 16 tokens.
         threads: threads that share a step, the caller's included.
+        width: numbers that a row has outside, where the model's hidden size was padded.
         exchange: with the other ranks of a tensor group, where the model is a share; all run the same batches. Their logits are read at the first.
     """
 
@@ -69,7 +70,15 @@ class CpuRunner:
     """Checked before a model is loaded (`probe.py`)."""
 
     def __init__(
-        self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int, exchange: Exchange | None = None
+        self,
+        model: PackedModel,
+        *,
+        n_blocks: int,
+        threads: int,
+        numerics_id: str,
+        max_rows: int,
+        width: int | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         spec = model.share.of(model.spec)
         self._exchange = exchange
@@ -77,7 +86,7 @@ class CpuRunner:
         self.layers = model.layers
         self._max_context = min(spec.max_context, n_blocks * BLOCK)
         self._max_blocks = math.ceil(self._max_context / BLOCK)
-        self._max_rows = max_rows
+        self._max_rows, self._width = max_rows, width or spec.hidden
         self._weights = model.arrays[0].view(np.uint8)
         self._logits = np.empty((0, padded(spec.vocab)), np.float32) if exchange is None else exchange.logits
         self._cutter = cutter_of(spec, threads, n_blocks)
@@ -154,6 +163,7 @@ class CpuRunner:
         rows, hidden = self._max_rows, spec.hidden
         n_att = spec.n_heads * spec.head_dim
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
+        x_bf16[:, self._width :] = 0
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
         row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
@@ -258,7 +268,10 @@ class CpuRunner:
         if self._model.embedding_form is None:
             raise ValueError("this runner has no embedding")
         embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out, spec.scales.embedding)
-        return out
+        return self._without_padding(out)
+
+    def _without_padding(self, x: Bf16) -> Bf16:
+        return np.ascontiguousarray(x[:, : self._width])  # the array itself where nothing is padded
 
     def check_batch(self, rows: int, part: LayerRange) -> None:
         """Raise ValueError for what `run_layers` does not run."""
@@ -279,7 +292,7 @@ class CpuRunner:
         self._batch[places.WATCH] = 0
         if plan.watch is not None and plan.watch.gives_up:
             self._arrays.unfinished[:] = self._routed[:] = 0  # of tiles, and panels of rows, that some threads had begun
-        return self._arrays.x_bf16[:rows]
+        return self._without_padding(self._arrays.x_bf16[:rows])
 
     def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
         # A step of no layers: all that is touched is written anew by the next.
@@ -289,7 +302,7 @@ class CpuRunner:
 
     def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
         # Of no rows, likewise.
-        self._arrays.x_bf16[: len(x_TD)] = x_TD
+        self._arrays.x_bf16[: len(x_TD), : self._width] = x_TD
         self._arrays.head_rows[: len(rows_R)] = rows_R
         self._batch[places.LOGIT_ROWS] = 0
         self._team.run_head()
@@ -317,7 +330,7 @@ class CpuRunner:
                 arrays.row_table[start : start + count] = s
                 arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
         pieces = self._cutter.cut(plan.row_start_S, plan.n_rows_S, plan.first_position_S, arrays.pieces)
-        arrays.x_bf16[:rows] = x_TD
+        arrays.x_bf16[:rows, : self._width] = x_TD
         batch[places.ROWS], batch[places.N_PIECES], batch[places.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
         batch[places.FIRST_LAYER], batch[places.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
 
@@ -344,7 +357,7 @@ class CpuRunner:
             self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
             self._buffers[places.LOGITS] = self._logits.ctypes.data
         if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:
-            arrays.x_bf16[: len(x_TD)] = x_TD
+            arrays.x_bf16[: len(x_TD), : self._width] = x_TD
         arrays.head_rows[:n] = rows_R
         self._batch[places.LOGIT_ROWS] = n
         self._team.run_head()

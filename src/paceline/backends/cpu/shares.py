@@ -67,6 +67,8 @@ def undivided(spec: ModelSpec) -> str | None:
         return "its queries and keys are normed over all heads together"
     if spec.low is not None:
         return "its queries, keys and values are products of products, of which each rank would do the first ones anew"
+    if spec.hidden % GROUP:
+        return f"its hidden size of {spec.hidden} is no multiple of {GROUP}"
     return None if spec.moe is None else "mixtures of experts are not dealt yet"
 
 

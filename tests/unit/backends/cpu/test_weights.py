@@ -152,3 +152,29 @@ def test_a_padded_feed_forward_weighs_what_it_did(form: Form) -> None:
     out = to_float32(widened.read(down, slice(16, 48)))
     np.testing.assert_array_equal(out[:, :200], to_float32(source.read(down, slice(16, 48))))
     assert not out[:, 200:].any()
+
+
+@pytest.mark.parametrize("changes", [{"hidden": 100}, {"ffn": 200}, {"head_dim": 80}, {"hidden": 100, "ffn": 200, "head_dim": 80}])
+def test_progress_of_a_padded_model_ends_with_all_of_it(changes: Any) -> None:
+    from paceline.backends.cpu.weights import pack_model
+
+    source = Padded(SeededWeights(replace(small(SPEC), **changes)))
+    told = list[tuple[int, int]]()
+    pack_model(
+        source, LayerRange(0, 1), lambda _: Form.BF16, edges=True, threads=1, progress=lambda done, total: told.append((done, total))
+    )
+    assert all(done <= total for done, total in told)
+    assert told[-1][0] == told[-1][1]
+
+
+def test_a_padded_hidden_size_reads_what_it_did() -> None:
+    spec = replace(SPEC, hidden=100, n_layers=1)
+    source = SeededWeights(spec)
+    widened = Padded(source)
+    assert (cpu.refuses(spec), widened.spec.hidden, padded(widened.spec)) == (None, 128, widened.spec)
+    query, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    np.testing.assert_array_equal(to_float32(widened.read(query))[:, :100], to_float32(source.read(query)))
+    assert not to_float32(widened.read(query))[:, 100:].any()
+    rows = to_float32(widened.read(down, slice(96, 128)))
+    np.testing.assert_array_equal(rows[:4], to_float32(source.read(down, slice(96, 100))))
+    assert not rows[4:].any()
