@@ -357,8 +357,9 @@ def shard_examples() -> Iterator[Example]:
     to = NextStage(NodeId("node-2"), ("10.0.0.2:7501", "10.1.0.2:7501"), ticket, 64)
     for name, way in (("rich", to), ("minimal", NextStage(NodeId("b"), ("h:1",), ticket))):
         yield coded(name, shard_pb2.ConnectStageRequest, way, partial(shards.write_connect, rich.session_id), shards.read_connect)
-    found = BlocksAsked(rich.session_id, BlocksUse.FIND, (b"key-of-16-bytes!",))
-    kept = BlocksAsked(rich.session_id, BlocksUse.KEEP, (b"key-of-16-bytes!", b"another-16-bytes"), (7, 0), 2.5)
+    found = BlocksAsked(BlocksUse.FIND, (b"key-of-16-bytes!",))
+    kept = BlocksAsked(BlocksUse.KEEP, (b"key-of-16-bytes!", b"another-16-bytes"), (7, 0), 2.5)
+    chained = replace(kept, parents=(None, kept.keys[0]))
     had = KvMove(NodeId("node-2"), b"layout-of-blocks", (10, 30), 2)
     asks = KvMove(NodeId("node-2"), b"layout-of-blocks", layers=LayerRange(4, 9), tensor_port=8155, ticket=ticket)
     moved = (
@@ -366,8 +367,14 @@ def shard_examples() -> Iterator[Example]:
         ("give", replace(kept, use=BlocksUse.GIVE, move=asks)),
         ("compare", replace(kept, use=BlocksUse.COMPARE)),
     )
-    for name, asked in (("rich", kept), ("minimal", found), ("restore", replace(kept, use=BlocksUse.RESTORE)), *moved):
-        yield coded(name, shard_pb2.KvBlocksRequest, asked, shards.write_blocks, shards.read_blocks)
+    for name, asked in (
+        ("rich", kept),
+        ("minimal", found),
+        ("restore", replace(kept, use=BlocksUse.RESTORE)),
+        ("chained", chained),
+        *moved,
+    ):
+        yield coded(name, shard_pb2.KvBlocksRequest, asked, partial(shards.write_blocks, session_id=rich.session_id), shards.read_blocks)
     loading = shard_pb2.StageLoading(bytes_done=3, bytes_total=9)
     for message in (
         shard_pb2.WarmLayersResponse(loaded=True, loading=loading),

@@ -81,6 +81,10 @@ class KvSource(Protocol):
         """Begin to copy a block, that follows `parent` in its chain; it stays as it is until `kept` names it. False: there is no room for it now."""
         ...
 
+    def lacks(self, key: bytes) -> bool:
+        """Whether it keeps blocks, and is not known to have this one: then it is to be offered again, with those before it."""
+        ...
+
     def kept(self) -> Sequence[BlockId]:
         """Blocks that were let go of since this was asked last."""
         ...
@@ -129,7 +133,7 @@ class KvTraffic:
         """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it. Those it begins with may be kept no more,
         or not yet: nothing behind them could be.
         """
-        if seq.n_published and self._source.counts and not self._source.run_of(seq.keys[seq.n_published - 1 : seq.n_published]):
+        if seq.n_published and self._source.lacks(seq.keys[seq.n_published - 1]):
             self.offer(seq, 0)
         if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None, n_writing):
             self.fetching[seq] = self._source.fetch(keys[:n], blocks[:n])

@@ -183,20 +183,20 @@ class DiskTier:
         return fetch
 
     def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
-        if self._folder.run_of([key]):
-            self._lent += 1
+        if key in self._folder:
             self._kept.append(block)
-            return True
-        if self._lent >= self._most_writing:
+        elif self._lent >= self._most_writing:
             return False
+        else:
+            self._start(self._writer, self._write, self._epoch, key, block, parent)
         self._lent += 1
-        self._start(self._writer, self._write, self._epoch, key, block, parent)
         return True
 
+    def lacks(self, key: bytes) -> bool:
+        return key not in self._folder
+
     def kept(self) -> Sequence[BlockId]:
-        found: list[BlockId] = []
-        while self._kept:
-            found.append(self._kept.popleft())
+        found = [self._kept.popleft() for _ in range(len(self._kept))]
         self._lent -= len(found)
         return found
 
@@ -213,7 +213,7 @@ class DiskTier:
 
     def read(self, key: bytes, data: memoryview) -> bool:
         """Copy a block from the disk, in any thread. Returns whether it was there, whole."""
-        return bool(self._folder.run_of([key])) and self._folder.read(key, data)
+        return key in self._folder and self._folder.read(key, data)
 
     def close(self) -> None:
         """End. What was not begun yet is not kept, and a disk that hangs is left: its threads read and write no block any more. Idempotent."""

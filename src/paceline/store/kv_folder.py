@@ -103,6 +103,9 @@ class KvFolder:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
     def run_of(self, keys: Sequence[bytes]) -> int:
         """How many of a chain's blocks are here, from the first on."""
         n = next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))

@@ -357,6 +357,9 @@ class Trickle:
         self.let_go.append(block)
         return True
 
+    def lacks(self, key: bytes) -> bool:
+        return False
+
     def kept(self) -> Sequence[BlockId]:
         let_go, self.let_go = self.let_go, []
         return let_go

@@ -78,6 +78,9 @@ class PeerSource:
         self._let_go.append(block)
         return True
 
+    def lacks(self, key: bytes) -> bool:
+        return False
+
     def kept(self) -> Sequence[BlockId]:
         kept, self._let_go = self._let_go, []
         return kept

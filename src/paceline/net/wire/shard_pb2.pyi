@@ -454,6 +454,7 @@ class KvBlocksRequest(_message.Message):
     USE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     WITHIN_MS_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -464,6 +465,8 @@ class KvBlocksRequest(_message.Message):
     """
     keys: _builtins.bytes
     """Their names, of 16 bytes each, one behind the other: a chain's, from one of its blocks on."""
+    parents: _builtins.bytes
+    """keep: the name of the block before each in its chain, joined as `keys`; 16 zeros before a chain's first. Empty: it is not said."""
     within_ms: _builtins.int
     """How long the stage may take. Once it has answered, or the session has ended, it neither reads nor writes the blocks."""
     @_builtins.property
@@ -481,12 +484,13 @@ class KvBlocksRequest(_message.Message):
         use: _builtins.str = ...,
         keys: _builtins.bytes = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _builtins.bytes = ...,
         within_ms: _builtins.int = ...,
         move: Global___KvMove | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys", "move", b"move", "session_id", b"session_id", "use", b"use", "within_ms", b"within_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys", "move", b"move", "parents", b"parents", "session_id", b"session_id", "use", b"use", "within_ms", b"within_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +551,9 @@ class KvBlocksResponse(_message.Message):
     N_BLOCKS_FIELD_NUMBER: _builtins.int
     IS_WRONG_FIELD_NUMBER: _builtins.int
     n_blocks: _builtins.int
-    """Found, restored, copied, fetched, given or alike, from the first on. Those behind it may hold anything, where they were to be restored or fetched."""
+    """Found, restored, fetched, given or alike, from the first on; kept: as many as the disk takes. Those behind it may hold anything, where they were to be
+    restored or fetched.
+    """
     is_wrong: _builtins.bool
     """fetch: the one behind these was another block than the one asked for, or damaged."""
     def __init__(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -161,7 +161,7 @@ class JoinedFetch:
 
     @property
     def given(self) -> GivenBlocks | None:
-        return _behind(self._n_disk, self._peer)
+        return self._peer.given
 
     @property
     def filled(self) -> int:
@@ -300,7 +300,7 @@ class ChainedFetch:
 
     @property
     def given(self) -> GivenBlocks | None:
-        return _behind(self._disks.filled, self._peer)
+        return None if self._peer is None else self._peer.given
 
     @property
     def filled(self) -> int:
@@ -319,12 +319,6 @@ class ChainedFetch:
         for fetch in (self._disks, self._peer):
             if fetch is not None:
                 fetch.cancel()
-
-
-def _behind(n_blocks: int, peer: KvFetch | None) -> GivenBlocks | None:
-    """What a peer gave behind so many blocks."""
-    given = None if peer is None else peer.given
-    return None if given is None else replace(given, first=n_blocks)
 
 
 class ComparedBlocks:

@@ -171,16 +171,14 @@ class PeerKv:
         here, run, peer, push = self._found
         if peer is None or self._begin is None:
             return self._on_disk(keys, blocks)
-        if self.spread is None:
-            fetch = self._of_peer(peer, keys[here:], blocks[here:], run - here, push)
+        if self.spread is None or not here:
+            fetch = self._of_peer(peer, keys, blocks, here, run, push)
             return JoinedFetch(self._on_disk(keys[:here], blocks[:here]), here, fetch) if here else fetch
-        if not here:
-            return self._of_peer(peer, keys, blocks, run, push)
 
         def behind(n: int) -> KvFetch | None:
             if n >= run or (push is not None and not push.pays(n)):
                 return None
-            return self._of_peer(peer, keys[n:], blocks[n:], run - n, push)
+            return self._of_peer(peer, keys, blocks, n, run, push)
 
         return ChainedFetch(self._on_disk(keys[:here], blocks[:here]), behind)
 
@@ -189,6 +187,9 @@ class PeerKv:
             return self._disk.keep(key, block, parent)
         self._let_go.append(block)
         return True
+
+    def lacks(self, key: bytes) -> bool:
+        return self._disk is not None and self._disk.lacks(key)
 
     def kept(self) -> Sequence[BlockId]:
         if self._disk is not None:
@@ -218,7 +219,7 @@ class PeerKv:
 
     def has(self, loan: KvLoan, key: bytes) -> bool:
         """Whether `read` is likely to find a block."""
-        return key in loan.blocks or (self._files is not None and bool(self._files.run_of([key])))
+        return key in loan.blocks or (self._files is not None and not self._files.lacks(key))
 
     def read(self, loan: KvLoan, key: bytes, into: memoryview, part: LayerRange | None = None) -> bool:
         """Copy a block that is lent, or on the disk. Returns whether there was one.
@@ -249,19 +250,19 @@ class PeerKv:
     # ------------------------------------------------------------------------------------------------------------------- inside
 
     def _of_peer(
-        self, peer: KvPeer, keys: Sequence[bytes], blocks: Sequence[BlockId], expected: int, push: PromptPush | None = None
+        self, peer: KvPeer, keys: Sequence[bytes], blocks: Sequence[BlockId], first: int, run: int, push: PromptPush | None
     ) -> KvFetch:
-        """Ask a peer for blocks; of a model that lies on several machines, each for its layers."""
+        """Ask a peer for blocks, from the first that is not kept here; of a model that lies on several machines, each for its layers."""
         assert self._begin is not None, "peers are shown"
+        keys, blocks, expected, given = keys[first:], blocks[first:], run - first, GivenBlocks(peer.node_id, self._alike, first)
         if push is not None and push.leg is None and (self.spread is not None or peer.spans):
-            return self._under_way(self._pushed_in_parts(peer, keys, blocks, expected, push), is_routed=False)
+            return self._under_way(self._pushed_in_parts(peer, keys, blocks, expected, push, given), is_routed=False)
         own, routed = self._runner.layers, push is not None and push.leg is not None
         at_once = 1 if push is None or peer.prefill is None else peer.prefill.last_blocks
         here_s = peer.price.here_s(self._n_writing)
         parts: list[MovedBlocks] = []
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
-            layers = None if part.layers == own else part.layers
-            write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
+            write = lambda block, data, layers=part.layers: self._runner.import_block(block, data, layers)  # noqa: E731
             patience = by_silence(self.now()) if routed else Patience(self.now(), here_s, expected, at_once)
             parts.append(fetch := PeerFetch(peer, part, keys, blocks, expected, write, self._wake, patience, push, self.now))
             if routed and self._asked is not None and self.routed.pop(self._asked, None) is None:
@@ -271,10 +272,10 @@ class PeerKv:
         if self.spread is not None:
             move = KvMove(peer.node_id, self.layout, peer.stops, expected)
             parts.append(self.spread.fetch_parts(move, keys, blocks, min(max(LEAST_S, expected * here_s), MOST_MOVE_S)))
-        return self._under_way(PartsFetch(parts, GivenBlocks(peer.node_id, self._alike)), is_routed=routed)
+        return self._under_way(PartsFetch(parts, given), is_routed=routed)
 
     def _pushed_in_parts(
-        self, peer: KvPeer, keys: Sequence[bytes], blocks: Sequence[BlockId], expected: int, push: PromptPush
+        self, peer: KvPeer, keys: Sequence[bytes], blocks: Sequence[BlockId], expected: int, push: PromptPush, given: GivenBlocks
     ) -> PushedParts:
         """Have a peer compute a prompt whose blocks lie on several machines, there or here."""
         assert self._begin is not None, "peers are shown"
@@ -284,8 +285,7 @@ class PeerKv:
         parts: list[PeerFetch] = []
         own = self._runner.layers
         for part in replace(self.whole, layers=own).cut(peer.stops) if own else ():
-            layers = None if part.layers == own else part.layers
-            write = lambda block, data, layers=layers: self._runner.import_block(block, data, layers)  # noqa: E731
+            write = lambda block, data, layers=part.layers: self._runner.import_block(block, data, layers)  # noqa: E731
             parts.append(PeerFetch(peer, part, keys, blocks, expected, write, self._wake, patience(), None, self.now, push.ticket))
         stages = None
         if (spread := self.spread) is not None:
@@ -295,8 +295,7 @@ class PeerKv:
                 return spread.fetch_parts(move, keys[first : first + n_blocks], blocks[first : first + n_blocks], within_s)
 
             stages = StagesTurns(ask, len(keys), at_once, patience(), MOST_MOVE_S, self.now)
-        fetch = PushedParts(peer, keys, push, parts, stages, GivenBlocks(peer.node_id, self._alike), self._wake)
-        self._begin(fetch)
+        self._begin(fetch := PushedParts(peer, keys, push, parts, stages, given, self._wake))
         return fetch
 
     def _under_way(self, fetch: PartsFetch, *, is_routed: bool) -> PartsFetch:

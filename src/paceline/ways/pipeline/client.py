@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,6 @@ import grpc.aio
 from paceline.core import errors
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.machine.kv_spans import KvMove
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
@@ -86,18 +85,16 @@ class RemoteStage:
         with _heard(self.node_id):
             await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
 
-    async def use_blocks(
-        self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int], within_s: float, move: KvMove | None = None
-    ) -> BlocksDone:
+    async def use_blocks(self, asked: BlocksAsked) -> BlocksDone:
         """Find, restore or keep blocks on the disk of the stage's node, move them, or compare them.
 
         Raises:
             FleetError: it is not known what the stage does with them.
         """
-        asked = BlocksAsked(self.request.session_id, use, keys, blocks, within_s, move)
+        message = write_blocks(asked, session_id=self.request.session_id)
         with _heard(self.node_id):
-            beside_s = FIND_CALL_S if use is BlocksUse.FIND else CALL_S
-            call = asyncio.ensure_future(self._stub.KvBlocks(write_blocks(asked), timeout=within_s + beside_s))
+            beside_s = FIND_CALL_S if asked.use is BlocksUse.FIND else CALL_S
+            call = asyncio.ensure_future(self._stub.KvBlocks(message, timeout=asked.within_s + beside_s))
             try:
                 await asyncio.wait({call, self._follower}, return_when=asyncio.FIRST_COMPLETED)
                 if not call.done():
@@ -105,7 +102,7 @@ class RemoteStage:
                 said = call.result()
             finally:
                 call.cancel()
-        return BlocksDone(min(said.n_blocks, len(keys)), said.is_wrong)
+        return BlocksDone(min(said.n_blocks, len(asked.keys)), said.is_wrong)
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""

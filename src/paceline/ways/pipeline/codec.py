@@ -106,6 +106,8 @@ _MOVE: Final = Codec(
 def _sense(asked: BlocksAsked) -> str:
     if len(asked.blocks) != (0 if asked.use is BlocksUse.FIND else len(asked.keys)):
         return "blocks are not one a key"
+    if len(asked.parents) not in {0, len(asked.keys)}:
+        return "parents are not one a key"
     if (asked.move is not None) is not asked.use.moves:
         return "a move is named where nothing moves, or none where something does"
     if asked.use is BlocksUse.GIVE and asked.move is not None and not (asked.move.layers and asked.move.tensor_port and asked.move.ticket):
@@ -115,19 +117,29 @@ def _sense(asked: BlocksAsked) -> str:
     return ""
 
 
+def _is_key(name: bytes) -> bool:
+    return len(name) == KEY_BYTES
+
+
 _BLOCKS: Final = Codec(
     BlocksAsked,
     wire.KvBlocksRequest,
     _ASKED,
     {
-        "session_id": Length(SESSION_ID_BYTES, SESSION_ID_BYTES),
         "use": Mapped("use", None, str, BlocksUse),
-        "keys": Mapped("keys", Length(1, MAX_KEYS, lambda key: len(key) == KEY_BYTES), b"".join, partial(split_bytes, size=KEY_BYTES)),
+        "keys": Mapped("keys", Length(1, MAX_KEYS, _is_key), b"".join, partial(split_bytes, size=KEY_BYTES)),
+        "parents": Mapped(
+            "parents",
+            Length(0, MAX_KEYS, lambda key: key is None or _is_key(key)),
+            lambda parents: b"".join(parent or bytes(KEY_BYTES) for parent in parents),
+            lambda joined: tuple(key if any(key) else None for key in split_bytes(joined, KEY_BYTES)),
+        ),
         "blocks": Mapped("blocks", Length(0, MAX_KEYS)),
         "within_s": milliseconds("within_ms", WITHIN_S),
         "move": _MOVE,
     },
     also=_sense,
+    beside=["session_id"],
 )
 _FINITE: Final = Mapped(bound=math.isfinite)
 _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {

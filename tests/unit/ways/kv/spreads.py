@@ -93,7 +93,7 @@ class Stage:
 
     async def use(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float, move: KvMove) -> BlocksDone:
         """As `StagesKv` asks one of its route's."""
-        asked = BlocksAsked(b"", use, tuple(keys), tuple(blocks), within_s, move)
+        asked = BlocksAsked(use, tuple(keys), tuple(blocks), within_s, move)
         done, lost = asyncio.create_task(self.kv.use(asked)), asyncio.create_task(self._lost.wait())
         await asyncio.wait({done, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
@@ -140,7 +140,7 @@ class Route:
     def compare_parts(self, blocks: Sequence[BlockId]) -> KvFetch:
         async def answers() -> BlocksDone:
             keys = [bytes(16)] * len(blocks)
-            asked = BlocksAsked(b"", BlocksUse.COMPARE, keys, tuple(blocks), 5.0)
+            asked = BlocksAsked(BlocksUse.COMPARE, keys, tuple(blocks), 5.0)
             return BlocksDone.of_all([await stage.kv.use(asked) for stage in self.stages])
 
         asked = asyncio.run_coroutine_threadsafe(answers(), self.loop)
@@ -172,6 +172,9 @@ class Route:
     def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self.let_go.append(block)
         return True
+
+    def lacks(self, key: bytes) -> bool:
+        return False
 
     def kept(self) -> Sequence[BlockId]:
         let_go, self.let_go = self.let_go, []

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from threading import Event
 
 import grpc
 import grpc.aio
 import pytest
 from tests.fakes.engines import VOCAB, EngineBench
 from tests.fakes.fleets import TestFleet
+from tests.fakes.null_backend import NullRunner
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.unit.machine.weights.conftest import new_home  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, make_node, until
 from tests.unit.ways.kv.sharers import DIGEST, sharer, sharers
 from tests.unit.ways.pipeline.host.test_serving import nodes
 
+from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId, Trust
+from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.model import ModelRef
+from paceline.engine.kv_source import KvLoans
 from paceline.fleet.eligibility import Use
+from paceline.machine.kv_tier import DiskTier, KvDiskLimits
 from paceline.net.channels import Purpose
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
 from paceline.store.home import Home
 from paceline.ways.forward.client import RemoteStream
 from paceline.ways.forward.service import LoadedModel
+from paceline.ways.kv.fetching import KvPeer
+from paceline.ways.kv.price import MARK_BYTES, KvPrice
+from paceline.ways.kv.source import PeerKv
 
 _DRAW = random.Random(3)
 PROMPT = [_DRAW.randrange(1, VOCAB) for _ in range(100)]
@@ -142,3 +151,21 @@ async def test_a_guest_s_request_is_computed_apart_and_a_member_s_with_this_node
         assert [chunks async for chunks in RemoteStream(lambda: channel, "a", loaded, request)]
         await asker.pool.close()
         assert [(request.caller, request.shares_kv, request.keeps_apart) for request in seen] == [("asker", shared, not shared)]
+
+
+def test_what_the_disk_lacks_is_offered_to_it_again_though_a_peer_has_it(tmp_path: Path) -> None:
+    runner, loans, copied, (here, there) = NullRunner(n_blocks=8), KvLoans(), Event(), (bytes([number]) * 16 for number in (1, 2))
+    with closing(DiskTier(runner, DIGEST, tmp_path, KvDiskLimits(1 << 30), SystemClock(), copied.set)) as before:
+        assert before.keep(here, BlockId(0))
+        assert copied.wait(60)
+    disk = DiskTier(runner, DIGEST, tmp_path, KvDiskLimits(1 << 30), SystemClock(), lambda: None)
+    with (
+        closing(PeerKv(runner, DIGEST, disk, loans, lambda: None)) as kv,
+        closing(PeerKv(runner, DIGEST, None, loans, lambda: None)) as none,
+    ):
+        marks = frozenset({here[:MARK_BYTES], there[:MARK_BYTES]})
+        for each in (kv, none):
+            each.show([KvPeer(NodeId("peer"), b"", (), marks, KvPrice(0.0, 0.1, 1.0))], lambda _: None)
+            assert each.run_of([there]) == 1
+        assert (kv.lacks(here), kv.lacks(there)) == (False, True)
+        assert not none.lacks(there), "nothing is kept"

@@ -164,7 +164,6 @@ class BlocksUse(StrEnum):
 class BlocksAsked:
     """Blocks of a session's layers, by name."""
 
-    session_id: bytes
     use: BlocksUse
     keys: Sequence[bytes]
     blocks: Sequence[int] = ()
@@ -172,6 +171,8 @@ class BlocksAsked:
     within_s: float = 1.0
     move: KvMove | None = None
     """From whom, or to whom, where they are to be fetched or given."""
+    parents: Sequence[bytes | None] = ()
+    """The name before each in its chain, where they are to be kept; None: it begins one. None of them: it is not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class BlocksDone:
     """What came of it."""
 
     n_blocks: int
-    """Found, restored, copied, moved or alike, from the first on."""
+    """Found, restored, moved or alike, from the first on; kept: as many as the disk takes."""
     is_wrong: bool = False
     """The next one was fetched, and another block than the one asked for, or damaged."""
 

@@ -231,13 +231,13 @@ class NodeShardHost:
             raise ShardUnavailable(error.message) from error
         session.begin(to, sink)
 
-    async def use_blocks(self, asked: BlocksAsked, caller: Member) -> BlocksDone:
+    async def use_blocks(self, session_id: bytes, caller: Member, asked: BlocksAsked) -> BlocksDone:
         """Find, restore, keep or move blocks of a session.
 
         Raises:
             BadPipelineRequest: the caller has no such session, or it has not the blocks, or keeps none on a disk and moves none.
         """
-        session = self._find(asked.session_id, caller).session
+        session = self._find(session_id, caller).session
         if session is None or session.kv is None:
             raise BadPipelineRequest("This session keeps no KV on a disk and moves none, or is not connected yet")
         return await session.kv.use(asked)
@@ -359,7 +359,7 @@ class ShardServicer(ShardServiceServicer):
         return wire.WarmLayersResponse(loading=told)
 
     async def KvBlocks(self, request: wire.KvBlocksRequest, context: Context) -> wire.KvBlocksResponse:
-        done = await self._host.use_blocks(read_blocks(request), self._admitted(context))
+        done = await self._host.use_blocks(request.session_id, self._admitted(context), read_blocks(request))
         return wire.KvBlocksResponse(n_blocks=done.n_blocks, is_wrong=done.is_wrong)
 
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:

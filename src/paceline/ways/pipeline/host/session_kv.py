@@ -100,7 +100,7 @@ class SessionKv:
                 return BlocksDone(await self._restore(tier, keys, blocks, until))
             case _:
                 async with self._keeping:
-                    return BlocksDone(await self._keep(tier, keys, blocks, until))
+                    return BlocksDone(await self._keep(tier, asked, blocks, until))
 
     def fence(self) -> None:
         """Nothing is read or written any more once this returns. In any thread; does not wait for a disk. Idempotent."""
@@ -147,25 +147,26 @@ class SessionKv:
         self._stage.note_filled(blocks[: fetch.filled])
         return fetch.filled
 
-    async def _keep(self, tier: DiskTier, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> int:
-        left = set(blocks)
+    async def _keep(self, tier: DiskTier, asked: BlocksAsked, blocks: Sequence[BlockId], until: float) -> int:
+        left, failed = set(blocks), tier.counts["failed"]
 
-        def began(key: bytes, block: BlockId) -> bool:
+        def began(key: bytes, block: BlockId, parent: bytes | None) -> bool:
             with self._lock:
-                return self._is_fenced or tier.keep(key, block)
+                return self._is_fenced or tier.keep(key, block, parent)
 
         def copied() -> bool:
-            left.difference_update(tier.kept())
+            with self._lock:
+                left.difference_update(tier.kept())
             return not left or self._is_fenced
 
-        for key, block in zip(keys, blocks, strict=True):
-            if not await self._until(lambda: copied() or began(key, block), until):  # noqa: B023  called before the next
+        for one in zip(asked.keys, blocks, asked.parents or [None] * len(blocks), strict=True):
+            if not await self._until(lambda: copied() or began(*one), until):  # noqa: B023  called before the next
                 break
         if not await self._until(copied, until):
             # A disk that takes nothing. What waits for it is given up, so that its blocks are the caller's again.
             with self._lock:
                 tier.reset()
-        return next((place for place, block in enumerate(blocks) if block in left), len(blocks))
+        return max(0, len(blocks) - len(left) - (tier.counts["failed"] - failed))
 
     async def _move(self, use: BlocksUse, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], until: float) -> BlocksDone:
         held, within_s = self._stage.blocks, until - self._loop.time()

@@ -27,7 +27,7 @@ from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.codec import KEY_BYTES, MAX_KEYS
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksDone, BlocksUse, PipelineFault, Route
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksAsked, BlocksDone, BlocksUse, PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBlocks
 from paceline.ways.pipeline.routes.opening import FleetRoute
 
@@ -49,7 +49,7 @@ class StagesFetch:
 
     def __init__(self, kv: StagesKv, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
         self._kv, self._keys, self._blocks = kv, keys, blocks
-        self._found = kv.ask_stages(BlocksUse.FIND, keys, (), FIND_S)
+        self._found = kv.ask_stages(BlocksAsked(BlocksUse.FIND, keys, (), FIND_S))
         self._own: DiskFetch | None = None
         self._restored: Future[BlocksDone] | None = None
         self._is_cancelled = self._is_over = False
@@ -78,7 +78,8 @@ class StagesFetch:
             if self._kv.own is not None:
                 self._own = self._kv.own.fetch(keys, blocks)
             self._kv.executor.forget_inputs(blocks)
-            self._restored = self._kv.ask_stages(BlocksUse.RESTORE, keys, blocks, RESTORE_S + RESTORE_BLOCK_S * len(blocks))
+            asked = BlocksAsked(BlocksUse.RESTORE, keys, blocks, RESTORE_S + RESTORE_BLOCK_S * len(blocks))
+            self._restored = self._kv.ask_stages(asked)
         if self._own is not None and not self._own.is_over:
             return False
         if not self._restored.done():
@@ -143,7 +144,7 @@ class StagesKv:
         self._trust, self._loop, self._wake = trust, loop, wake
         self.own: DiskTier | None = None
         self._own_size = 0
-        self._route: Route | None = None
+        self._route = None
         """That what stands here is of."""
         self._asked: FleetRoute | None = None
         """The same, where all its stages keep blocks."""
@@ -156,9 +157,11 @@ class StagesKv:
         """Of blocks that are being kept: the spans' machines that have not copied them, this one and the others."""
         self._free: deque[BlockId] = deque()
         """Those that are not to be copied at all."""
-        self._batch: list[tuple[bytes, BlockId]] = []
+        self._batch: list[tuple[bytes, BlockId, bytes | None]] = []
         """To be told the stages."""
         self._sent: tuple[Future[BlocksDone], list[BlockId]] | None = None
+        self._is_refused = False
+        """Some of what stages were told last: they may lack what it stands behind."""
         self._look_at_route()
 
     def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
@@ -180,25 +183,31 @@ class StagesKv:
         if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(name, block, *before)):
             return False
         self._users[block] = 1 + (self.own is not None)
-        self._batch.append((name, block))
+        self._batch.append((name, block, before[0] if before else None))
         return True
+
+    def lacks(self, key: bytes) -> bool:
+        return self._asked is not None and (self._is_refused or (self.own is not None and self.own.lacks(*self._names([key]))))
 
     def kept(self) -> Sequence[BlockId]:
         found = list(self._free)
         self._free.clear()
         copied = [] if self.own is None else list(self.own.kept())
         if self._sent is not None and self._sent[0].done():
-            copied += self._sent[1]
-            self.everywhere["written"] += self._sent[0].result().n_blocks
-            self._sent = None
+            answer, blocks = self._sent
+            copied += blocks
+            failed = len(blocks) - answer.result().n_blocks
+            self.everywhere.update(written=len(blocks) - failed, failed=failed)
+            self._sent, self._is_refused = None, failed > 0
         for block in copied:
             self._users[block] -= 1
             if not self._users[block]:
                 del self._users[block]
                 found.append(block)
         if self._sent is None and self._batch:
-            keys, blocks = [key for key, _ in self._batch], [block for _, block in self._batch]
-            self._sent = self.ask_stages(BlocksUse.KEEP, keys, blocks, KEEP_S), blocks
+            blocks, parents = [block for _, block, _ in self._batch], [parent for _, _, parent in self._batch]
+            asked = BlocksAsked(BlocksUse.KEEP, [name for name, _, _ in self._batch], blocks, KEEP_S, parents=parents)
+            self._sent = self.ask_stages(asked), blocks
             self._batch = []
         return found
 
@@ -219,21 +228,21 @@ class StagesKv:
     def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> StagesMove:
         """See `machine.kv_spans.KvSpread`."""
         self.executor.forget_inputs(blocks)
-        return StagesMove(self, self._ask(self._moving, BlocksUse.FETCH, keys, blocks, within_s, move))
+        return StagesMove(self, self.ask_stages(BlocksAsked(BlocksUse.FETCH, keys, blocks, within_s, move)))
 
     def compare_parts(self, blocks: Sequence[BlockId]) -> StagesMove:
         """See `machine.kv_spans.KvSpread`."""
-        return StagesMove(self, self._ask(self._moving, BlocksUse.COMPARE, [bytes(KEY_BYTES)] * len(blocks), blocks, FIND_S))
+        return StagesMove(self, self.ask_stages(BlocksAsked(BlocksUse.COMPARE, [bytes(KEY_BYTES)] * len(blocks), blocks, FIND_S)))
 
     def give_part(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[int]:
         """See `machine.kv_spans.KvSpread`."""
 
         async def give() -> int:
-            route, layers = self._moving, move.layers
+            route, layers, asked = self._moving, move.layers, BlocksAsked(BlocksUse.GIVE, keys, blocks, within_s, move)
             for session in () if route is None else route.sessions:
                 span = session.request.layers
                 if route is not None and span.start <= layers.start and layers.stop <= span.stop:
-                    return (await self._answer(route, session, BlocksUse.GIVE, keys, blocks, within_s, move)).n_blocks
+                    return (await self._answer(route, session, asked)).n_blocks
             return 0
 
         return asyncio.run_coroutine_threadsafe(give(), self._loop)
@@ -267,43 +276,23 @@ class StagesKv:
         if self.own is not None:
             self.own.close()
 
-    def ask_stages(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> Future[BlocksDone]:
+    def ask_stages(self, asked: BlocksAsked) -> Future[BlocksDone]:
         """Have every stage of the route do something; what all of them did."""
-        return self._ask(self._asked, use, keys, blocks, within_s)
+        route = self._moving if asked.use in (BlocksUse.FETCH, BlocksUse.COMPARE) else self._asked
 
-    def _ask(
-        self,
-        route: FleetRoute | None,
-        use: BlocksUse,
-        keys: Sequence[bytes],
-        blocks: Sequence[BlockId],
-        within_s: float,
-        move: KvMove | None = None,
-    ) -> Future[BlocksDone]:
         async def answers() -> BlocksDone:
             sessions = () if route is None else route.sessions
-            return BlocksDone.of_all(
-                await asyncio.gather(*(self._answer(route, each, use, keys, blocks, within_s, move) for each in sessions))
-            )
+            return BlocksDone.of_all(await asyncio.gather(*(self._answer(route, each, asked) for each in sessions)))
 
-        asked = asyncio.run_coroutine_threadsafe(answers(), self._loop)
-        asked.add_done_callback(lambda _: self._wake())
-        return asked
+        future = asyncio.run_coroutine_threadsafe(answers(), self._loop)
+        future.add_done_callback(lambda _: self._wake())
+        return future
 
-    async def _answer(
-        self,
-        route: FleetRoute | None,
-        session: RemoteStage,
-        use: BlocksUse,
-        keys: Sequence[bytes],
-        blocks: Sequence[BlockId],
-        within_s: float,
-        move: KvMove | None,
-    ) -> BlocksDone:
+    async def _answer(self, route: FleetRoute | None, session: RemoteStage, asked: BlocksAsked) -> BlocksDone:
         try:
-            return await session.use_blocks(use, keys, blocks, within_s, move)
+            return await session.use_blocks(asked)
         except FleetError as error:
-            if route is not None and use not in (BlocksUse.FIND, BlocksUse.COMPARE):
+            if route is not None and asked.use not in (BlocksUse.FIND, BlocksUse.COMPARE):
                 said = f"{session.node_id} does not say what it did with blocks: {error.message}"
                 route.accuse(PipelineFault(session.node_id, PipelineStalled.code, said))
             return BlocksDone(0)
@@ -333,11 +322,11 @@ class StagesKv:
             blocks = StageBlocks(self._head, own, 0, size // self._head.block_size)
             self.own = DiskTier(blocks, self._digest, self._folder, self._limits, self._clock, self._wake)
             self._own_size = size
-        self.ask_stages(BlocksUse.FIND, [bytes(KEY_BYTES)], (), OPEN_S)
+        self.ask_stages(BlocksAsked(BlocksUse.FIND, [bytes(KEY_BYTES)], (), OPEN_S))
         spans = "".join(f" {stage.layers} {stage.numerics_id}" for stage in route.stages)
         self._lineage = b"" if self._is_alike(route) else hashlib.blake2b(f"{own}{spans} {self._dtype}".encode(), digest_size=16).digest()
 
-    def _is_alike(self, route: Route) -> bool:
+    def _is_alike(self, route: FleetRoute) -> bool:
         """Whether its blocks are those that one machine computes."""
         return self._dtype is ActivationDtype.BF16 and {stage.numerics_id for stage in route.stages} == {self._head.numerics_id}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.ways.pipeline.host.hosts import Hosting, Net, Route, User, batch
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.ways.pipeline.client import RemoteStage
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksUse
+from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksAsked, BlocksUse
 from paceline.ways.pipeline.host.session_kv import StageDisk
 
 KEYS = tuple(secrets.token_bytes(16) for _ in range(3))
@@ -36,14 +37,21 @@ async def begun(a: Hosting, user: User, *filled: int, first: int = 0, stop: int 
     return stage, route
 
 
+async def used(
+    stage: RemoteStage, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[int] = (), parents: Sequence[bytes | None] = ()
+) -> int:
+    """How many blocks came of it."""
+    return (await stage.use_blocks(BlocksAsked(use, keys, blocks, WITHIN_S, parents=parents))).n_blocks
+
+
 @in_loop
 async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers_next(tmp_path: Path) -> None:
     net = Net()
     async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net) as user, User(net, "other") as other:
         stage, _ = await begun(a, user, 2, 5)
         assert stage.opened.kv_blocks == KV_BLOCKS_VERSION
-        assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 0
-        assert (await stage.use_blocks(BlocksUse.KEEP, KEYS[:2], (2, 5), WITHIN_S)).n_blocks == 2
+        assert await used(stage, BlocksUse.FIND, KEYS) == 0
+        assert await used(stage, BlocksUse.KEEP, KEYS[:2], (2, 5)) == 2
         runner = a.loads.runners[0]
         was = [bytearray(runner.block_bytes) for _ in range(2)]
         for data, block in zip(was, (2, 5), strict=True):
@@ -52,13 +60,13 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
         await until(lambda: a.host.sessions == 0 and a.host.kept_blocks.get("written") == 2)
 
         stage, route = await begun(a, user, 0)
-        assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 2
-        assert (await stage.use_blocks(BlocksUse.RESTORE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 2
+        assert await used(stage, BlocksUse.FIND, KEYS) == 2
+        assert await used(stage, BlocksUse.RESTORE, KEYS[:2], (6, 1)) == 2
         assert [runner.kv[6], runner.kv[1]] == was
         # Alike are those that hold the same bytes, whatever their names.
-        assert (await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 1
+        assert await used(stage, BlocksUse.COMPARE, KEYS[:2], (6, 1)) == 1
         runner.kv[1] = runner.kv[6]
-        assert (await stage.use_blocks(BlocksUse.COMPARE, KEYS[:2], (6, 1), WITHIN_S)).n_blocks == 2
+        assert await used(stage, BlocksUse.COMPARE, KEYS[:2], (6, 1)) == 2
         runner.kv[1] = bytes(was[1])
         # A sequence may begin with them, and only with them.
         await route.run(batch_of(1, rows=1, first=32, blocks=(6, 1, 3), sequence=7), rows_of(1))
@@ -67,7 +75,32 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
         # Nothing of it for other callers, or other layers.
         for stranger, first in ((other, 0), (user, 1)):
             stage, _ = await begun(a, stranger, first=first)
-            assert (await stage.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)).n_blocks == 0
+            assert await used(stage, BlocksUse.FIND, KEYS) == 0
+
+
+@in_loop
+async def test_a_chain_that_has_no_room_is_kept_from_its_beginning_and_found_so_after_a_restart(tmp_path: Path) -> None:
+    chain, other = ([secrets.token_bytes(16) for _ in range(8)] for _ in range(2))
+    net, room = Net(), 5
+    kept = StageDisk(tmp_path / "kv", KvDiskLimits(room * (48 + 8 * 3)))
+    async with User(net) as user:
+        async with hosting(net, "a", disk=kept) as a:
+            stage, _ = await begun(a, user, *range(8))
+            took = await used(stage, BlocksUse.KEEP, other, range(8), [None, *other[:-1]])
+            assert await used(stage, BlocksUse.FIND, other) == room
+            assert took < len(other)
+            for first in (0, 2, 4, 6):  # what was used longer ago makes way from its end
+                await used(stage, BlocksUse.KEEP, chain[first : first + 2], (first, first + 1), [None, *chain][first : first + 2])
+            await stage.close()
+            await until(lambda: a.host.sessions == 0)
+        async with hosting(net, "b", disk=kept) as b:
+            stage, _ = await begun(b, user, *range(8))
+            assert await used(stage, BlocksUse.FIND, chain) == room
+            # What was found is not lost to what follows it.
+            await used(stage, BlocksUse.KEEP, chain[room:], range(room, 8), chain[room - 1 : -1])
+            assert await used(stage, BlocksUse.FIND, chain) == room
+            assert await used(stage, BlocksUse.RESTORE, chain[:room], range(room)) == room
+    assert len(files_in(tmp_path)) == room
 
 
 @in_loop
@@ -84,11 +117,13 @@ async def test_what_a_session_has_not_filled_is_not_kept_and_what_it_has_not_lea
             (BlocksUse.FIND, (b"short",), ()),
         ):
             with pytest.raises(BadPipelineRequest):
-                await stage.use_blocks(use, keys, blocks, WITHIN_S)
+                await used(stage, use, keys, blocks)
+        with pytest.raises(BadPipelineRequest):
+            await used(stage, BlocksUse.KEEP, KEYS[:1], (2,), parents=(None, KEYS[0]))
         assert not files_in(tmp_path)
         waiting = await user.open(a)  # not connected
         with pytest.raises(BadPipelineRequest):
-            await waiting.use_blocks(BlocksUse.FIND, KEYS, (), WITHIN_S)
+            await used(waiting, BlocksUse.FIND, KEYS)
 
 
 @in_loop
@@ -100,5 +135,5 @@ async def test_a_node_without_a_disk_says_so_and_a_guest_has_none(tmp_path: Path
             assert stage.opened.kv_blocks == 0
             for use, blocks in ((BlocksUse.FIND, ()), (BlocksUse.KEEP, (0,))):
                 with pytest.raises(BadPipelineRequest):
-                    await stage.use_blocks(use, KEYS[:1], blocks, WITHIN_S)
+                    await used(stage, use, KEYS[:1], blocks)
     assert not files_in(tmp_path)
