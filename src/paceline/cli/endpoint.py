@@ -45,6 +45,7 @@ class EndpointClient:
         Raises:
             EndpointError: the URL is malformed, or the file can't be used.
         """
+        self._has_answered = False
         self._url = (url if "://" in url else f"http://{url}").rstrip("/")
         if not self._url.endswith("/v1"):
             self._url += "/v1"
@@ -121,7 +122,7 @@ class EndpointClient:
             cut = cut or ended == "length"
             if text:
                 yield text
-        raise EndpointError("the answer broke off before its end", "Try again.")
+        raise EndpointError(f"{self._url} broke off the answer before its end", "Try again.")
 
     def _text(self, data: str) -> tuple[str, str | None]:
         """The text an event of a stream brings, empty where it brings something else, and why the answer ended, once it did."""
@@ -137,6 +138,7 @@ class EndpointClient:
             ) from error
 
     def _check(self, response: httpx.Response) -> None:
+        self._has_answered = True
         if not response.is_error:
             return
         try:
@@ -149,6 +151,9 @@ class EndpointClient:
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:
+        if self._has_answered:
+            said = "it ended the connection" if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) else str(error)
+            return EndpointError(f"{self._url} went away: {said}", "Ask again once it is back; `paceline status` shows what runs here.")
         said, rest = str(error), self._url.partition("://")[2]
         hint = "Start one with `paceline up`, or correct --url."
         if "CERTIFICATE_VERIFY_FAILED" in said:

@@ -171,3 +171,29 @@ def test_a_question_on_the_command_line_is_answered_once(home: dict[str, str], e
     assert done.stdout.strip()
     assert endpoint in done.stderr
     assert "Loading" not in done.stderr
+
+
+def test_a_chat_outlives_its_endpoint(home: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "paceline", "up", "--port", "0", "--context", "2048", "--kv-tokens", "4096"]
+    process = subprocess.Popen(command, env=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = wait_ready(process)
+        screen = Screen(home, "--url", url, "--temperature", "0")
+        screen.until(PROMPT)
+        screen.type(LONG + "\r")
+        screen.until("sea.")
+        for _ in range(3):
+            screen.until("\n")
+    finally:
+        process.kill()
+        process.communicate()
+    screen.until(f"{url}/v1 went away: it ended the connection")
+    screen.until(PROMPT)
+    screen.type("Are you there?\r")
+    screen.until("Connection refused")
+    screen.until(PROMPT)
+    screen.type("/drop\r")
+    screen.until("nothing to forget")
+    screen.until(PROMPT)
+    screen.type(CTRL_D)
+    assert screen.end() == 0

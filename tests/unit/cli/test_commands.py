@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -341,6 +342,29 @@ def test_what_to_do_about_tls_is_said(tmp_path: Path) -> None:
 def test_an_endpoint_is_named_with_or_without_scheme_and_version(form: str) -> None:
     with served(404, b'{"error": {"message": "nothing here"}}') as address:
         assert_user_error(paceline("chat", "--url", form.format(address)), f"http://{address}/v1 refused (404): nothing here", "--url")
+
+
+def test_an_endpoint_that_goes_away_is_said_to_have_gone() -> None:
+    said = b'data: {"choices": [{"delta": {"content": "so far"}}]}\n\n'
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(said), said)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_in_part() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        Thread(target=answer_in_part, daemon=True).start()
+        with EndpointClient(f"127.0.0.1:{listening.getsockname()[1]}", None) as endpoint:
+            say = partial(endpoint.say, "m", [], temperature=None, seed=None)
+            texts = say()
+            assert next(texts) == "so far"
+            for again, why in ((texts, "it ended the connection"), (say(), "Connection refused")):
+                with pytest.raises(EndpointError, match=f"^http://[0-9.:]+/v1 went away: .*{why}") as gone:
+                    next(again)
+                assert "paceline status" in gone.value.hint
+                listening.close()
 
 
 @pytest.mark.parametrize("event", [b"{broken", b"[]", b'{"choices": 1}', b'{"error": "odd"}', b'{"choices": [{"delta": 5}]}'])
