@@ -401,19 +401,15 @@ def plan(
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
     from paceline.cli.plan import fleet_view, run_plan
+    from paceline.fleet.plan import PlanRequest
+    from paceline.node.ways import parse_pin, parse_ways
 
-    run_plan(
-        model,
-        weights=weights,
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
-        ways=ways,
-        pins=pin or [],
-        draft_on=pin_draft,
+    request = PlanRequest(
+        *(model, weights, prompt_tokens, answer_tokens, parse_ways(ways), tuple(map(parse_pin, pin or ()))),
+        proposer=None if pin_draft is None else NodeId(pin_draft),
         allows_unlike=bool(allow_unlike),
-        as_json=as_json,
-        seen=fleet_view(),
     )
+    run_plan(request, fleet_view(), as_json=as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -15,7 +15,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
 from paceline.fleet.placement import basis, headline, parts
 from paceline.fleet.plan import Choice, PlanRequest
-from paceline.node.ways import Explained, View, explained, parse_pin, parse_ways
+from paceline.node.ways import Explained, View, explained
 from paceline.store.home import Home
 
 Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]]]
@@ -23,35 +23,8 @@ Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]]]
 alone."""
 
 
-def run_plan(
-    model: str,
-    *,
-    weights: str,
-    prompt_tokens: int,
-    answer_tokens: int,
-    ways: str,
-    pins: Sequence[str],
-    draft_on: str | None,
-    allows_unlike: bool = False,
-    as_json: bool,
-    seen: Seen,
-) -> None:
-    """Plan, then print it for a person or as JSON.
-
-    Raises:
-        ConfigError: an option makes no sense.
-        PlacementError: no machine can run it.
-    """
-    request = PlanRequest(
-        model,
-        weights=weights,
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
-        ways=parse_ways(ways),
-        pins=tuple(parse_pin(pin) for pin in pins),
-        proposer=None if draft_on is None else NodeId(draft_on),
-        allows_unlike=allows_unlike,
-    )
+def run_plan(request: PlanRequest, seen: Seen, *, as_json: bool) -> None:
+    """Plan, then print it for a person or as JSON; raises PlacementError where no machine can run it."""
     view, sharers, runs = seen
     made = explained(request, view, sharers, loaded_here() if view is None else ())
     if as_json:

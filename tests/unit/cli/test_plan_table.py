@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, ImpossiblePin
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import PlanRequest
-from paceline.node.ways import explained
+from paceline.node.ways import explained, parse_pin, parse_ways
 from paceline.store.catalog import BUNDLED
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
@@ -31,7 +31,6 @@ FLEET = [
     ),
     NodeCard(NodeId("bee"), 1, (), b"", 1, 0, memory_free_bytes=2 << 30, memory_total_bytes=1, models=(OFFER,)),
 ]
-DEFAULTS = {"weights": "", "prompt_tokens": 512, "answer_tokens": 256, "ways": "", "pins": (), "draft_on": None, "as_json": False}
 
 
 def test_a_plan_as_a_person_reads_it() -> None:
@@ -44,7 +43,7 @@ def test_a_plan_as_a_person_reads_it() -> None:
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan("[red]m[/red]", **{**DEFAULTS, "as_json": True}, seen=(lambda: FLEET, None, ()))
+    run_plan(PlanRequest("[red]m[/red]"), (lambda: FLEET, None, ()), as_json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["chosen"]["way"] == "pipeline"
     assert said["constraint"] == "memory"
@@ -52,9 +51,9 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pins_and_ways_are_read() -> None:
     with pytest.raises(ImpossiblePin, match="2 machines are pinned"):
-        run_plan("[red]m[/red]", **{**DEFAULTS, "ways": "alone, draft", "pins": ("ant", "bee")}, seen=(lambda: FLEET, None, ()))
+        explained(PlanRequest("[red]m[/red]", ways=parse_ways("alone, draft"), pins=(parse_pin("ant"), parse_pin("bee"))), lambda: FLEET)
     with pytest.raises(ConfigError, match="relay"):
-        run_plan("m", **{**DEFAULTS, "ways": "relay"}, seen=(lambda: FLEET, None, ()))
+        parse_ways("relay")
 
 
 def test_what_runs_here_already_is_not_said_to_be_loaded_first() -> None:
