@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -21,6 +22,15 @@ from paceline.store.home import Home
 Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]]]
 """The live cards of those that may answer, who of them may share KV, and how models are served that run here; a None where this machine is to be looked at
 alone."""
+
+
+MEANINGS: Final = {
+    " [": "[0..9]: the layers that a machine runs, counted from 0; what it computes of a token goes on to the next machine (->)",
+    "[embedding": "[embedding and head]: it runs no layers; a token begins and ends there",
+    "ranks on": "ranks: each machine has its share of every layer, and all compute a token at the same time",
+    "drafting": "drafting: it guesses tokens ahead, with a smaller model; a right guess saves a step",
+}
+"""Of words in the first column."""
 
 
 def run_plan(request: PlanRequest, seen: Seen, *, as_json: bool) -> None:
@@ -41,20 +51,23 @@ def show(console: Console, made: Explained) -> None:
     lengths = f"{plan.request.prompt_tokens} tokens of prompt, {plan.request.answer_tokens} of answer"
     weights = f", {plan.chosen.weights} weights" if plan.chosen.weights else ""
     console.print(Text.assemble((plan.chosen.model_id, "bold"), f"{weights}, {lengths}"))
-    table = table_of("plan", "tokens/s", "first token", "all", "", left=("plan", ""))
-    for place, choice in enumerate((plan.chosen, *plan.runners_up)):
-        table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in _row(choice)))
+    table = table_of("plan", "tokens/s", "first token", "whole answer", "", left=("plan", ""))
+    rows = [_row(choice) for choice in (plan.chosen, *plan.runners_up)]
+    for place, row in enumerate(rows):
+        table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in row))
     console.print(table)
+    for meaning in (meaning for word, meaning in MEANINGS.items() if any(word in row[0] for row in rows)):
+        console.print(Text(meaning, "dim"))
     for line in parts(plan.chosen):
         console.print(Text(f"- {line}"))
-    console.print(Text.assemble("bound by ", (str(plan.constraint), "bold"), f": {plan.because}"))
+    console.print(Text.assemble("limited by ", (str(plan.constraint), "bold"), f": {plan.because}"))
     for line in made.lines:
         if line.startswith("note: "):
             console.print(Text(line, "yellow"))
         elif line.startswith("prompts: "):
             console.print(Text(line))
     for each in plan.excluded:
-        console.print(Text(f"not alone: {each.node_id} {each.why}", "dim"))
+        console.print(Text(f"can't run it alone: {each.node_id} {each.why}", "dim"))
 
 
 def _row(choice: Choice) -> tuple[str, str, str, str, str]:

@@ -294,13 +294,13 @@ def explain(plan: Plan) -> Iterator[str]:
     yield f"plan: {headline(best)}: {figures(best)}"
     yield from (f"  {line}" for line in parts(best))
     yield from (f"  {spare.node_id} is spare for layers {spare.layers.words}" for spare in plan.spares)
-    yield f"bound by {plan.constraint}: {plan.because}"
+    yield f"limited by {plan.constraint}: {plan.because}"
     yield from (f"note: {note}" for note in plan.notes)
     if plan.runners_up:
         yield "otherwise:"
         yield from (f"  {headline(choice)}: {figures(choice)}" for choice in plan.runners_up)
     if plan.excluded:
-        yield "not alone:"
+        yield "can't run it alone:"
         yield from (f"  {each.node_id} {each.why}" for each in plan.excluded)
 
 
@@ -337,15 +337,14 @@ def parts(choice: Choice) -> Iterator[str]:
     """Each machine's share, where there is more to say than the headline does."""
     for stage in choice.stages:
         if (rank := stage.rank) is not None:
-            heads = "1 KV head" if rank.kv_heads == 1 else f"{rank.kv_heads} KV heads"
-            yield f"{stage.node_id} loads its share: {heads} and {rank.feed_forward:.0%} of the feed-forward of each layer, {gib(rank.memory_bytes)}"
+            yield f"{stage.node_id} loads its {_part(stage)} of each layer first, {gib(rank.memory_bytes)}"
         elif stage.fetch_from is not None:
             yield f"{stage.node_id} fetches {gib(stage.fetch_bytes)} from {stage.fetch_from} first"
         elif not stage.warm:
-            yield f"{stage.node_id} loads the model first"
+            yield f"{stage.node_id} loads {'its layers' if len(choice.stages) > 1 else 'the model'} first"
     if choice.draft is not None:
         draft = choice.draft
-        yield f"{draft.node_id} proposes {draft.length} tokens at a time, {draft.acceptance:.0%} accepted ({basis(draft.measured)})"
+        yield f"{draft.node_id} guesses {draft.length} tokens at a time, {draft.acceptance:.0%} of them right ({basis(draft.measured)})"
 
 
 def _part(stage: PlannedStage) -> str:

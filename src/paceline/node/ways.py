@@ -78,7 +78,7 @@ def explained(
         lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
     elif made.chosen.way == PIPELINE:
         at = made.chosen.stages[0].node_id
-        lines.append(f"prompts: whether others compute them is in the log of {at}: that depends on all of its machines' links")
+        lines.append(f"prompts: the log of {at} says whether others compute them, which depends on all of its machines' links")
     if len(cards) == 1:
         is_member = Home.from_environment().is_in_fleet
         alone = "no other machine of the fleet is seen" if is_member else "this machine is alone; `paceline join` makes it part of a fleet"

@@ -38,8 +38,17 @@ def test_a_plan_as_a_person_reads_it() -> None:
     show(console, explained(PlanRequest("[red]m[/red]"), lambda: FLEET))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    for part in ("[red]m[/red], int4 weights, 512 tokens of prompt", "bee [0..", "-> ant [", "bound by memory", "not alone: ant needs"):
+    for part in (
+        "[red]m[/red], int4 weights, 512 tokens of prompt",
+        "bee [0..",
+        "-> ant [",
+        "limited by memory",
+        "can't run it alone: ant needs",
+    ):
         assert part in shown
+    assert "[0..9]: the layers that a machine runs" in shown
+    assert "bee loads its layers first" in shown
+    assert not any(word in shown for word in ("ranks:", "drafting:", "[embedding"))
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
