@@ -66,16 +66,16 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
 @contextmanager
 def opening_bar(
     console: Console, model: str
-) -> Generator[tuple[Callable[[int, int], None], Callable[[int, int], None], Callable[[Opening], None]]]:
+) -> Generator[tuple[Callable[[int, int], None], Callable[[str], Callable[[int, int], None]], Callable[[Opening], None]]]:
     """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
 
     Yields:
-        What is told of reading the model to learn its digest and of loading this machine's part, each in bytes done and bytes in all, and what
-        is told of the others' loading; from any thread.
+        What is told of reading the model to learn its digest and, for a part of this machine's that is named, of loading it, each in bytes done and
+        bytes in all, and what is told of the others' loading; from any thread.
     """
     with _bars(console) as progress:
         reads = progress.add_task(f"Reading {model} for its digest, once", total=None, visible=False)
-        here = progress.add_task("Loading layers here", total=None, visible=False)
+        here = progress.add_task("", total=None, visible=False)
         there = progress.add_task("", total=None, visible=False)
         said = ""
 
@@ -92,14 +92,19 @@ def opening_bar(
             if done < total:
                 say(f"Reading {model} for its digest, once", 100 * done // total)
 
-        def own(done: int, total: int) -> None:
-            progress.update(here, completed=done, total=total or None, visible=done < total)
-            if total:
-                say("Loading layers here", 100 * done // total)
+        def own(part: str) -> Callable[[int, int], None]:
+            label = f"Loading {part} here"
+
+            def loading(done: int, total: int) -> None:
+                progress.update(here, description=label, completed=done, total=total or None, visible=done < total)
+                if total:
+                    say(label, 100 * done // total)
+
+            return loading
 
         def others(opening: Opening) -> None:
             progress.update(here, visible=False)
-            label = f"{' and '.join(opening.nodes)} {'loads its' if len(opening.nodes) == 1 else 'load their'} layers"
+            label = f"{' and '.join(opening.nodes)} {'loads its' if len(opening.nodes) == 1 else 'load their'} layers of {model}"
             total, loading = opening.bytes_total or None, bool(opening.nodes)
             progress.update(there, description=label, completed=opening.bytes_done, total=total, visible=loading)
             if loading:

@@ -61,8 +61,8 @@ class LoadTold:
 
     reading: LoadProgress
     """Of computing the model's digest, where it is not known."""
-    loading: LoadProgress
-    """Of this machine's part."""
+    loading: Callable[[str], LoadProgress]
+    """Of this machine's part, which is named."""
     opening: Callable[[Opening], None]
     """Of the others'."""
     say: Callable[[str], None]
@@ -99,7 +99,7 @@ def plan_loads(whole: FleetServing, asked: Constraints, named: Collection[str], 
     ) -> BuiltNode:
         meant = await asyncio.to_thread(names_of, named, whole.home)
         order = asked.order if place.name in meant else replace(asked.order, pins=(), own_layers=None)
-        told = LoadTold(progress, progress, lambda opening: progress(opening.bytes_done, opening.bytes_total), logger.info)
+        told = LoadTold(progress, lambda _: progress, lambda opening: progress(opening.bytes_done, opening.bytes_total), logger.info)
         idle = set(whole.models.idle)
         makes_way = [
             (node.warm.model.weights, node.use().taken_bytes) for node in whole.models.nodes if node.warm and node.model.name in idle
@@ -263,7 +263,7 @@ async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTol
         UserError: it can't be had, and why.
     """
     places = await places_of(settings, whole.fleet, told.say) if settings.tensor_on else None
-    return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading, None, places)
+    return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading(settings.model), None, places)
 
 
 def _as_ranks(settings: NodeSettings, chosen: Choice) -> NodeSettings:
@@ -288,6 +288,8 @@ async def _build_spread(
     """
     if chosen.way == TENSOR:
         return await _build_here(whole, _as_ranks(settings, chosen), told)
+    own = chosen.stages[0].layers
+    part = f"layers {own.words}" if len(own) else "embedding and head"
     pipelines = asked.order.settings
     if pipelines.fallback_to_local is None:  # one that is as free to run alone is not to lose an answer for having spread
         pipelines = pipelines.overridden(fallback_to_local=ALONE in asked.ways)
@@ -296,8 +298,9 @@ async def _build_spread(
         end = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True, on=settings.draft_on)
+            progress = told.loading(f"{part} of {settings.model}")
             build = partial(
-                build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts, kv_beside=PeerKv
+                build_engine_over, meter=whole.pipelines, progress=progress, on_opening=told.opening, drafts=drafts, kv_beside=PeerKv
             )
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             bounded = replace(settings, bound=whole.models.bound)
@@ -408,7 +411,7 @@ class _Replanning:
         return await self._build(before)
 
     async def _build(self, chosen: Choice) -> BuiltNode:
-        quiet = LoadTold(_nothing, _nothing, _nothing, _nothing)
+        quiet = LoadTold(_nothing, lambda _: _nothing, _nothing, _nothing)
         if chosen.way in SPREAD:
             return await _build_spread(self._whole, self._settings, self._asked, self._access, chosen, self._clock, quiet)
         return await _build_here(self._whole, self._settings, quiet)

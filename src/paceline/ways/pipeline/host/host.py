@@ -189,6 +189,7 @@ class NodeShardHost:
             raise
         try:
             self.meter.sessions_opened += 1
+            logger.info("layers %s run for %s", shard.shard_id, caller.node_id)
             yield self._opened(shard, session, caller, resumed=resumed is not None)
             while session.fault is None:
                 await came_within(mine.faulted, request.report_s)

@@ -243,7 +243,8 @@ class WarmShards:
             self._failed.forget(request)
             self._meter.loads += 1
             logger.info(
-                "%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * shard.loaded.runner.block_size
+                "layers %s of %s are loaded for others, with KV for %d tokens",
+                *(shard.layers.words, shard.loaded.name, shard.leases.n_blocks * shard.loaded.runner.block_size),
             )
         except PacelineError as error:
             raise self._failed.note(request, in_pipelines_terms(error)) from error
@@ -331,7 +332,7 @@ class WarmShards:
         if loaded is None:
             return
         self._meter.evictions += count
-        logger.info("%s:%s is evicted", loaded.name, shard.layers)
+        logger.info("layers %s of %s are evicted: others need them no more, or the memory more", shard.layers.words, loaded.name)
         runners = [loaded.runner]
         del loaded
         await asyncio.shield(self._leaving.start(asyncio.to_thread(free_runners, runners)))
