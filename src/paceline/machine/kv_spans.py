@@ -62,16 +62,26 @@ class KvMove:
     """Of the stream that they are given through; to fetch: of the prompt that is being computed there, empty: blocks are there."""
 
 
-class PartBlocks(Protocol):
-    """Blocks of which parts can be copied: an `engine.local.LayerRunner`'s, or those of one session of a stage."""
+class KvBlocks(Protocol):
+    """Blocks that can be copied out and in, or parts of them: an `engine.local.LayerRunner`'s, or those of one session of a stage."""
 
+    @property
+    def layers(self) -> LayerRange: ...
+    @property
+    def numerics_id(self) -> str: ...
+    @property
+    def kv_layout(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
     def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None: ...
     def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None: ...
 
 
-def n_alike(held: PartBlocks, n_bytes: int, blocks: Sequence[BlockId]) -> int:
+def n_alike(held: KvBlocks, blocks: Sequence[BlockId]) -> int:
     """How many blocks, from the first on, hold what the first one holds; 0: all KV is void."""
-    first, other = bytearray(n_bytes), bytearray(n_bytes)
+    first, other = bytearray(held.block_bytes), bytearray(held.block_bytes)
     try:
         held.export_block(blocks[0], memoryview(first))
         for place, block in enumerate(blocks):
@@ -98,7 +108,7 @@ class KvMover(Protocol):
     def fetch(
         self,
         part: KvPart,
-        held: PartBlocks,
+        held: KvBlocks,
         move: KvMove,
         keys: Sequence[bytes],
         blocks: Sequence[BlockId],

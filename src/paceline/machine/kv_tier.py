@@ -14,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorLost
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange
-from paceline.machine.kv_spans import KvPart
+from paceline.machine.kv_spans import KvBlocks, KvPart
 from paceline.store.kv_folder import BLOCK_COUNTS, KvFolder
 
 READERS: Final = 2
@@ -58,23 +58,6 @@ class Wakeup:
         """Until something came since this was called last, but no longer."""
         self._came.wait(seconds)
         self._came.clear()
-
-
-class KvBlocks(Protocol):
-    """Blocks that can be copied out and in: an `engine.local.LayerRunner`'s, or those of one session of a stage."""
-
-    @property
-    def layers(self) -> LayerRange: ...
-    @property
-    def numerics_id(self) -> str: ...
-    @property
-    def kv_layout(self) -> str: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-    def export_block(self, block: BlockId, into: memoryview) -> None: ...
-    def import_block(self, block: BlockId, data: memoryview) -> None: ...
 
 
 class DiskFetch:
@@ -146,7 +129,7 @@ class DiskTier:
     ) -> None:
         self._blocks, self._wake, self._clock = blocks, wake, clock
         self._bytes = blocks.block_bytes
-        name = kv_name(blocks, model_digest)
+        name = _name(model_digest, blocks.numerics_id, blocks.layers, blocks.kv_layout, blocks.block_size, self._bytes)
         self._folder = KvFolder(folder, name, self._bytes, limits.budget_bytes, limits.ttl_s, clock)
         self._writer = ThreadPoolExecutor(1, "paceline-kv-write")
         self._readers = ThreadPoolExecutor(READERS, "paceline-kv-read")
@@ -269,11 +252,6 @@ class DiskTier:
         future.add_done_callback(self._work.discard)
 
 
-def kv_name(blocks: KvBlocks, model_digest: str) -> str:
-    """Of all blocks that any runner of these weights, layers and kernels may read."""
-    return _name(model_digest, blocks.numerics_id, blocks.layers, blocks.kv_layout, blocks.block_size, blocks.block_bytes)
-
-
 def part_of(
     model_digest: str, numerics_id: str, kv_layout: str, block_size: int, layers: LayerRange, layer_bytes: int, n_layers: int
 ) -> KvPart:
@@ -284,4 +262,5 @@ def part_of(
 
 
 def _name(*of: object) -> str:
+    """Of all blocks that any runner of these weights, layers and kernels may read."""
     return hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=16).hexdigest()

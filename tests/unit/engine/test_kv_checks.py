@@ -71,7 +71,7 @@ class PeerSource:
         return Given(len(keys), GivenBlocks(self.giver, self.alike, self.n_kept))
 
     def alike(self, blocks: Sequence[BlockId]) -> ComparedBlocks:
-        return ComparedBlocks(0 if self.cannot_compare else n_alike(self.runner, self.runner.block_bytes, blocks))
+        return ComparedBlocks(0 if self.cannot_compare else n_alike(self.runner, blocks))
 
     def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self.offered.append(key)

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from paceline.core.errors import FleetError
 from paceline.core.ids import BlockId, NodeId
 from paceline.fleet.eligibility import Use
-from paceline.machine.kv_spans import KvMove, KvPart, PartBlocks, PartsFetch
+from paceline.machine.kv_spans import KvBlocks, KvMove, KvPart, PartsFetch
 from paceline.net.member.node import FleetNode
 from paceline.net.trust.certificates import Member
 from paceline.ways.kv.fetching import KvPeer, PeerFetch, send_block
@@ -50,7 +50,7 @@ class StageMoves:
     def fetch(
         self,
         part: KvPart,
-        held: PartBlocks,
+        held: KvBlocks,
         move: KvMove,
         keys: Sequence[bytes],
         blocks: Sequence[BlockId],

@@ -35,7 +35,7 @@ from paceline.ways.kv.fetching import KvPeer, PromptPush
 from paceline.ways.kv.lease import KvLease, KvLeases, LeaseEnd
 from paceline.ways.kv.legs import AwaitedPrompt, LegEnd, LegTables, RoutedPrompt
 from paceline.ways.kv.prefilling import Prefilling, Registration
-from paceline.ways.kv.price import KvPrice
+from paceline.ways.kv.price import UNPRICED
 from paceline.ways.kv.pushing import TP_SIZE, PushEnd
 from paceline.ways.kv.source import PeerKv
 from paceline.ways.kv.staged import BlockSender
@@ -279,7 +279,7 @@ class KvLegs:
         if card is None or self._is_resting(card):
             logger.info("a router's prompt is computed here: %s can't be asked for it", leg.engine_id or leg.address)
             return PushEnd.HANDSHAKE_FAILED
-        return KvPeer(card.node_id, card.instance, card.addresses, frozenset(), KvPrice(0.0, 0.0, 0.0))
+        return KvPeer(card.node_id, card.instance, card.addresses, frozenset(), UNPRICED)
 
     def _told_of(self, leg: KvLeg) -> Mapping[str, object]:
         """What a router hands to the node that writes the answer, as vLLM calls it."""

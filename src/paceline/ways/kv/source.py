@@ -305,7 +305,7 @@ class PeerKv:
 
     def _alike(self, blocks: Sequence[BlockId]) -> KvFetch:
         """See `GivenBlocks`."""
-        parts: list[MovedBlocks] = [ComparedBlocks(n_alike(self._runner, self._runner.block_bytes, blocks))] if self._runner.layers else []
+        parts: list[MovedBlocks] = [ComparedBlocks(n_alike(self._runner, blocks))] if self._runner.layers else []
         if self.spread is not None:
             parts.append(self.spread.compare_parts(blocks))
         return PartsFetch(parts)

@@ -91,9 +91,8 @@ class Stage:
     def is_lost(self) -> bool:
         return self._lost.is_set()
 
-    async def use(self, use: BlocksUse, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float, move: KvMove) -> BlocksDone:
+    async def use(self, asked: BlocksAsked) -> BlocksDone:
         """As `StagesKv` asks one of its route's."""
-        asked = BlocksAsked(use, tuple(keys), tuple(blocks), within_s, move)
         done, lost = asyncio.create_task(self.kv.use(asked)), asyncio.create_task(self._lost.wait())
         await asyncio.wait({done, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
@@ -126,7 +125,7 @@ class Route:
     def fetch_parts(self, move: KvMove, keys: Sequence[bytes], blocks: Sequence[BlockId], within_s: float) -> StagesMove:
         async def ask(stage: Stage) -> BlocksDone:
             try:
-                return await stage.use(BlocksUse.FETCH, keys, blocks, within_s, move)
+                return await stage.use(BlocksAsked(BlocksUse.FETCH, keys, blocks, within_s, move))
             except FleetError:
                 return BlocksDone(0)
 
@@ -153,7 +152,7 @@ class Route:
                 span = stage.held.layers
                 if not stage.is_lost and span.start <= move.layers.start and move.layers.stop <= span.stop:
                     try:
-                        return (await stage.use(BlocksUse.GIVE, keys, blocks, within_s, move)).n_blocks
+                        return (await stage.use(BlocksAsked(BlocksUse.GIVE, keys, blocks, within_s, move))).n_blocks
                     except FleetError:
                         return 0
             return 0

@@ -87,7 +87,7 @@ def check_activations(x_TD: WireBits, n_rows: int, width: int) -> None:
 
 
 class StageBlocks:
-    """The blocks of some layers of a runner as batches name them, for those who copy them (`machine.kv_tier.KvBlocks`).
+    """The blocks of some layers of a runner as batches name them, for those who copy them (`machine.kv_spans.KvBlocks`).
 
     Args:
         base: the runner's block with which the first begins.

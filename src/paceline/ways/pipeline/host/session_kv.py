@@ -199,9 +199,8 @@ class SessionKv:
         return BlocksDone(await self._mover.give(replace(part, layers=move.layers), move, keys, read, within_s))
 
     def _alike(self, blocks: Sequence[BlockId]) -> int:
-        held = self._stage.blocks
         with self._lock:
-            return 0 if self._is_fenced else n_alike(held, held.block_bytes, blocks)
+            return 0 if self._is_fenced else n_alike(self._stage.blocks, blocks)
 
     def _wake(self) -> None:
         """In any thread: something came of what was begun."""
