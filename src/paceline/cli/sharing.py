@@ -16,12 +16,13 @@ from typing import NoReturn
 from paceline.backends.table import Kernels, use_on_processors
 from paceline.cli.enrolment import seconds
 from paceline.cli.options import ApiOptions
-from paceline.cli.terminal import Terminal
+from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF
 from paceline.fleet.plan import ALONE, Objective, Way
 from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings, read_settings, read_trust_policy
+from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.net.trust.certificates import is_address
 from paceline.node.ways import parse_pin, parse_ways
@@ -148,6 +149,10 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
             "--tensor shares each layer among processes of this machine, and --pipeline, --pin and --own-layers spread layers over machines",
             "Leave one of them out.",
         )
+    ranks = settings.tensor_on.count(None) if settings is not None and settings.tensor_on else len(sharing.tensor)
+    if ranks > (threads := sharing.threads or usable_cores()):  # said before they load
+        said = f"--tensor runs {ranks} ranks here, which share {counted(threads, 'thread')}: more ranks than threads are slower, and load longer"
+        Terminal().print(f"[yellow]note:[/] {said}", soft_wrap=True)
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
     needed = (settings is None and sharing.embeddings is None) or asked or bool(sharing.serve_shards) or elsewhere

@@ -177,8 +177,6 @@ def build_engine(
         and devices.fastest_device() is not DeviceKind.CPU
     ):
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
-    if (ranks := len(settings.tensor) - sum(node is not None for node in settings.tensor_on)) > setup.threads:
-        notes.append(f"{ranks} tensor ranks share {setup.threads} threads: those that wait take time from those that compute")
     if not runner.holds_identity:
         notes.append(
             f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
+from tests.unit.cli.test_commands import assert_user_error, paceline
 
 from paceline.cli.options import ApiOptions, tensor_nodes, tensor_speeds
 from paceline.cli.running import announced
@@ -184,3 +185,10 @@ def test_tensor_ranks_of_other_machines_in_no_fleet() -> None:
 def test_drafts_of_a_node_where_no_node_may_draft() -> None:
     with pytest.raises(ConfigError, match="--draft small is of another node"):
         run_shared(NodeSettings("m", draft="small"), replace(PLAIN, ways="alone"), ApiOptions(), greet=False)
+
+
+@pytest.mark.parametrize(("ranks", "is_noted"), [("9", True), ("2", False)])
+def test_more_ranks_than_threads_are_noted_before_anything_loads(ranks: str, *, is_noted: bool) -> None:
+    done = paceline("up", "--port", "0", "--tensor", ranks, "--threads", "2", "--model", "./gone.gguf")
+    assert_user_error(done, "There is no file or folder")
+    assert ("note: --tensor runs 9 ranks here, which share 2 threads" in done.stdout) == is_noted
