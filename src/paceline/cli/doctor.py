@@ -20,13 +20,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-import httpx
 from rich.text import Text
 
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import fleet_homes, lives, read_health, running, starting
+from paceline.cli.running import STARTING, EndpointLoad, endpoints_here, fleet_homes, lives, running
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -140,8 +139,10 @@ def _machine(home: Home) -> Iterator[Finding]:
     if not lends_here():
         said = f"compiled code can't use the TLS of this Python ({facts.python}, {ssl.OPENSSL_VERSION}): tensor ranks of other machines are slower"
         yield Finding("tls", Level.NOTE, here, said, f"Run paceline with {LENDERS}.")
-    free = available_bytes()
-    if free < LEAST_MEMORY:
+    free, endpoints = available_bytes(), endpoints_here(home)
+    if free < LEAST_MEMORY and endpoints:
+        yield Finding("memory", Level.NOTE, here, f"{human(free)} is free beside what runs", "A further model may not fit.")
+    elif free < LEAST_MEMORY:
         todo = "Stop other programs, or give the container more: not even the bundled model fits."
         yield Finding("memory", Level.PROBLEM, here, f"{human(free)} is free", todo)
     else:
@@ -150,7 +151,7 @@ def _machine(home: Home) -> Iterator[Finding]:
     if sys.platform == "darwin":
         yield _rdma(here)
     yield from _settings(home)
-    yield from _apis(home)
+    yield from _apis(endpoints)
 
 
 def _settings(home: Home) -> Iterator[Finding]:
@@ -172,7 +173,8 @@ def _kernels(home: Home, here: str) -> Finding:
 
     if not cpu.compiled(home.kernels):
         return Finding(
-            "kernels", Level.NOTE, here, "they were not compiled yet, so what they compute was not checked", "Run paceline up once."
+            *("kernels", Level.NOTE, here, "they were not compiled yet, so what they compute was not checked"),
+            "The first paceline up with a model compiles them.",
         )
     kernel_cache.use(home.kernels)
     from paceline.backends.cpu import probe
@@ -219,31 +221,22 @@ def _rdma(here: str) -> Finding:
     return Finding("rdma", Level.NOTE, here, f"RDMA over Thunderbolt is not enabled{f' (rdma_ctl says: {said})' if said else ''}", todo)
 
 
-def _apis(home: Home) -> Iterator[Finding]:
-    found = running(home)
-    for one in found:
-        try:
-            with one.client() as client:
-                health = client.get("/health").json()
-            state, error, failing = read_health(health)
-        except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as gone:
-            state, error, failing = "no answer", printable(str(gone), 200), ()
-        if state == "ok":
-            yield Finding("port.api", Level.OK, one.url, "it answers")
+def _apis(endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
+    printed = "See what paceline up printed there."
+    for one in endpoints:
+        if one.state == STARTING:
+            yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")
+        elif one.state != "ok":
+            said = f"/health says {one.state}" + (f": {one.error}" if one.error else "")
+            yield Finding("port.api", Level.PROBLEM, one.url, said, printed)
+        elif one.models == ():
+            todo = "Start paceline up with a model on a machine of the fleet, or have it loaded here: paceline load MODEL."
+            yield Finding("port.api", Level.NOTE, one.url, "it answers, and there is no model that it could serve", todo)
         else:
-            yield Finding(
-                "port.api",
-                Level.PROBLEM,
-                one.url,
-                f"/health says {state}" + (f": {error}" if error else ""),
-                "See what paceline up printed there.",
-            )
-        for what in failing:
-            yield Finding("background", Level.NOTE, one.url, f"it keeps failing: {what}", "See what paceline up printed there.")
-    coming = starting(home)
-    for one in coming:
-        yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")
-    if not found and not coming:
+            yield Finding("port.api", Level.OK, one.url, "it answers")
+        for what in one.failing:
+            yield Finding("background", Level.NOTE, one.url, f"it keeps failing: {what}", printed)
+    if not endpoints:
         yield from _free("port.api", API_PORT, "--port")
 
 

@@ -314,7 +314,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
     try:
         with one.client(os.environ.get("PACELINE_API_KEY")) as client:
             health = client.get("/health").json()
-            state, error, failing = read_health(health)
+            state, error, failing = _read_health(health)
             models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -366,7 +366,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
     )
 
 
-def read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:
+def _read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:
     """An endpoint's /health: its status, what is wrong, and what fails though it goes on. Raises KeyError where it has no status."""
     failing = health.get("failing")
     each = failing if isinstance(failing, list) else []

@@ -19,6 +19,7 @@ from paceline import __version__
 from paceline.backends.cpu import probe
 from paceline.cli import doctor
 from paceline.cli.doctor import Finding, Level, OwnSide, examine, judge_node, judge_own
+from paceline.cli.running import STARTING, EndpointLoad
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
@@ -79,6 +80,25 @@ def test_a_machine_in_no_fleet_is_well_and_told_so_by_the_exit_code() -> None:
     wrong = paceline("doctor", "--peer", "nowhere")
     assert wrong.returncode == 2
     assert "'nowhere' is not host:port" in wrong.stderr
+
+
+def test_what_serves_nothing_is_not_praised_and_what_runs_is_not_blamed_for_the_memory_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:1"
+    states = EndpointLoad(url, 1, "ok", ("m",)), EndpointLoad(url, 1, "ok", ()), EndpointLoad(url, 1, "ok"), EndpointLoad(url, 1, STARTING)
+    found = [next(doctor._apis([one])) for one in states]
+    assert [one.level for one in found] == [Level.OK, Level.NOTE, Level.OK, Level.NOTE]
+    assert "no model that it could serve" in found[1].what
+    assert "paceline load" in found[1].todo
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 20)
+    levels: list[Level] = []
+    for runs in ([], [states[0]]):
+        monkeypatch.setattr(doctor, "endpoints_here", lambda _, runs=runs: runs)
+        levels += [one.level for one in doctor._machine(Home(tmp_path)) if one.check == "memory"]
+    assert levels == [Level.PROBLEM, Level.NOTE]
+    (kernels,) = [one for one in doctor._machine(Home(tmp_path)) if one.check == "kernels"]
+    assert "with a model" in kernels.todo
 
 
 @in_loop

@@ -222,7 +222,7 @@ def test_what_keeps_failing_is_shown_by_status_and_doctor(tmp_path: Path, monkey
     try:
         with announced(served.url, has_key=False, certificate=None, owner_key=None):
             (seen,) = endpoints_here(Home(tmp_path))
-            found = {each.what: each.level for each in doctor._apis(Home(tmp_path)) if each.check == "background"}
+            found = {each.what: each.level for each in doctor._apis([seen]) if each.check == "background"}
     finally:
         served.close()
     assert seen.state == "ok"
@@ -238,7 +238,7 @@ def test_what_is_wrong_is_said_once_and_not_as_what_keeps_failing(tmp_path: Path
     try:
         with announced(served.url, has_key=False, certificate=None, owner_key=None):
             (seen,) = endpoints_here(Home(tmp_path))
-            found = [each for each in doctor._apis(Home(tmp_path)) if each.check != "port.api" or each.level is not Level.OK]
+            found = [each for each in doctor._apis([seen]) if each.check != "port.api" or each.level is not Level.OK]
     finally:
         served.close()
     assert (seen.state, seen.error, seen.failing) == ("failed", "RuntimeError: the kernels burn", ())
