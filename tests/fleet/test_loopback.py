@@ -37,7 +37,7 @@ def test_a_machine_that_joined_needs_nothing_else_to_find_the_others(fleet: tupl
     assert said["own_node_id"] == "a"
     assert all(node["memory_total_bytes"] > 0 for node in said["nodes"])
     assert "runs already" in a.run("up", *EMPTY, code=2)
-    assert "No machine of the fleet" in b.run("plan", "nobody-has-this", code=2)
+    assert "No machine that is seen here has the model" in b.run("plan", "nobody-has-this", code=2)
     shown = b.run("status")
     assert a.node.address in shown
     assert "seen by b" in shown
