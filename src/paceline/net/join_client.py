@@ -52,8 +52,9 @@ from paceline.net.wire.fleet_pb2_grpc import (
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
-ANSWER_S = 20.0
+CONNECT_S = 15.0
+ANSWER_S = 60.0
+"""Enough for a machine that is busy with everything else. Raising either: that nobody is there is said later."""
 MAX_ANSWER_BYTES = 4 << 20
 
 

@@ -117,8 +117,8 @@ def test_the_process_that_serves_strangers_does_not_have_the_cas_key(start_pacel
     assert serving.stdout is not None
     text = "".join(serving.stdout.readline() for _ in range(3))
     joining = start_paceline("join", "-", "--name", "cellar", PACELINE_HOME=homes[1], stdin=subprocess.PIPE)
-    joining.communicate(text, timeout=300)
-    assert joining.returncode == 0
+    said = joining.communicate(text, timeout=300)
+    assert joining.returncode == 0, said
     # It has let a machine in, and still has not had what it takes.
     folder = FleetFolder(Path(homes[0]) / "fleet")
     root = folder.identity().root
