@@ -240,12 +240,16 @@ class KvFolder:
     def _use_before(self, used: dict[bytes | None, float], parent: bytes | None) -> None:
         """Have blocks be used when the last of those behind them was, and a little later; `parent`, and so what is before it, for ever."""
         with self._lock:
-            parents: dict[bytes | None, bytes] = {**self._parents}
+            parents: dict[bytes | None, bytes | None] = {**self._parents}
         if parent in used:
             used[parent] = math.inf
         for last in reversed(parents):
-            key = last
+            key, behind = last, {last}
             while key in used and (before := parents.get(key)) in used and used[before] < (later := math.nextafter(used[key], math.inf)):
+                if before in behind:  # other nodes say what stands before what, and may say anything
+                    parents[key] = None
+                    break
+                behind.add(before)
                 used[before], key = later, before
 
     def _make_way(self, n_bytes: int, parent: bytes | None) -> bool:

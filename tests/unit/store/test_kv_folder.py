@@ -150,6 +150,19 @@ def test_what_stands_before_a_block_that_was_used_is_not_too_old(tmp_path: Path)
     assert not len(kept)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("chains", [[(1, 1)], [(1, 2), (2, 1)], [(1, 2, 3), (3, 1)]])
+def test_blocks_that_are_said_to_stand_behind_one_another_make_way_too(tmp_path: Path, chains: list[tuple[int, ...]]) -> None:
+    kept = opened(tmp_path, FakeClock(), budget=4 * FILE)
+    for number in (1, 2, 3):
+        assert kept.write(key_of(number), block_of(key_of(number)))
+    for chain in chains:
+        assert kept.run_of([key_of(number) for number in chain]) == len(chain)
+    for number in range(4, 9):
+        assert kept.write(key_of(number), block_of(key_of(number)))
+    assert kept.run_of([key_of(1)]) == 0
+
+
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(tmp_path: Path) -> None:
     clock = FakeClock()
     clock.advance(10_000)

@@ -163,7 +163,6 @@ class CpuRunner:
         rows, hidden = self._max_rows, spec.hidden
         n_att = spec.n_heads * spec.head_dim
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
-        x_bf16[:, self._width :] = 0
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
         row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
@@ -270,6 +269,10 @@ class CpuRunner:
         embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out, spec.scales.embedding)
         return self._without_padding(out)
 
+    def _put_rows(self, x_TD: Bf16) -> None:
+        rows = self._arrays.x_bf16[: len(x_TD)]
+        rows[:, : self._width], rows[:, self._width :] = x_TD, 0  # the padding anew: of a row that overflowed it is no zeros
+
     def _without_padding(self, x: Bf16) -> Bf16:
         return np.ascontiguousarray(x[:, : self._width])  # the array itself where nothing is padded
 
@@ -302,7 +305,7 @@ class CpuRunner:
 
     def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
         # Of no rows, likewise.
-        self._arrays.x_bf16[: len(x_TD), : self._width] = x_TD
+        self._put_rows(x_TD)
         self._arrays.head_rows[: len(rows_R)] = rows_R
         self._batch[places.LOGIT_ROWS] = 0
         self._team.run_head()
@@ -330,7 +333,7 @@ class CpuRunner:
                 arrays.row_table[start : start + count] = s
                 arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
         pieces = self._cutter.cut(plan.row_start_S, plan.n_rows_S, plan.first_position_S, arrays.pieces)
-        arrays.x_bf16[:rows, : self._width] = x_TD
+        self._put_rows(x_TD)
         batch[places.ROWS], batch[places.N_PIECES], batch[places.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
         batch[places.FIRST_LAYER], batch[places.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
 
@@ -357,7 +360,7 @@ class CpuRunner:
             self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
             self._buffers[places.LOGITS] = self._logits.ctypes.data
         if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:
-            arrays.x_bf16[: len(x_TD), : self._width] = x_TD
+            self._put_rows(x_TD)
         arrays.head_rows[:n] = rows_R
         self._batch[places.LOGIT_ROWS] = n
         self._team.run_head()

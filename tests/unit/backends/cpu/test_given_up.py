@@ -1,4 +1,4 @@
-"""A step that was given up in the middle leaves nothing behind: whatever runs next gives the bytes it would have given."""
+"""A step that was given up in the middle, or overflowed, leaves nothing behind: whatever runs next gives the bytes it would have given."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ def test_a_step_given_up_at_any_time_changes_nothing_that_follows(count: int) ->
             waits.join()
             assert same(runner, whole, run(runner, rows)[0])
         assert given_up > 0
+    finally:
+        runner.close()
+
+
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+@pytest.mark.parametrize("hidden", [96, 100])
+def test_rows_that_overflow_change_nothing_that_follows(hidden: int) -> None:
+    case = RunnerCase(
+        "int8",
+        lambda *args: cpu.load(args[0], replace(args[1], kernel_cache=Home.from_environment().kernels)),
+        replace(SPEC, hidden=hidden, n_layers=2),
+        WeightsFormat.INT8,
+    )
+    runner = case.runner()
+    try:
+        rows = [Rows(range(20), 0, [2 * turn, 2 * turn + 1]) for turn in range(3)]
+        whole = run(runner, rows[0])[0]
+        infinite = np.full((20, hidden), 0x7F80, np.uint16)
+        runner.logits(runner.run_layers(infinite, plan_of([rows[1]])), np.arange(20, dtype=np.int32))
+        assert same(runner, whole, run(runner, rows[2])[0])
     finally:
         runner.close()
 
