@@ -160,9 +160,9 @@ class Commands(TyperGroup):
 
 def up_params(context: typer.Context, flags: Sequence[str]) -> dict[str, Any]:
     """What `paceline up` reads of its flags, which another command hands on; raises what it says of those that it does not take."""
-    root = context.find_root()
-    assert isinstance(root.command, TyperGroup)
-    return root.command.commands["up"].make_context("up", [*flags], root).params
+    commands = context.find_root().command
+    assert isinstance(commands, TyperGroup)
+    return commands.commands["up"].make_context(context.info_name, [*flags], context.parent).params
 
 
 def _in_panel(name: str) -> Callable[..., Any]:
