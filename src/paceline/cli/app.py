@@ -190,7 +190,7 @@ def up(
     local_nodes: Annotated[
         int, of_pipeline("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
     ] = 1,
-    drain_s: Annotated[float, of_server("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.")] = 30.0,
+    drain_s: Annotated[float, of_server("--drain-s", min=0, max=86_400, help="Seconds that live answers may go on at Ctrl-C.")] = 30.0,
     beside: Annotated[
         list[str] | None, typer.Option("--beside", hidden=True, help="A model that lies elsewhere, to run layers of for others.")
     ] = None,

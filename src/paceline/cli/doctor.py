@@ -25,7 +25,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
-from paceline.cli.running import STARTING, EndpointLoad, endpoints_here, fleet_homes, lives, running
+from paceline.cli.running import GONE, STARTING, EndpointLoad, endpoints_here, fleet_homes, lives, running
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
@@ -227,7 +227,7 @@ def _apis(endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
         if one.state == STARTING:
             yield Finding("port.api", Level.NOTE, one.url, "it still starts", "It answers once paceline up says that it is ready.")
         elif one.state != "ok":
-            said = f"/health says {one.state}" + (f": {one.error}" if one.error else "")
+            said = "it gives no answer" if one.state == GONE else f"/health says {one.state}" + (f": {one.error}" if one.error else "")
             yield Finding("port.api", Level.PROBLEM, one.url, said, printed)
         elif one.models == ():
             todo = "Start paceline up with a model on a machine of the fleet, or have it loaded here: paceline load MODEL."

@@ -85,12 +85,12 @@ def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kern
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:
     """As a card says it. Every layer counts as the largest one: who holds any of them has room."""
-    may_divide = kernels.compiled and undivided(spec) is None
+    may_divide, hidden = kernels.compiled and undivided(spec) is None, spec.hidden
     spec = padded(spec) if kernels.compiled else spec
     held = weights_bytes(spec, weights, type_of, kernels)
     return ModelShape(
         n_layers=spec.n_layers,
-        hidden=spec.hidden,
+        hidden=hidden,
         layer_bytes=max(part_bytes(held, LayerRange(layer, layer + 1), edges=False) for layer in range(spec.n_layers)),
         edge_bytes=part_bytes(held, LayerRange(0, 0), edges=True),
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),

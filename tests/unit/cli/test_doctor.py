@@ -19,7 +19,7 @@ from paceline import __version__
 from paceline.backends.cpu import probe
 from paceline.cli import doctor
 from paceline.cli.doctor import Finding, Level, OwnSide, examine, judge_node, judge_own
-from paceline.cli.running import STARTING, EndpointLoad
+from paceline.cli.running import GONE, STARTING, EndpointLoad
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
@@ -86,9 +86,15 @@ def test_what_serves_nothing_is_not_praised_and_what_runs_is_not_blamed_for_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "http://127.0.0.1:1"
-    states = EndpointLoad(url, 1, "ok", ("m",)), EndpointLoad(url, 1, "ok", ()), EndpointLoad(url, 1, "ok"), EndpointLoad(url, 1, STARTING)
+    states = (
+        EndpointLoad(url, 1, "ok", ("m",)),
+        EndpointLoad(url, 1, "ok", ()),
+        EndpointLoad(url, 1, "ok"),
+        *(EndpointLoad(url, 1, state) for state in (STARTING, GONE)),
+    )
     found = [next(doctor._apis([one])) for one in states]
-    assert [one.level for one in found] == [Level.OK, Level.NOTE, Level.OK, Level.NOTE]
+    assert [one.level for one in found] == [Level.OK, Level.NOTE, Level.OK, Level.NOTE, Level.PROBLEM]
+    assert found[-1].what == "it gives no answer"
     assert "no model that it could serve" in found[1].what
     assert "paceline load" in found[1].todo
     monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 20)

@@ -72,6 +72,7 @@ def test_a_file_of_someone_else_is_left_alone(tmp_path: Path) -> None:
         (["--prot", "9"], "No such option: --prot"),
         (["--port", "abc"], "--port: 'abc' is no whole number"),
         (["--drain-s=soon"], "--drain-s: 'soon' is no number"),
+        (["--drain-s", "inf"], "--drain-s: 'inf' is more than 86400"),
         (["--model"], "'--model' requires an argument"),
         (["surplus"], "unexpected extra argument"),
     ],

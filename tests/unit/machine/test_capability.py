@@ -219,6 +219,15 @@ def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
         assert shape.kv_bytes_per_token_per_layer * 30 == spec.kv_bytes_per_token(spec.all_layers)
 
 
+def test_a_hidden_size_that_is_padded_in_memory_has_its_own_rows_between_machines(home: Home) -> None:
+    source = open_model(BUNDLED, home).weights
+    odd, whole = (
+        model_shape(replace(source.spec, hidden=hidden), WeightsFormat.INT8, source.type_of, Kernels.AVX512_BF16) for hidden in (100, 128)
+    )
+    assert (odd.hidden, odd.divided) == (100, None)
+    assert (odd.layer_bytes, odd.row_bytes) == (whole.layer_bytes, whole.row_bytes)
+
+
 def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
     shelf = LocalOffers(home, 2, local_devices(home))
     (before,) = shelf.offers()
