@@ -219,7 +219,7 @@ class PeerKv:
 
     def has(self, loan: KvLoan, key: bytes) -> bool:
         """Whether `read` is likely to find a block."""
-        return key in loan.blocks or (self._files is not None and not self._files.lacks(key))
+        return key in loan.blocks or (self._files is not None and bool(self._files.run_of([key])))
 
     def read(self, loan: KvLoan, key: bytes, into: memoryview, part: LayerRange | None = None) -> bool:
         """Copy a block that is lent, or on the disk. Returns whether there was one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +12,7 @@ from threading import Event
 import grpc
 import grpc.aio
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import VOCAB, EngineBench
 from tests.fakes.fleets import TestFleet
 from tests.fakes.null_backend import NullRunner
@@ -24,9 +26,9 @@ from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.model import ModelRef
-from paceline.engine.kv_source import KvLoans
+from paceline.engine.kv_source import KvLoan, KvLoans
 from paceline.fleet.eligibility import Use
-from paceline.machine.kv_tier import DiskTier, KvDiskLimits
+from paceline.machine.kv_tier import REST_S, STALL_S, DiskTier, KvDiskLimits
 from paceline.net.channels import Purpose
 from paceline.net.wire import kv_pb2 as wire
 from paceline.net.wire.kv_pb2_grpc import KvServiceStub
@@ -169,3 +171,23 @@ def test_what_the_disk_lacks_is_offered_to_it_again_though_a_peer_has_it(tmp_pat
             assert each.run_of([there]) == 1
         assert (kv.lacks(here), kv.lacks(there)) == (False, True)
         assert not none.lacks(there), "nothing is kept"
+
+
+def test_what_lies_on_a_disk_that_hangs_is_promised_to_no_peer(tmp_path: Path) -> None:
+    runner, key, copied, clock, loan = NullRunner(n_blocks=8), bytes(15) + b"k", Event(), FakeClock(), KvLoan({})
+    with closing(DiskTier(runner, DIGEST, tmp_path, KvDiskLimits(1 << 30), SystemClock(), copied.set)) as before:
+        assert before.keep(key, BlockId(0))
+        assert copied.wait(60)
+    disk = DiskTier(runner, DIGEST, tmp_path, KvDiskLimits(1 << 30), clock, lambda: None)
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    with closing(PeerKv(runner, DIGEST, disk, KvLoans(), lambda: None)) as kv:
+        assert kv.has(loan, key)
+        path.unlink()
+        os.mkfifo(path)
+        fetch = disk.fetch([key], [BlockId(1)])
+        with path.open("wb"):  # once it is being read, and gives nothing
+            clock.advance(STALL_S + 1)
+            assert fetch.is_over
+            assert not kv.has(loan, key)
+            clock.advance(REST_S + 1)
+            assert kv.has(loan, key)
