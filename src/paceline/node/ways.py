@@ -9,15 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from paceline.backends import table
 from paceline.core.errors import ConfigError, ModelNotFound, PacelineError
 from paceline.core.ids import NodeId, Trust
-from paceline.core.model import LayerRange, ModelRef
+from paceline.core.model import LayerRange, ModelRef, WeightsFormat
 from paceline.fleet import placement
 from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
-from paceline.store.catalog import ModelLocation
+from paceline.store.catalog import ModelLocation, locations, open_weights, resolve
+from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.selection import is_path
 from paceline.ways.draft.price import Drafted
@@ -61,6 +63,7 @@ def explained(
     Raises:
         PlacementError: there is no plan.
         ModelNotFound, ModelFileError: its model is a path, of which there is no model.
+        UnsupportedModel: only this machine has it, and can't run it.
     """
     found = _known_here(request.model)
     cards = this_machine(None if isinstance(found, PacelineError) else found, loaded) if view is None else view()
@@ -68,6 +71,8 @@ def explained(
     if request.model not in named:
         if not isinstance(found, PacelineError):  # this machine may call it otherwise: an alias, a path
             request = replace(request, model=found.name)
+            if found.name not in named:  # it may be that it can't run here, which raises why
+                table.choose(open_weights(found.path, DigestCache(Home.from_environment())).spec, WeightsFormat.STORED)
         elif not isinstance(found, ModelNotFound) or is_path(request.model):
             raise found
     made = plan(cards, request)
@@ -129,9 +134,6 @@ def parse_pin(text: str) -> Pin:
 
 def _known_here(model: str) -> ModelLocation | PacelineError:
     """A model that this machine has, by any of its names, or why it has none. A bundled model's alias and its file are that model."""
-    from paceline.store.catalog import locations, open_weights, resolve
-    from paceline.store.digests import DigestCache
-
     home = Home.from_environment()
     try:
         found = resolve(model, home)

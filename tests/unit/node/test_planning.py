@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.seeded_models import write_gguf
 
-from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound, PlacementError
+from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound, PlacementError, UnsupportedModel
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, ModelSpec, RopeSpec
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import ALONE, Pin, PlanRequest
 from paceline.node.ways import explained, parse_pin
@@ -62,6 +63,17 @@ def test_a_path_is_a_name(bundled_gguf: Path, tmp_path: Path) -> None:
     assert explained(PlanRequest(str(bundled_gguf))).plan.chosen.model_id == "smollm2-135m"
     (tmp_path / "copy.gguf").symlink_to(bundled_gguf)
     assert explained(PlanRequest(str(tmp_path / "copy.gguf"))).plan.chosen.model_id == "copy"
+
+
+def test_what_cannot_run_on_the_machine_that_has_it_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    spec = ModelSpec(
+        model_type="qwen3", n_layers=1, hidden=72, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=512, max_context=1024, rms_eps=1e-5,
+        rope=RopeSpec(10_000.0), tied_head=True, qk_norm=True,
+    )  # fmt: skip
+    path = write_gguf(tmp_path / "odd.gguf", spec, "BF16")
+    for view in (None, lambda: [card("ant", 8)]):
+        with pytest.raises(UnsupportedModel, match="hidden is not a multiple of 32"):
+            explained(PlanRequest(str(path)), view)
 
 
 def test_what_is_no_model_is_said_to_be_none_of_it_and_not_of_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,16 +95,13 @@ class Padded:
         first = min(start, last - 1)  # one row at least, which says what a row is
         tensor = read(name, slice(first, max(min(stop, last), first + 1)))
         if name.endswith("norm.weight"):
-            tensor = self._norm(tensor)
+            from paceline.backends.quantize import to_float32
+
+            tensor = DenseTensor(to_float32(tensor) * np.float32((self._own[name][0] / shape[0]) ** 0.5), "f32")
         data = _followed(_rows_of(tensor)[start - first :], 0, stop - start)
         if isinstance(tensor, DenseTensor) and data.shape[1:] != shape[1:]:  # rows of no whole groups are not quantised
             data = _followed(data, 1, shape[1])
         return columns_of(_with_rows(tensor, data), columns)
-
-    def _norm(self, tensor: StoredTensor) -> StoredTensor:
-        from paceline.backends.quantize import to_float32
-
-        return DenseTensor(to_float32(tensor) * np.float32((self._source.spec.hidden / self.spec.hidden) ** 0.5), "f32")
 
     def _out(self, name: str, rows: slice | None) -> StoredTensor:
         from paceline.backends.quantize import to_float32
