@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -434,7 +435,7 @@ def hostfile(
 
     pairs = [each.partition("=") for each in host]
     ranks = read_hostfile(create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file))
-    start = f"mlx.launch --hostfile {file} -- {own_command()} launch"
+    start = f"mlx.launch --hostfile {shlex.quote(str(file))} -- {own_command()} launch"
     print_lines(Terminal(), f"{file} is written: a rank each for {', '.join(ranks)}; the first serves. Start them: {start}")
 
 

@@ -51,11 +51,11 @@ def test_what_is_created_is_read_here_and_by_mlx(tmp_path: Path) -> None:
 
 
 def test_a_hostfile_that_was_written_is_said_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "hosts.json"
+    path = tmp_path / "my hosts.json"
     done = paceline("hostfile", str(path), "mac-1.local=10.0.0.1", "mac-2.local")
     assert done.returncode == 0, done.stderr
     assert f"{path} is written: a rank each for 10.0.0.1, mac-2.local; the first serves" in done.stdout
-    assert f"mlx.launch --hostfile {path}" in done.stdout
+    assert f"mlx.launch --hostfile '{path}' --" in done.stdout
     assert_user_error(paceline("hostfile", str(tmp_path), "a"), f"{tmp_path} can't be written: Is a directory")
     assert_user_error(paceline("hostfile", str(path), ""), "has a rank without a host")
 
