@@ -61,9 +61,8 @@ def explained(
         loaded: models that run on this machine now, where there is no view.
 
     Raises:
-        PlacementError: there is no plan.
+        PlacementError, UnsupportedModel: there is no plan; only this machine has it, and can't run it.
         ModelNotFound, ModelFileError: its model is a path, of which there is no model.
-        UnsupportedModel: only this machine has it, and can't run it.
     """
     found = _known_here(request.model)
     cards = this_machine(None if isinstance(found, PacelineError) else found, loaded) if view is None else view()

@@ -127,6 +127,18 @@ def test_a_model_with_other_shapes_than_mlx_lm_has_is_refused() -> None:
 
 
 @needs_mlx
+@pytest.mark.parametrize("changes", [{"hidden": 100}, {"ffn": 200}])
+def test_rows_of_no_whole_groups_are_in_bf16_or_refused(changes: Any) -> None:
+    spec = replace(LLAMA, **changes)
+    loaded(spec).close()
+    with pytest.raises(
+        UnsupportedModel, match=r"MLX in 8 bits takes rows of whole groups of 32, unlike .*_proj\.weight's|embed_tokens"
+    ) as refused:
+        loaded(spec, WeightsFormat.INT8)
+    assert refused.value.hint == "Ask for --weights bf16."
+
+
+@needs_mlx
 def test_experts_in_bf16_are_refused_where_mlx_has_no_gpu() -> None:
     from paceline.backends.mlx.loading import on_gpu
 

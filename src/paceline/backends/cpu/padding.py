@@ -17,16 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec, RopeSpec, rotary_dims
-from paceline.core.weights import (
-    GROUP,
-    BlockTensor,
-    DenseTensor,
-    StoredTensor,
-    WeightSource,
-    columns_of,
-    inverse_frequencies,
-    tensor_shapes,
-)  # fmt: skip
+from paceline.core.weights import GROUP, DenseTensor, StoredTensor, WeightSource, columns_of, inverse_frequencies, tensor_shapes
 
 _OUT = "o_proj.weight"
 _HEADS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -122,17 +113,15 @@ class Padded:
 
 
 def _rows_of(tensor: StoredTensor) -> npt.NDArray[Any]:
-    return tensor.rows_NB if isinstance(tensor, BlockTensor) else tensor.data
+    return tensor.data if isinstance(tensor, DenseTensor) else tensor.rows_NB
 
 
 def _with_rows(tensor: StoredTensor, rows: npt.NDArray[Any]) -> StoredTensor:
     """Others of the same type. A block of zeros is zeros, whatever its type."""
     rows = np.ascontiguousarray(rows)
-    return (
-        BlockTensor(tensor.type, (len(rows), *tensor.shape[1:]), rows)
-        if isinstance(tensor, BlockTensor)
-        else DenseTensor(rows, tensor.dtype)
-    )
+    if isinstance(tensor, DenseTensor):
+        return replace(tensor, data=rows)
+    return replace(tensor, shape=(len(rows), *tensor.shape[1:]), rows_NB=rows)
 
 
 def _followed(data: npt.NDArray[Any], axis: int, size: int) -> npt.NDArray[Any]:

@@ -191,6 +191,8 @@ def _read(
             block = "block_sparse_moe" if spec.model_type == "mixtral" else "mlp"
             module = f"{expert[1]}{block}.switch_mlp.{expert[3]}"
         bits = BITS.get(formats.get(name, WeightsFormat.BF16))
+        if bits and array.shape[-1] % GROUP:
+            raise UnsupportedModel(f"MLX in {bits} bits takes rows of whole groups of {GROUP}, unlike {name}'s", "Ask for --weights bf16.")
         parts = dict(zip(("weight", "scales", "biases"), mx.quantize(array, GROUP, bits), strict=True)) if bits else None
         if bits:
             held[module] = bits
