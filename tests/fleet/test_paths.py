@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
+from typing import Any
 
 from psutil import Process
 from tests.fakes.seeded_models import write_gguf
@@ -50,6 +54,14 @@ def test_nodes_of_one_machine_run_a_model_named_by_its_path(tmp_path: Path) -> N
         planned = o.run("plan", "seeded", "--prompt", "32", "--answer", "16")
         assert "it runs now, as planned then: local-1 [" in planned
         assert "this machine is alone" not in planned
+
+        ask: dict[str, Any] = {"model": "seeded", "prompt": "abc", "max_tokens": 100, "temperature": 0}
+        whole = client_of(o).completions.create(**ask).choices[0].text
+        chunks = iter(client_of(o).completions.create(**ask, stream=True))
+        begun = next(chunks).choices[0].text
+        for pid in re.findall(r"local-[23] \(process (\d+)\)", "".join(o.node.said)):
+            os.kill(int(pid), signal.SIGKILL)
+        assert begun + "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole, "this machine goes on"
 
 
 def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def plist(args: list[str], home: Path, drain_s: float) -> bytes:
 def _from_here(arg: str) -> str:
     """A flag or its value, of which a path means what it means here: a service runs elsewhere, as Python imports from the folder where it runs."""
     flag, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
-    is_path = os.sep in value or value.endswith(".gguf")
-    return flag + equals + str(Path(value).absolute()) if is_path and Path(value).exists() else arg
+    path = Path(value)
+    return flag + equals + str(path.absolute()) if path.is_file() or (os.sep in value and path.exists()) else arg
 
 
 def _quoted(word: str, *, dollars: bool = True) -> str:

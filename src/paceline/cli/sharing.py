@@ -116,13 +116,13 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
     become_first(local)
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
     if others:
-        # Of two, the one that is left has only its own layers.
-        lost = " Kill one of the others in the middle of an answer: it goes on." if len(local.pids) > 1 else ""
-        print(f"Nodes of this machine: local-1 (this process), {others}.{lost} paceline status shows them, once all is ready.")
+        print(f"Nodes of this machine: local-1 (this process), {others}. Kill any of the others in the middle of an answer: it goes on.")
+        print("paceline status shows them, once all is ready.")
     settings = replace(settings, threads=local.threads)
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
-    sharing = replace(sharing, pins=pins, throughput=True)
+    # It is this machine that goes on, whichever of its nodes are left.
+    sharing = replace(sharing, pins=pins, throughput=True, fallback_to_local=sharing.fallback_to_local is not False)
     _run(settings, sharing, api, greet=greet)
 
 

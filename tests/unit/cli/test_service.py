@@ -44,11 +44,12 @@ def test_the_property_list_comes_back(tmp_path: Path) -> None:
 def test_paths_among_flags_are_from_where_the_service_was_installed(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     (tmp_path / "some").mkdir()
-    flags = ["--model", "a.gguf", "--model=./a.gguf", "--draft", "some", "--model", "of/the-hub"]
+    (tmp_path / "key").touch()
+    flags = ["--model", "a.gguf", "--model=./a.gguf", "--draft", "some", "--model", "of/the-hub", "--api-key-file", "key"]
     shown = paceline("service", "install", "--print", *flags, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     there = tmp_path / "a.gguf"
-    assert all(arg in shown.stdout for arg in (f"--model={there}", f"{there}", "some", "of/the-hub"))
+    assert all(arg in shown.stdout for arg in (f"--model={there}", f"{there}", "some", "of/the-hub", f"{tmp_path / 'key'}"))
     assert str(tmp_path / "some") not in shown.stdout
     assert "./a.gguf" not in shown.stdout
     assert "WorkingDirectory" not in shown.stdout
