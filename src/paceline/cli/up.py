@@ -188,9 +188,10 @@ def run_up(
     # Before the model, which may take minutes, and whose KV takes what memory is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
-    if asked is not None:
-        for name in named:
-            ensure(name, console)
+    for name in named if asked is not None or sharing.more else ():  # before the first of them takes minutes
+        ensure(name, console)
+        if asked is None:
+            resolve(name, home)
     on_demand = fleet is None and settings is not None if sharing.on_demand is None else sharing.on_demand
     base = settings or NodeSettings()
     models = Models(build_node, base, home, clock, on_demand=on_demand, budget_bytes=sharing.memory_bytes)

@@ -21,6 +21,7 @@ import pytest
 from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
 from paceline.cli.endpoint import EndpointClient, EndpointError
+from paceline.machine.settings import DEFAULT_MODEL
 from paceline.server.serve import own_certificate
 from paceline.store.families import BY_NAME
 from paceline.store.home import Home
@@ -176,6 +177,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_named_before_anything_is_said_to_load(tmp_path: Path) -> None:
     done = paceline("up", "--port", "0", "--model", str(tmp_path))
     assert_user_error(done, f"{tmp_path} holds no model")
+    assert "Loading" not in done.stdout
+
+
+def test_of_several_models_one_that_is_missing_is_named_before_another_is_loaded() -> None:
+    done = paceline("up", "--port", "0", "--model", DEFAULT_MODEL, "--model", "nobody/has-this")
+    assert_user_error(done, "nobody/has-this")
     assert "Loading" not in done.stdout
 
 
