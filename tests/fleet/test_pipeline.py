@@ -72,6 +72,12 @@ FORMS: tuple[dict[str, Any], ...] = (
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 150}
 
 
+def route_of(machine: Machine) -> set[str]:
+    """The nodes that its pipeline runs over, as its log says."""
+    found = [line for line in machine.node.said if re.search(r"goes on over|^Loaded in", line)]
+    return set(re.findall(r" on ([a-z]+)\b", found[-1].rpartition("goes on over")[2]))
+
+
 @dataclass(slots=True)
 class Fleet:
     o: Machine
@@ -136,9 +142,7 @@ class Fleet:
 
     @property
     def route(self) -> set[str]:
-        """Whom the pipeline runs over, as its log says."""
-        found = [line for line in self.o.node.said if re.search(r"goes on over|^Loaded in", line)]
-        return set(re.findall(r" on ([a-z]+)\b", found[-1].rpartition("goes on over")[2]))
+        return route_of(self.o)
 
     def goes_over(self, name: str) -> None:
         """A log comes by another way than an answer, and may come later."""

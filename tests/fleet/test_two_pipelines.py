@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import Machine, free_port, have_shallow, machines, until
 from tests.fleet.test_forwarding import client_of
-from tests.fleet.test_pipeline import SMALL, found_fleet
+from tests.fleet.test_pipeline import SMALL, found_fleet, route_of
 
 from paceline.store.home import Home
 
@@ -59,17 +59,11 @@ def pieces(machine: Machine, ask: dict[str, Any]) -> Iterator[str]:
         yield chunk.choices[0].text
 
 
-def route(machine: Machine) -> set[str]:
-    """The nodes that its pipeline runs over, as its log says."""
-    found = [line for line in machine.node.said if re.search(r"goes on over|^Loaded in", line)]
-    return set(re.findall(r" on ([a-z]+)\b", found[-1].rpartition("goes on over")[2]))
-
-
 def test_a_host_of_two_pipelines_is_killed_and_both_answers_are_the_same(
     shared: tuple[list[Machine], list[Machine], list[str]],
 ) -> None:
     orchestrators, (g, h), alone = shared
-    assert [route(one) for one in orchestrators] == [{"g", "h"}] * 2
+    assert [route_of(one) for one in orchestrators] == [{"g", "h"}] * 2
     for one in orchestrators:
         until(lambda one=one: {"g", "h"} <= one.sees())
     answers = [pieces(one, ask) for one, ask in zip(orchestrators, ASKS, strict=True)]
@@ -81,7 +75,7 @@ def test_a_host_of_two_pipelines_is_killed_and_both_answers_are_the_same(
     # One whose answer was over just before the kill finds out by the next.
     for one, ask, text in zip(orchestrators, ASKS, alone, strict=True):
         assert text.startswith("".join(pieces(one, {**ask, "max_tokens": 8})))
-    until(lambda: [route(one) for one in orchestrators] == [{"g"}] * 2)
+    until(lambda: [route_of(one) for one in orchestrators] == [{"g"}] * 2)
     assert g.is_up
 
 
