@@ -13,8 +13,8 @@ import pytest
 from tests.fakes.shallow_model import MODEL
 from tests.fleet.machines import Machine, free_port, have_shallow, machines, until
 from tests.fleet.test_forwarding import client_of, metric
-from tests.fleet.test_pipeline import found_fleet
-from tests.fleet.test_two_pipelines import pieces, route
+from tests.fleet.test_pipeline import found_fleet, route_of
+from tests.fleet.test_two_pipelines import pieces
 
 from paceline.backends import cpu
 from paceline.store.home import Home
@@ -80,7 +80,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixed]:
 
 
 def test_stages_of_other_instructions_give_the_bytes_of_one_machine(mixed: Mixed) -> None:
-    assert route(mixed.o) == {"a", "b"}
+    assert route_of(mixed.o) == {"a", "b"}
     assert [card.backend for name in ("o", "a", "b") if (card := mixed.o.card_of(name))] == [
         f"cpu-{each}" for each in (SETS[0], SETS[-1], SETS[1])
     ]
@@ -99,4 +99,4 @@ def test_a_stage_is_lost_to_a_machine_of_other_instructions(mixed: Mixed) -> Non
     mixed.stages[1].node.kill()
     with ThreadPoolExecutor(4) as together:
         assert [text + rest for text, rest in zip(begun, together.map("".join, answers), strict=True)] == mixed.alone_long
-    assert route(mixed.o) == {"a"}
+    assert route_of(mixed.o) == {"a"}
