@@ -106,6 +106,8 @@ class TwoProcesses:
         del wait_s
         return self
 
+    def lacks(self) -> None: ...
+
     def forget_kv(self) -> None:
         """Nothing is kept: no stage is ever lost here."""
 

@@ -90,6 +90,8 @@ class OpenedRouter:
         self._routes.append(self._opened())
         return self._routes[-1]
 
+    def lacks(self) -> None: ...
+
     def forget_kv(self) -> None:
         """Routes of this one keep none."""
 

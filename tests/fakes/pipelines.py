@@ -208,6 +208,9 @@ class MemoryRouter:
         self.routes.append(MemoryRoute(chosen, self.block_size))
         return self.routes[-1]
 
+    def lacks(self) -> str | None:
+        return next((f"No machine has layers {span.words}" for span in self.splits if not self._able(span)), None)
+
     def forget_kv(self) -> None:
         for machine in self.machines:
             machine.keeps.clear()

@@ -25,6 +25,11 @@ def text(machine: Machine, tokens: int = 64) -> str:
     return client_of(machine).completions.create(**ASK, max_tokens=tokens).choices[0].text
 
 
+def health(machine: Machine) -> tuple[int, Any]:
+    said = httpx.get(f"{machine.node.url}/health", timeout=60)
+    return said.status_code, said.json()["error"]
+
+
 def plans(machine: Machine) -> list[str]:
     return [words for _, words in machine.sight().plans]
 
@@ -72,4 +77,13 @@ def test_a_pipeline_is_unloaded_between_answers_and_loaded_again_as_one(tmp_path
         assert "-> h [" in plans(o)[0]
         assert text(o) == whole
         assert any(streams(o))
+
+        # Who asks for its health learns of a lost machine before a request does, and of one that is back without any.
+        assert health(o) == (200, None)
+        h.node.kill()
+        until(lambda: health(o)[0] == 503)
+        assert "No machines are left for layers" in health(o)[1]
+        h.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", str(port))
+        until(lambda: health(o) == (200, None))
+        assert text(o) == whole
         o.node.stop()

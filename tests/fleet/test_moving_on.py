@@ -23,12 +23,12 @@ THINKER = "thinker"
 """The whole bundled model, whose template can begin an answer's reasoning: of what the first layers say nothing has a form."""
 ALL_LAYERS = 30
 THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
-TOKENS = 400
-"""So many last until a machine is struck."""
+TOKENS = 600
+"""So many last until a machine is struck, where none is guessed."""
 SOON_FULL = 60
 """Fewer answers than one machine takes of another: none moves on for want of room."""
 ASK: dict[str, Any] = {**PLAIN, "model": MODEL}
-LONG: dict[str, Any] = {**ASK, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {**ASK, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "draft": "off"}}
 DRAWN = {**LONG, "temperature": 1.0, "seed": 5}
 """Of the first layers alone, what is likeliest is soon the same again and again, and a token too many would not be seen."""
 

@@ -485,7 +485,7 @@ def _hosted(
 
     kept = drafts if built.drafts is drafts else None
     engine = MeteredEngine(built.engine, meter, clock)
-    host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways)
+    host = EngineHost(engine, release, built.model, built.config, clock, rebuild, built.grammars, ways, lambda: executor.lacks)
     built.loans.wake = host.wake
     peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:

@@ -143,6 +143,12 @@ class PipelineExecutor:
         """Of the route in use; none while one is looked for."""
         return () if self.route is None else self.route.stages
 
+    @property
+    def lacks(self) -> str | None:
+        """Machines for the layers of a route that broke, while none are in view: requests alone begin a search. Any thread may look."""
+        route = self.route
+        return None if route is not None and route.fault() is None else self._search.lacks()
+
     def forget_inputs(self, blocks: Iterable[BlockId]) -> None:
         """These blocks are filled otherwise than by batches."""
         if self._journal is not None:

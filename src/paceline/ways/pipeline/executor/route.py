@@ -346,6 +346,10 @@ class Router(Protocol):
         """
         ...
 
+    def lacks(self) -> str | None:
+        """Why there can be no route now, as far as nodes say of themselves: none is asked. Any thread may look."""
+        ...
+
     def forget_kv(self) -> None:
         """What stages kept of routes before is of no use: the next begins with none."""
         ...

@@ -375,6 +375,11 @@ class Search:
             return self._alone(fallback)
         raise self._unavailable(self.reason)
 
+    def lacks(self) -> str | None:
+        """Why no request could be served now; None: one may. Any thread may look."""
+        lacks = None if self._fallback is not None else self._router.lacks()
+        return lacks and f"No machines are left for layers {self._layers}: {lacks}"
+
     def forget_kv(self) -> None:
         self._router.forget_kv()
 

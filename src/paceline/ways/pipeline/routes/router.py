@@ -257,6 +257,13 @@ class FleetRouter:
             self._spares.keep(self._last, self.excluded)
         return route
 
+    def lacks(self) -> str | None:
+        try:
+            self._plan(self._fleet.cards(), self.excluded(in_need=True))
+        except PipelineError as error:
+            return str(error)
+        return None
+
     def forget_kv(self) -> None:
         self._kv = {}
 
@@ -314,7 +321,7 @@ class FleetRouter:
                     logger.info("%s does not run its layers: %s", node_id, refusal.message)
 
     def excluded(self, *, in_need: bool = False) -> frozenset[NodeId]:
-        """Who is left out now. On the event loop.
+        """Who is left out now. Any thread may look.
 
         Args:
             in_need: there is no other node.
@@ -332,5 +339,8 @@ class FleetRouter:
         ahead, self._ahead = self._ahead, ()
         if ahead and still_there(ahead, cards, self._wanted, exclude):
             return list(ahead)
+        return self._plan(cards, exclude)
+
+    def _plan(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[LayerSpan]:
         request = replace(self._wanted.request, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
         return choose(cards, self._fleet.trust(), replace(self._wanted, request=request), exclude, self._last)

@@ -349,8 +349,10 @@ def test_where_none_are_left_answers_end_and_later_ones_are_served(
         assert len(bench.run.ends) == 5
         assert {*bench.run.ends.values()} == {(FinishReason.ERROR, "shard_unavailable")}
         assert bench.run.notices[-1].kind == "pipeline_aborted"
+        assert bench.executor.lacks == "No machines are left for layers 2 to 5: No machine has layers 2 to 5"
         bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
         bench.router.quarantined.clear()
+        assert bench.executor.lacks is None, "a request may find it"
         later = Run(bench.executor)
         bench.run.engine = later.engine
         assert later.all(requests()) == expected
@@ -514,6 +516,7 @@ def test_where_this_machine_can_t_either_requests_end_and_machines_that_come_bac
         bench.run.all(requests())
         assert {*bench.run.ends.values()} == {(FinishReason.ERROR, "shard_unavailable")}
         assert "9 GiB" in str(bench.run.notices[-1].detail["reason"])
+        assert bench.executor.lacks is None, "the next request tries this machine again"
         bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
         bench.router.quarantined.clear()
         assert Run(bench.executor).all(requests()) == expected

@@ -50,6 +50,9 @@ class Router:
             raise self.answer
         return self.answer
 
+    def lacks(self) -> str | None:
+        return str(self.answer) if isinstance(self.answer, PipelineError) else None
+
     def forget_kv(self) -> None: ...
 
     def quarantine(self, fault: PipelineFault) -> None:

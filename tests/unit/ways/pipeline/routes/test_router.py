@@ -95,9 +95,11 @@ async def test_who_stalled_is_asked_again_where_nobody_else_is_there() -> None:
     bench = Bench(BEE)
     assert await bench.found() == {BEE}
     bench.breaks(BEE, "pipeline_stalled")
-    with pytest.raises(ShardUnavailable):
+    with pytest.raises(ShardUnavailable) as refused:
         await bench.found()
+    assert bench.router.lacks() == str(refused.value)
     bench.clock.advance(LAST_RESORT_S + 0.1)
+    assert bench.router.lacks() is None
     assert await bench.found() == {BEE}
 
 
