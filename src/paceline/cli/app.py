@@ -434,6 +434,8 @@ def hostfile(
     from paceline.cli.launch import create_hostfile, read_hostfile
 
     pairs = [each.partition("=") for each in host]
+    if not all(name for name, _, _ in pairs):
+        raise UserError("A host has no name", "Write each as NAME, or as NAME=NUMBER without blanks.")
     ranks = read_hostfile(create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file))
     start = f"mlx.launch --hostfile {shlex.quote(str(file))} -- {own_command()} launch"
     print_lines(Terminal(), f"{file} is written: a rank each for {', '.join(ranks)}; the first serves. Start them: {start}")

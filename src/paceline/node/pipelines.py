@@ -452,8 +452,7 @@ def _nothing(*_: object) -> None:
 
 def in_words(made: Plan) -> str:
     """A plan in a line or two: what runs, and what came next."""
-    best = f"{headline(made.chosen)}: {figures(made.chosen)}"
-    return best if not made.runners_up else f"{best}; otherwise {_brief(made.runners_up[0])}"
+    return "; otherwise ".join(map(_brief, (made.chosen, *made.runners_up[:1])))
 
 
 def _brief(choice: Choice) -> str:

@@ -13,7 +13,7 @@ from paceline.core.model import ModelSpec, MoeSpec, WeightsFormat
 ODD = {
     "heads of 320": replace(LLAMA, head_dim=320),
     "heads of which 80 dimensions turn": replace(LLAMA, head_dim=80, qk_norm=True),
-    "hidden is not a multiple of 32": replace(LLAMA, hidden=LLAMA.hidden + 16, qk_norm=True),
+    "hidden is not a multiple of 32, and the norms of its heads": replace(LLAMA, hidden=LLAMA.hidden + 16, qk_norm=True),
     "layers of 1024 experts": replace(LLAMA, moe=MoeSpec(1024, 2, 64, norm_topk=True)),
 }
 

@@ -57,7 +57,9 @@ def test_a_hostfile_that_was_written_is_said_and_one_that_cannot_be_is_refused(t
     assert f"{path} is written: a rank each for 10.0.0.1, mac-2.local; the first serves" in done.stdout
     assert f"mlx.launch --hostfile '{path}' --" in done.stdout
     assert_user_error(paceline("hostfile", str(tmp_path), "a"), f"{tmp_path} can't be written: Is a directory")
-    assert_user_error(paceline("hostfile", str(path), ""), "has a rank without a host")
+    for nameless in ("", "=3"):  # as of `mac-1.local =3`
+        assert_user_error(paceline("hostfile", str(path), nameless), "A host has no name")
+    assert read_hostfile(path) == ("10.0.0.1", "mac-2.local")
 
 
 def test_what_the_launcher_says(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def refuses(spec: ModelSpec) -> str | None:
         sizes |= {"v_head_dim": low.value_dim, "q_lora_rank": low.queries, "kv_lora_rank": low.keys}
         if low.value_dim > spec.head_dim:  # what is mixed takes the place of its query
             return f"values of {low.value_dim} beside keys of {spec.head_dim} have no compiled kernels"
-    return next((f"{name} is not a multiple of 32" for name, size in sizes.items() if size % 32), None)
+    normed = ", and the norms of its heads leave no room for more" if spec.qk_norm else ""
+    return next((f"{name} is not a multiple of 32{normed}" for name, size in sizes.items() if size % 32), None)
 
 
 def prepare(lowering: Lowering | None, kernels: Path | None) -> None:

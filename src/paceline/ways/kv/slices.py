@@ -23,13 +23,6 @@ class KvSlice:
     target_at: int
 
 
-def heads_of_ranks(n_heads: int, size: int) -> tuple[range, ...]:
-    """The KV heads of each of `size` ranks: as even as may be; of more ranks than heads, several have the same one."""
-    if size <= n_heads:
-        return tuple(range(rank * n_heads // size, (rank + 1) * n_heads // size) for rank in range(size))
-    return tuple(range(rank * n_heads // size, rank * n_heads // size + 1) for rank in range(size))
-
-
 def kv_slices(sources: Sequence[range], targets: Sequence[range]) -> tuple[KvSlice, ...]:
     """What each target is sent, by target and place: all that it holds, each head or layer once. Of sources that hold the same, targets take turns.
 

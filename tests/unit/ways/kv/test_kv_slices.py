@@ -13,7 +13,14 @@ from paceline.backends import torch
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.testing.conformance.layer_runner import Rows, RunnerCase, plan_of, tokens
-from paceline.ways.kv.slices import heads_of_ranks, kv_slices
+from paceline.ways.kv.slices import kv_slices
+
+
+def heads_of_ranks(n_heads: int, size: int) -> tuple[range, ...]:
+    """The KV heads of each of `size` ranks: as even as may be; of more ranks than heads, several have the same one."""
+    if size <= n_heads:
+        return tuple(range(rank * n_heads // size, (rank + 1) * n_heads // size) for rank in range(size))
+    return tuple(range(rank * n_heads // size, rank * n_heads // size + 1) for rank in range(size))
 
 
 def by_hand(n: int, sources: tuple[range, ...], targets: tuple[range, ...]) -> None:
