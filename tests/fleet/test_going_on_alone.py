@@ -49,6 +49,7 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
     try:
         node = BenchNode(fleet_settings(fleet.port, fleet.host, (), fleet.preset, mdns=False, needed=True), Home.from_environment(), clock)
         node.wait_for(["local-2"])
+        assert node.wait_for_links([NodeId("local-2")])
         until(lambda: any(offer.digest == digest for card in node.cards for offer in card.models))  # plans name it so
         pipelines = PipelineSettings(enabled=True, search_seconds=6)
         if allowed:
@@ -111,7 +112,7 @@ def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path, sh
         url = next((found[1] for line in process.stdout if (found := re.search(r"Ready at (http://\S+)/v1", line))), None)
         assert url is not None
         with httpx.Client(base_url=url, timeout=120) as http:
-            body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+            body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "draft": "off"}
             right = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
             text, told = "", list[str]()
             body |= {"stream": True, "stream_options": {"include_events": True}}
