@@ -19,7 +19,7 @@ ASK: dict[str, Any] = {
     "model": MODEL,
     "prompt": "The history of bicycle racing begins",
     "temperature": 0,
-    "extra_body": {"ignore_eos": True},
+    "extra_body": {"ignore_eos": True, "draft": "off"},
 }
 
 
