@@ -201,8 +201,9 @@ class Revocations:
         return tuple(new)
 
     def complete(self, said: SealedList | None) -> bool:
-        """Take the CA's word that this very set is all there is, if that is newer than what is held; returns whether it was."""
-        if said is None or said.said.digest != self.digest or (self.completed and said.said.signed_at <= self.completed.said.signed_at):
+        """Take the CA's word that this very set is all there is, if that is newer than what is held, or of its second and greater: whether it was."""
+        held = self.completed and (self.completed.said.signed_at, self.completed.sealed)
+        if said is None or said.said.digest != self.digest or (held and (said.said.signed_at, said.sealed) <= held):
             return False
         self.completed = said
         return True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.fleet.cards import TTL_S, card, passed, revocation
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import SealedRevocation
+from paceline.fleet.card import RevocationList, SealedList, SealedRevocation
 from paceline.fleet.eligibility import Revocations
 from paceline.fleet.messages import PassedCard
 from paceline.fleet.presets import Bounds
@@ -117,3 +117,13 @@ def test_revocations_only_grow(given_revocations: list[SealedRevocation]) -> Non
     ]
     for before, after in pairwise(reach):
         assert all(after[node_id] >= not_after for node_id, not_after in before.items())
+
+
+def test_of_two_lists_of_one_second_all_nodes_keep_the_same() -> None:
+    a, b = Revocations(), Revocations()
+    lists = [SealedList(RevocationList(9, a.digest, NodeId(name)), name.encode()) for name in ("a", "b")]
+    a.complete(lists[0])
+    b.complete(lists[1])
+    for one, other in ((a, b), (b, a)):
+        one.complete(other.completed)
+    assert a.completed == b.completed == lists[1]
