@@ -148,8 +148,8 @@ def test_a_partition_and_its_healing(fleet: Fleet) -> None:
     until(lambda: watcher.agree(*NAMES))
     whole_again = next(at for at in range(parted + 1, len(watcher.samples)) if watcher.agree(*NAMES, at=at))
     before, after = watcher.rounds(parted), watcher.rounds(whole_again)
-    # Three whole ones of each node, and the one that was under way when the partition ended. A busy machine lets some nodes do more.
-    assert min(after[name] - before[name] for name in NAMES) <= 3 + 1
+    # Three whole ones, and the one that was under way when the partition ended.
+    assert max(after[name] - before[name] for name in NAMES) <= 3 + 1
 
 
 def test_power_cuts_under_latency_and_loss(fleet: Fleet) -> None:
