@@ -72,9 +72,7 @@ def deep_prefill(ours: Build, before: Build, scratch: Path, *, depths: tuple[int
     seconds: dict[str, list[float]] = {}
     try:
         for build in (ours, before):
-            engine = build.source.parent / "bench" / "engines" / "run_paceline.py"
-            environment = {"PYTHONPATH": str(build.source), "RUN_PACELINE": str(engine)}
-            kind = Kind(build.name, "run_chunks.py", ("",), Path(sys.executable), True, environment)
+            kind = Kind(build.name, "run_chunks.py", ("",), Path(sys.executable), True, {"PYTHONPATH": str(build.source)})
             running[build.name] = Contender(kind, Job(str(model), "", 1, 1, deepest + 2 * CHUNK), scratch / "chunks.log")
             running[build.name].resume()
             running[build.name].run([prompt[:CHUNK]], 1)

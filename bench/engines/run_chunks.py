@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import time
 from collections.abc import Sequence
@@ -11,16 +10,17 @@ from typing import Any
 
 from worker import Engine, Job, Times, serve
 
+import paceline
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 
-ENGINE = os.environ.get("RUN_PACELINE", str(Path(__file__).with_name("run_paceline.py")))
+ENGINE = Path(paceline.__file__).parents[2] / "bench" / "engines" / "run_paceline.py"
 """How the tree that is measured builds its engine: an earlier one has its modules elsewhere."""
 
 
 class ChunkEngine:
     def __init__(self, job: Job) -> None:
-        self.paceline = runpy.run_path(ENGINE)["PacelineEngine"](job)
+        self.paceline = runpy.run_path(str(ENGINE))["PacelineEngine"](job)
         self._asked = 0
 
     def run(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Times:
