@@ -29,7 +29,7 @@ from paceline.cli.running import GONE, STARTING, EndpointLoad, endpoints_here, f
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
-from paceline.core.files import WRITABLE_HINT
+from paceline.core.files import WRITABLE_HINT, nearest_folder
 from paceline.core.ids import NodeId
 from paceline.core.model import ARITHMETIC
 from paceline.core.ports import hold_port
@@ -193,7 +193,7 @@ def _kernels(home: Home, here: str) -> Finding:
 
 
 def _disk(home: Home) -> Finding:
-    place = next(folder for folder in (home.root, *home.root.absolute().parents) if folder.exists())
+    place = nearest_folder(home.root)
     free, where = shutil.disk_usage(place).free, str(home.root)
     if not os.access(place, os.W_OK):
         return Finding("disk", Level.PROBLEM, where, "it can't be written", WRITABLE_HINT)

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import threading
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline.backends.memory import human
 from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import ensure
 from paceline.cli.options import ApiOptions
@@ -32,6 +34,7 @@ from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.running import announced, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
 from paceline.core.errors import ConfigError
+from paceline.core.files import nearest_folder
 from paceline.core.text import shown
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.settings import NodeSettings
@@ -185,6 +188,7 @@ def run_up(
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
+    _say_if_short(sharing.kv_disk_bytes, home.kv, console)
     # Before the model, which may take minutes, and whose KV takes what memory is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
@@ -297,6 +301,15 @@ async def _plan_and_load(
         return None
     stopping.cancel()
     return _told_loaded(opening.result(), began_s, console)
+
+
+def _say_if_short(kv_disk_bytes: int, folder: Path, console: Console) -> None:
+    """That a disk has not the room that its KV may take, whatever is removed for it."""
+    from paceline.store.partial import allocated_bytes
+
+    room = shutil.disk_usage(nearest_folder(folder)).free
+    if room < kv_disk_bytes and (room := room + allocated_bytes(folder)) < kv_disk_bytes:
+        console.print(f"[yellow]note:[/] --kv-disk may take {human(kv_disk_bytes)}, and {folder} has room for {human(room)}: less is kept")
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

@@ -22,6 +22,11 @@ class Under:
         return root.joinpath(*self._parts)
 
 
+def nearest_folder(path: Path) -> Path:
+    """What is there, of `path` and the folders on the way to it."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `data` at `path`, whole or not at all; readable by its owner alone.
 

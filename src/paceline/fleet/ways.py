@@ -99,7 +99,7 @@ def whole_machines(fleet: PricedFleet, machines: Sequence[Machine]) -> list[Mach
         wanted = {machine.node_id for machine in machines} if request.orchestrator is None else {request.orchestrator}
         return [machine for machine in machines if machine.node_id in wanted and choices.unfit(machine, request) is None]
     (pin,) = request.pins
-    machine = pinned_machine(pin, machines, request)
+    machine = pinned_machine(pin, machines, fleet)
     if pin.layers is not None and pin.layers != LayerRange(0, machine.shape.n_layers):
         check_range(pin, machine)
         raise ImpossiblePin(
@@ -112,22 +112,24 @@ def whole_machines(fleet: PricedFleet, machines: Sequence[Machine]) -> list[Mach
     return [machine]
 
 
-def pinned_machine(pin: Pin, machines: Sequence[Machine], request: PlanRequest) -> Machine:
+def pinned_machine(pin: Pin, machines: Sequence[Machine], fleet: PricedFleet) -> Machine:
     """The machine that a pin names.
 
     Raises:
-        ImpossiblePin: it has not the weights.
+        ImpossiblePin: it has not the weights, and can't get them, or not yet.
     """
     machine = next((each for each in machines if each.node_id == pin.node_id), None)
-    if machine is None and machines and not any(each.offer.digest for each in machines):
-        why = f"{pin.node_id} is pinned, and can't share {request.title} yet"
-        raise ImpossiblePin(why, still_read(machines), awaited=f"the files of {request.title} are still being read")
-    if machine is None:
-        raise ImpossiblePin(
-            f"{pin.node_id} is pinned, but has not the same weights of {request.title} as the others, nor a measured link to one that has",
-            "Pull the model there, or pin another machine.",
-        )
-    return machine
+    if machine is not None:
+        return machine
+    model, why = fleet.request.title, f"{pin.node_id} is pinned, and can't share {fleet.request.title} yet"
+    if machines and not any(each.offer.digest for each in machines):
+        raise ImpossiblePin(why, still_read(machines), awaited=f"the files of {model} are still being read")
+    if machines and not any(fleet.links.between(each.node_id, pin.node_id) for each in machines):
+        others = " or ".join(sorted({each.node_id for each in machines})[:4])
+        raise ImpossiblePin(f"{why}: no link between it and {others} is measured", "Ask again in a minute, or pull the model there.")
+    raise ImpossiblePin(
+        f"{pin.node_id} is pinned, but has not the same weights of {model} as the others", "Pull the model there, or pin another machine."
+    )
 
 
 def check_range(pin: Pin, machine: Machine) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, MembershipError, NotTrusted
-from paceline.core.files import WRITABLE_HINT, write_file
+from paceline.core.files import WRITABLE_HINT, nearest_folder, write_file
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.eligibility import Revocations
 from paceline.fleet.presets import FLEET_PORT
@@ -316,13 +316,8 @@ def check_free(folder: FleetFolder) -> None:
             if folder.has_authority
             else f"To leave: paceline revoke {folder.identity().node_id} on the machine with the fleet's CA, then remove {folder.root} here",
         )
-    if not os.access(_nearest(folder.root), os.W_OK):
+    if not os.access(nearest_folder(folder.root), os.W_OK):
         raise MembershipError(f"{folder.root} can't be written", WRITABLE_HINT)
-
-
-def _nearest(path: Path) -> Path:
-    """The folder that is there, of those on the way to `path`."""
-    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _name(name: str | None) -> NodeId:

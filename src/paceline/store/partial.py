@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from paceline.core.errors import DownloadError, FetchInProgress, ModelFileError, ModelNotFound, PacelineError
-from paceline.core.files import write_file
+from paceline.core.files import nearest_folder, write_file
 from paceline.core.manifest import PIECE, ModelManifest, ModelPart, PieceRun, is_sha256, pieces_needed
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
@@ -46,7 +46,7 @@ def make_way(name: str, digest: str, more: int, home: Home, now: float) -> None:
         DownloadError: they don't fit, with nothing left that could go.
     """
     held = {folder: allocated_bytes(folder) for folder in home.partial.glob("*") if is_sha256(folder.name)}
-    free = shutil.disk_usage(next(place for place in (home.partial, *home.partial.parents) if place.exists())).free
+    free = shutil.disk_usage(nearest_folder(home.partial)).free
     budget = SHARE * (free + sum(held.values()))
     for folder in sorted(held, key=last_used):
         if sum(held.values()) + more <= budget:

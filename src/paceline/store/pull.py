@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paceline.core.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
-from paceline.core.files import write_file
+from paceline.core.files import nearest_folder, write_file
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache, cached_sums
@@ -229,7 +229,7 @@ def check_space(name: str, folder: Path, missing: int) -> None:
     Raises:
         DownloadError: fewer than `missing` bytes are free where `folder` is or will be.
     """
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = nearest_folder(folder)
     free = shutil.disk_usage(existing).free
     if missing > free:
         raise DownloadError(

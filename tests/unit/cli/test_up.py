@@ -277,6 +277,7 @@ def test_a_full_disk_keeps_no_kv_and_answers(start_paceline: Start, small_disk: 
     (home / "cache" / "kernels").symlink_to((Path(os.environ["PACELINE_HOME"]) / "cache" / "kernels").resolve())
     before = fill(small_disk)
     process = start_paceline("up", *SMALL, "--kv-disk", "1GB", PACELINE_HOME=str(home))
+    assert "--kv-disk may take 954 MiB, and" in until(process, "note:")[-1]
     url = wait_ready(process)
     assert b"".join(ask(url, max_tokens=40))
     while metric(url, 'paceline_kv_disk_blocks_total{what="failed"}') < 1:

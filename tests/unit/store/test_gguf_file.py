@@ -364,10 +364,11 @@ def test_what_files_of_minicpm_leave_out_is_known(gguf_model: Any, tmp_path: Pat
         open_gguf(model.write(tmp_path / "n.gguf"), digests)
 
 
-def test_the_nearest_family_is_named(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
-    with pytest.raises(UnsupportedModel, match="'gemma2'") as caught:
-        open_gguf(gguf_model("gemma2").write(tmp_path / "m.gguf"), digests)
-    assert "Gemma 3" in caught.value.hint
+@pytest.mark.parametrize(("arch", "near"), [("gemma2", "The nearest that runs is Gemma 3"), ("mamba", ""), ("foo", "")])
+def test_the_nearest_family_is_named_where_one_is_near(gguf_model: Any, tmp_path: Path, digests: DigestCache, arch: str, near: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"'{arch}'") as caught:
+        open_gguf(gguf_model(arch).write(tmp_path / "m.gguf"), digests)
+    assert caught.value.hint.startswith(near or "`paceline models")
     assert "paceline models --supported" in caught.value.hint
 
 

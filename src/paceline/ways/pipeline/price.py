@@ -86,7 +86,7 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
     request = replace(request, pins=(*_own_layers(request), *request.pins))
     stages = {machine.node_id: machine for machine in stage_machines(able, request, barred)}
     for pin in request.pins:
-        if (machine := pinned_machine(pin, able, request)).node_id not in stages:
+        if (machine := pinned_machine(pin, able, fleet)).node_id not in stages:
             raise _no_stage(machine, stages, request, barred)
     machines = {pin.node_id: stages[pin.node_id] for pin in request.pins}
     together = [*machines.values(), *([stages[request.orchestrator]] if request.orchestrator is not None else [])]
