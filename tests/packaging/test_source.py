@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-MOST_LINES, MOST_FILES = 79_428, 356
+MOST_LINES, MOST_FILES = 79_443, 356
 """Raised only by an ADR that says what for."""
 LONGEST = 500
 """Lines of a file."""
