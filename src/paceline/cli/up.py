@@ -188,7 +188,7 @@ def run_up(
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
-    _say_if_short(sharing.kv_disk_bytes, home.kv, console)
+    _note_small_disk(sharing.kv_disk_bytes, home.kv, console)
     # Before the model, which may take minutes, and whose KV takes what memory is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
@@ -303,12 +303,12 @@ async def _plan_and_load(
     return _told_loaded(opening.result(), began_s, console)
 
 
-def _say_if_short(kv_disk_bytes: int, folder: Path, console: Console) -> None:
-    """That a disk has not the room that its KV may take, whatever is removed for it."""
+def _note_small_disk(kv_disk_bytes: int, folder: Path, console: Console) -> None:
+    """Where what is free on the disk, and what KV in `folder` takes already, are less than KV may take. Files are looked at only where little is free."""
     from paceline.store.partial import allocated_bytes
 
-    room = shutil.disk_usage(nearest_folder(folder)).free
-    if room < kv_disk_bytes and (room := room + allocated_bytes(folder)) < kv_disk_bytes:
+    free = shutil.disk_usage(nearest_folder(folder)).free
+    if free < kv_disk_bytes and (room := free + allocated_bytes(folder)) < kv_disk_bytes:
         console.print(f"[yellow]note:[/] --kv-disk may take {human(kv_disk_bytes)}, and {folder} has room for {human(room)}: less is kept")
 
 

@@ -23,7 +23,7 @@ class Under:
 
 
 def nearest_folder(path: Path) -> Path:
-    """What is there, of `path` and the folders on the way to it."""
+    """`path` where it is there, else the nearest folder above it that is."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 

@@ -156,7 +156,7 @@ def family_of(arch: str, n_experts: int) -> Family | None:
 
 
 def nearest(name: str) -> Family | None:
-    """The family whose name is most like one that is none."""
+    """The family whose name is most like one that is none. None: no name is much like it, as llama is not like mamba (0.6)."""
     names = [*BY_NAME, *BY_ARCH]
     found = get_close_matches(name.lower(), names, 1, cutoff=0.65)
     return (BY_NAME.get(found[0]) or BY_ARCH[found[0]]) if found else None
