@@ -96,22 +96,28 @@ def token(
     folder = enrolment.open_folder()
     made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [], trust=trust, join_port=join_port)
     kind = "" if trust is Trust.MEMBER else f" ({trust})"
-    print_lines(console, f"On {_machines(uses)}{kind}, {_until(ttl_s)}: paceline join, which asks for this token:\n{made.text}\n")
+
+    def show_token(*, waits: bool) -> None:
+        print_lines(console, f"On {_machines(uses)}{kind}, {_until(ttl_s)}: paceline join, which asks for this token:\n{made.text}\n")
+        if waits:
+            # On standard error: a script that reads the token should not read this.
+            words = "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)"
+            print_lines(Terminal(stderr=True), words)
+
     if no_wait:
+        show_token(waits=False)
         print_lines(console, "It is good while paceline up runs here.")
         return
 
-    async def main() -> bool:
-        waiting = asyncio.ensure_future(enrolment.wait_for_joins(folder, made, lambda node_id: print_lines(console, f"{node_id} joined")))
-        done, _ = await asyncio.wait([waiting], timeout=0.2)
-        if not done:
-            # Not among what a script reads of this command: it would see nothing, and wonder what is waited for.
-            words = "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)"
-            print_lines(Terminal(stderr=True), words)
-        return await waiting
-
     try:
-        served_here = asyncio.run(main())
+        served_here = asyncio.run(
+            enrolment.wait_for_joins(
+                folder,
+                made,
+                on_open=lambda here: show_token(waits=here),
+                on_joined=lambda node_id: print_lines(console, f"{node_id} joined"),
+            )
+        )
     except KeyboardInterrupt:
         print_lines(console, "\nStopped. The token stays good while paceline up or paceline token runs here.")
         return

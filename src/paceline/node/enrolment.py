@@ -102,8 +102,13 @@ def invite(
     return issuer.mint(named, ttl_s=ttl_s, uses=uses, trust=trust)
 
 
-async def wait_for_joins(folder: FleetFolder, token: JoinToken, on_joined: Callable[[str], None], look_s: float = 1.0) -> bool:
+async def wait_for_joins(
+    folder: FleetFolder, token: JoinToken, on_open: Callable[[bool], None], on_joined: Callable[[str], None], look_s: float = 1.0
+) -> bool:
     """Keep the join port until the token is spent or expired.
+
+    Args:
+        on_open: called once, when machines can join: with True if they join here, False at the node that runs.
 
     Returns:
         False, at once, where a running node keeps the port.
@@ -115,8 +120,11 @@ async def wait_for_joins(folder: FleetFolder, token: JoinToken, on_joined: Calla
     peers = [join_host(host, FLEET_PORT) for host in own_hosts()]
     host = JoinHost(folder, SystemClock(), Refusals(), peers=lambda: [*folder.peers(), *peers], on_joined=on_joined)
     if not host.claim():
+        on_open(False)
         return False
     try:
+        await host.refresh()
+        on_open(True)
         while await asyncio.to_thread(host.issuer.is_live, token):
             await host.refresh()
             await asyncio.sleep(look_s)

@@ -41,7 +41,7 @@ def invite(folder: FleetFolder, **how: float) -> JoinToken:
 async def let_in(folder: FleetFolder, token: JoinToken, newcomer: FleetFolder, name: str) -> list[str]:
     """Wait for joins on one machine while another joins."""
     names: list[str] = []
-    waiting = asyncio.create_task(enrolment.wait_for_joins(folder, token, names.append, look_s=0.01))
+    waiting = asyncio.create_task(enrolment.wait_for_joins(folder, token, lambda _: None, names.append, look_s=0.01))
     try:
         while True:
             try:
@@ -159,7 +159,7 @@ def test_two_fleets_on_one_machine_join_at_two_ports(first: FleetFolder, second:
 def test_the_port_that_this_fleet_keeps_is_not_taken(first: FleetFolder) -> None:
     async def main() -> None:
         earlier = invite(first)
-        waiting = asyncio.create_task(enrolment.wait_for_joins(first, earlier, lambda _: None, look_s=0.01))
+        waiting = asyncio.create_task(enrolment.wait_for_joins(first, earlier, lambda _: None, lambda _: None, look_s=0.01))
         try:
             port = int(earlier.addresses[0].rpartition(":")[2])
             while await asyncio.to_thread(enrolment.is_free, port):
