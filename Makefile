@@ -17,7 +17,7 @@ BYTE_COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib |
 LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
+.PHONY: help run test test-all pure clients install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -25,7 +25,10 @@ help:  ## What can be made
 run: install  ## Serve the bundled model, answer once, and say what to try next
 	@$(BIN)/paceline up --model $(MODEL) --port $(PORT) --greet
 
-test: lint types layers unit  ## Everything that is checked before a change lands
+test: lint types layers unit  ## Everything that is checked before a change lands; heavy tests run a sample of their cases
+
+test-all: export PACELINE_TEST_ALL := 1
+test-all: test  ## The same with every case of the heavy tests (about half an hour on two cores)
 
 install: $(VENV)/.installed  ## Everything needed to serve, in a virtual environment of its own
 
@@ -72,6 +75,9 @@ layers: install-dev  ## Imports go one way
 unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 	$(BIN)/python tools/run_tests.py $(PYTEST)
 
+pure: install-dev  ## Tests of the packages without input and output (core, engine, fleet), in about a minute
+	$(BIN)/python tools/run_tests.py -q -n 2 tests/unit/core tests/unit/engine tests/unit/fleet tests/scenarios
+
 KILLS ?= 200
 FAULTS ?= 200
 PAIRS ?= 2000
@@ -79,8 +85,8 @@ CONVERSATIONS ?= 500
 RANKED ?= 100
 
 soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...), have 500 conversations on machines that share KV and are killed (CONVERSATIONS=...), ask tensor ranks 200 times (RANKED=...): no byte differs, nothing leaks
-	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
-	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_LAYERS=30 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) PACELINE_SOAK_RANKED=$(RANKED) $(BIN)/python -m pytest -s tests/soak
+	PACELINE_TEST_ALL=1 PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
+	PACELINE_TEST_ALL=1 PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 PACELINE_SOAK_LAYERS=30 PACELINE_SOAK_CONVERSATIONS=$(CONVERSATIONS) PACELINE_SOAK_RANKED=$(RANKED) $(BIN)/python -m pytest -s tests/soak
 
 neon: install-dev  ## The compiled kernels for 64-bit ARM under qemu: the same bytes as on x86 (half an hour; takes Debian's qemu-user-static and debootstrap)
 	$(BIN)/python tools/arm64.py

@@ -6,13 +6,16 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from httpx._transports import default as _default
 from hypothesis import settings
+from tests import sampling
+from tests.fakes import warm
 from tests.fakes.api_clients import OPEN_CLIENTS
 from tests.fakes.shallow_model import shallow_model
 
@@ -21,8 +24,8 @@ from paceline.store.home import Home
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
-settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
-settings.load_profile("any machine")
+settings.register_profile("paceline", deadline=None, max_examples=sampling.examples(100))  # no deadline: machines differ
+settings.load_profile("paceline")
 
 # Test modules import kernels, which are compiled then and in each run, unless a folder was chosen before. It is one of the tests' own: what they
 # compile besides is not what the person's kernels are sealed with.
@@ -30,6 +33,9 @@ _kernels = Home.from_environment().kernels.with_name("kernels-of-tests")
 for _seal in _kernels.glob("*/complete"):
     _seal.unlink(missing_ok=True)  # what other tests compiled since would be taken for damage
 kernel_cache.use(_kernels)
+
+# Each client of httpx reads 150 certificates, for a tenth of a second; here the first client's do for all.
+_default.create_ssl_context = lru_cache(_default.create_ssl_context)  # type: ignore[assignment]
 
 gc.disable()  # until the tests are collected
 
@@ -100,27 +106,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """End the Python that forks commands."""
+    yield
+    warm.SHARED.close()
+
+
 @pytest.fixture
 def start_paceline() -> Iterator[Start]:
     """Start `paceline ARGS` as a real process, with pipes (or another `stdin`); killed at the end if it still runs."""
-    running: list[subprocess.Popen[str]] = []
+    running: list[subprocess.Popen[str] | warm.Forked] = []
 
-    def start(*args: str, stdin: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *args],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        running.append(process)
-        return process
+    def start(*args: str, stdin: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str] | warm.Forked:
+        running.append(warm.popen(*args, environment=environment, stdin=stdin))
+        return running[-1]
 
     yield start
     for process in running:
         process.kill()
         process.communicate()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(sampling)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

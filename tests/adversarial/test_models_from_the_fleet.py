@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.adversarial.machines import NAME, Engine, Machine, Made, machines, offer, packed, with_template
 from tests.fakes.fleets import TestFleet
+from tests.sampling import ALL
 from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
 from tests.unit.machine.weights.members import belongs, member
 from tests.unit.net.member.nodes import in_loop, until
@@ -91,6 +92,10 @@ async def test_22_what_this_node_has_on_disk_comes_before_any_other_s_word(tmp_p
     assert not list(home.tokenizers.glob("*.packed"))
 
 
+TURNS = 4 if ALL else 2
+"""How often a member renames its models: more than there is room for."""
+
+
 @in_loop
 async def test_34_a_member_that_renames_many_models_again_and_again_costs_a_bounded_room(tmp_path: Path) -> None:
     def own_words(name: str) -> bytes:
@@ -100,7 +105,7 @@ async def test_34_a_member_that_renames_many_models_again_and_again_costs_a_boun
     room = 4 * len(packed())
     async with machines(tmp_path, Made("renamer", engine), Made("nas", tokenizer_bytes=room)) as (renamer, nas):
         await renamer.inference.close()  # else it too would ask itself
-        for turn in range(4):
+        for turn in range(TURNS):
             names = [f"turn-{turn}-{number:02}" for number in range(3 * MOST_MODELS)]
             renamer.portrait.offers = tuple(offer(100, own_words(name), model_id=name) for name in names)
             await renamer.node.gossip.refresh()
@@ -110,7 +115,7 @@ async def test_34_a_member_that_renames_many_models_again_and_again_costs_a_boun
             assert len(nas.inference._described) == MOST_MODELS
             assert len(nas.inference._routes) == MOST_MODELS
         assert engine.most_at_once == 1
-        assert engine.described == 4 * MOST_MODELS
+        assert engine.described == TURNS * MOST_MODELS
 
 
 @in_loop

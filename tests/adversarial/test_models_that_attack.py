@@ -88,6 +88,7 @@ def bounded(request: pytest.FixtureRequest) -> Generator[Any, None, None]:
         one.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 def test_row_48_a_template_ends_within_its_time_and_memory(bounded: Any, source: str) -> None:
     # The time and the memory are what the system counts, of a process that ends by them: there is nothing to measure here.

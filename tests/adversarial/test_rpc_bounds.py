@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.adversarial.live import LiveNode, live_node, request
 from tests.fakes.engines import EngineBench
+from tests.sampling import examples
 from tests.unit.net.member.nodes import until
 
 from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
@@ -75,7 +76,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[LiveNode, None, 
         yield node
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(sampling=samplings)
 def test_row_29_every_sampling_field_at_every_finite_extreme_is_answered_or_refused(
     live: LiveNode, sampling: generate_pb2.Sampling

@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
+from tests.sampling import examples
 
 from paceline.server import embeddings as embedding_routes
 from paceline.server import replies
@@ -40,14 +41,14 @@ def live() -> Generator[Served[ScriptedInference], None, None]:
 
 
 @schema.exclude(path_regex="^/api/").parametrize()
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_answers_conform(live: Served[ScriptedInference], case: schemathesis.Case) -> None:
     # A request the schema allows may still be refused: that a prompt fits the context is not for a schema to say.
     case.call_and_validate(base_url=live.url, excluded_checks=[positive_data_acceptance])
 
 
 @schema.include(path_regex="^/api/").parametrize()
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_ollamas_answers_conform(live: Served[ScriptedInference], case: schemathesis.Case) -> None:
     case.call_and_validate(base_url=live.url, excluded_checks=[positive_data_acceptance])
 

@@ -23,7 +23,7 @@ from paceline.store.home import Home
 from paceline.testing.conformance.layer_runner import AT_ONCE, CountedSource, LayerRunnerSuite, RunnerCase
 from paceline.ways.tensor.group import TensorGroup
 
-pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+pytestmark = [pytest.mark.sampled(1, by="case"), pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,5 +79,6 @@ def runner(case: RunnerCase) -> Iterator[LayerRunner[Any]]:
     loaded.close()
 
 
+@pytest.mark.sampled(5, by="case")
 class TestLayerRunners(LayerRunnerSuite):
     """The suite, for each case."""

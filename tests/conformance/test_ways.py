@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.sampling import examples
 from tests.unit.ways.mirror.price import Mirrored
 
 from paceline.core.ids import NodeId
@@ -19,7 +20,7 @@ from paceline.testing.conformance.way import WaySuite
 
 @pytest.mark.parametrize("way", [*WAYS, Mirrored()], ids=lambda way: way.way)
 class TestWays(WaySuite):
-    pass
+    fleets = examples(WaySuite.fleets)
 
 
 class Wilful(Alone):

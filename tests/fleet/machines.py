@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from tests.fakes.shallow_model import MODEL as SHALLOW
 from tests.fakes.shallow_model import shallow_model
+from tests.fakes.warm import Forked, Warm
 from tests.fleet.network import INSIDE
-from tests.fleet.warm import Forked, Warm
 
 from paceline.core.ids import NodeId
 from paceline.core.ports import find_port

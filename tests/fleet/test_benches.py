@@ -29,6 +29,7 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.whole("a bench is a tool")
 def test_each_row_is_split_into_computing_and_waiting(shallow_gguf: Path) -> None:
     small = ("--model", str(shallow_gguf), "--prompt", "16", "--answer", "8", "--streams", "1,3", "--rounds", "1", "--threads", "1")
     report = report_of(bench("pipeline", "--local-nodes", "2", *small, "--json"))
@@ -46,6 +47,7 @@ def test_each_row_is_split_into_computing_and_waiting(shallow_gguf: Path) -> Non
         assert 0 < split["transfer_ms"] < split["away_ms"]
 
 
+@pytest.mark.whole("a bench is a tool")
 def test_a_killed_machine_costs_time_and_no_bytes(shallow_gguf: Path) -> None:
     small = ("--model", str(shallow_gguf), "--prompt", "24", "--answer", "24", "--streams", "1,4", "--at", "8", "--threads", "1")
     done = bench("fault", "--kill", "stage:1", *small, "--json")

@@ -33,6 +33,8 @@ from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes.build import PipelineOrder
 
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+
 OWN = 1
 """Layer, of three."""
 PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]

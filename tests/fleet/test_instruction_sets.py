@@ -21,7 +21,10 @@ from paceline.store.home import Home
 
 SETS = cpu.lowerings_here()
 """The fastest first."""
-pytestmark = pytest.mark.skipif(len(SETS) < 2, reason="this processor has one set of instructions that kernels are made of")
+pytestmark = [
+    pytest.mark.sampled(3, by="file", among="models over machines"),
+    pytest.mark.skipif(len(SETS) < 2, reason="this processor has one set of instructions that kernels are made of"),
+]
 
 OPTIONS = ("--context", "1024", "--kv-tokens", "16384", "--threads", "1", "--prefill-chunk", "48", "--fleet-port", "0")
 SHARED = "The quick brown fox jumps over the lazy dog, and then it goes to sleep under a very old tree. "

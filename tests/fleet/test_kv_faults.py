@@ -27,6 +27,8 @@ from tests.fleet.test_kv_moves import SMALL, ask, counted
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.pushing import PushEnd
 
+pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+
 FIRST = 5
 """Blocks that are sent before something happens."""
 STORY = " ".join(f"On day {day} the riders went {day * 7 % 31} miles and drank {day * 5 % 11} cups of tea." for day in range(1, 17))
@@ -118,6 +120,7 @@ def begin(trio: Trio, pool: ThreadPoolExecutor, deed: str, at: Saboteur) -> Aske
             return asked
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("deed", "here", "there"),
     [
@@ -139,6 +142,7 @@ def test_what_comes_wrong_or_not_at_all_is_computed(
     trio.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_one_that_computes_is_lost_in_the_middle(trio: Trio, pool: ThreadPoolExecutor, lost: signal.Signals) -> None:
     trio.whole()
@@ -161,6 +165,7 @@ def test_the_one_that_computes_is_lost_in_the_middle(trio: Trio, pool: ThreadPoo
     trio.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_one_that_asked_is_lost_in_the_middle(trio: Trio, pool: ThreadPoolExecutor, lost: signal.Signals) -> None:
     trio.whole()
@@ -220,6 +225,7 @@ def test_prompts_beyond_what_is_taken_of_one_node_are_refused_and_computed(trio:
         trio.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("deed", [f"hold {FIRST}", "dial 0"])
 def test_one_whose_blocks_or_handshake_hang_holds_up_no_other(trio: Trio, pool: ThreadPoolExecutor, deed: str) -> None:
     trio.whole()
@@ -233,6 +239,7 @@ def test_one_whose_blocks_or_handshake_hang_holds_up_no_other(trio: Trio, pool: 
     trio.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("deed", ["hold 0", "last 0"])
 @pytest.mark.parametrize("name", ["p", "d"])
 def test_one_is_killed_before_the_first_block_or_after_the_last(trio: Trio, pool: ThreadPoolExecutor, name: str, deed: str) -> None:
@@ -285,6 +292,7 @@ def test_the_one_that_computes_calls_one_that_answers_no_handshake(trio: Trio, p
     trio.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 def test_clocks_that_jump_end_no_lease(trio: Trio, pool: ThreadPoolExecutor, jump: float) -> None:
     trio.whole()

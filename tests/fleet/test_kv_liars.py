@@ -20,6 +20,8 @@ from tests.fleet.test_kv_moves import SMALL, ask, counted
 
 from paceline.ways.kv.pushing import PushEnd
 
+pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+
 NUMBERS = count()
 LEAST = 'paceline_kv_push_least_tokens{node="p"}'
 LIES = 'paceline_kv_lies_total{node="p"}'

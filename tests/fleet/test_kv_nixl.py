@@ -16,7 +16,10 @@ from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted, told
 from paceline.net.nixl import is_installed
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12")
+pytestmark = [
+    pytest.mark.sampled(2, by="file", among="KV between machines"),
+    pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12"),
+]
 
 THROUGH = 'paceline_kv_transport_bytes_total{transport="%s",what="%s"}'
 LEAST_PUSHED = 'paceline_kv_push_least_tokens{node="p"}'

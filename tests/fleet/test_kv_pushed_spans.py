@@ -19,6 +19,8 @@ from tests.fleet.test_kv_moves import SMALL, counted
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.pushing import PushEnd
 
+pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+
 STORY = " ".join(f"On day {day} the riders went {day * 7 % 31} miles and drank {day * 5 % 11} cups of tea." for day in range(1, 25))
 PUSHED = 'paceline_kv_peer_blocks_total{what="pushed"}'
 LEAST = 'paceline_kv_push_least_tokens{node="p"}'
@@ -89,6 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["d", "o"])
 def test_a_pipeline_computes_a_prompt_for_another_and_may_be_lost_meanwhile(fleet: Fleet, name: str) -> None:
     at = fleet.d if name == "d" else fleet.o
@@ -120,6 +123,7 @@ def test_a_pipeline_computes_a_prompt_for_another_and_may_be_lost_meanwhile(flee
     fleet.at_rest()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["p", "d", "o"])
 def test_one_that_is_killed_in_the_middle_leaves_no_byte_and_no_lease(fleet: Fleet, lost: str) -> None:
     at = fleet.d if lost == "d" else fleet.o

@@ -17,6 +17,8 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
 
+pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+
 CHECKS = 'paceline_kv_spot_checks_total{found="%s"}'
 GIVEN = 'paceline_kv_peer_blocks_total{what="given"}'
 SMALL = ("--context", "2048", "--kv-tokens", "8192", "--threads", "1", "--draft", "off")

@@ -22,7 +22,10 @@ from tests.fleet.test_pipeline import found_fleet
 from paceline.backends import cpu
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+pytestmark = [
+    pytest.mark.sampled(3, by="file", among="models over machines"),
+    pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2"),
+]
 
 SMALL = ("--port", "0", "--context", "512", "--kv-tokens", "1024", "--threads", "2", "--draft", "off", "--no-on-demand")
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import MODEL, client_of
 from tests.fleet.test_pipeline import SMALL, found_fleet
 
 from paceline.store.home import Home
+
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
 
 ASK: dict[str, Any] = {
     "model": MODEL,

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.fleet.machines import BOUND_S, EMPTY, free_port, machines, token_in, until
 
 from paceline.machine.settings import DEFAULT_MODEL
 from paceline.store.home import Home
+
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
 
 SCRIPT = str(Path(__file__).parent / "wrong_drafter.py")
 

@@ -145,6 +145,7 @@ def thinking_chat(kind: str) -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": "What do hens lay?"}]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "in_mid"), [("content", "content"), ("arguments", "reasoning_content")])
 def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(thinkers: Trio, kind: str, in_mid: str) -> None:
     asked: dict[str, Any] = {
@@ -182,6 +183,7 @@ def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(thinkers: T
     assert not parts[0]["arguments" if kind == "content" else "content"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "extra",
     [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 2}, {"temperature": 0.8, "seed": 3, "n": 2}],

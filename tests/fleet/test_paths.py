@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from psutil import Process
 from tests.fakes.seeded_models import write_gguf
 from tests.fleet.machines import free_port, machines
@@ -16,6 +17,8 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.store.home import Home
+
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=512, max_context=1024, rms_eps=1e-5,

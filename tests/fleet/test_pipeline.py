@@ -291,6 +291,7 @@ def test_an_answer_waits_for_a_machine_that_loads_for_longer_than_a_search_lasts
     fleet.goes_over("good")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deed", ["slow", "stalled", "deaf", "nan", "shape"])
 def test_a_stage_that_misbehaves_is_found_and_left_out(fleet: Fleet, deed: str) -> None:
     fleet.over("bad")

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import MODEL, client_of
 from tests.fleet.test_pipeline import found_fleet
 
 from paceline.fleet.choices import HELD_S
 from paceline.store.home import Home
+
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
 
 SCRIPT = str(Path(__file__).parent / "paced_node.py")
 ASK: dict[str, Any] = {

@@ -20,6 +20,8 @@ from tests.fleet.test_kv_moves import SMALL, STORY, counted
 
 from paceline.store.home import Home
 
+pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+
 PUSHED = 'paceline_kv_pushes_total{outcome="%s"}'
 ROUTED = 'paceline_kv_routed_prompts_total{outcome="%s"}'
 WAITING = 'paceline_kv_routed_waiting{what="%s"}'

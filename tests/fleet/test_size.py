@@ -20,6 +20,8 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
 
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+
 MIB = 1 << 20
 LIMIT_BYTES = 640 * MIB
 """Of each machine. A process takes some 300 MiB of it beside weights and KV, most of it only while it loads."""

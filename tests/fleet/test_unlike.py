@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 from tests.fakes.seeded_models import write_gguf
 from tests.fleet.machines import BOUND_S, free_port, machines, until
 from tests.fleet.test_paths import SMALL, SPEC
@@ -13,6 +14,8 @@ from tests.fleet.test_pipeline import found_fleet
 from tests.fleet.test_replanning import runs
 
 from paceline.store.home import Home
+
+pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
 
 
 def test_machines_that_compute_other_bytes_share_a_model_only_where_that_is_allowed(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def series(bundled: OpenedModel, exact: Any) -> list[tuple[list[int], list[int],
     return [(ids, *hf.greedy_of(exact, ids, 8)) for ids in prompts]
 
 
+@pytest.mark.sampled(2, by="weights")
 def test_logits_over_real_prompts(runner: Any, weights: WeightsFormat, prompts: list[list[int]], exact_logits: list[hf.Logits]) -> None:
     """In standard deviations of the logits.
 
@@ -101,6 +102,7 @@ def test_logits_over_real_prompts(runner: Any, weights: WeightsFormat, prompts: 
     assert float(agree.mean()) > 0.93
 
 
+@pytest.mark.sampled(2, by="weights")
 def test_greedy_answers(runner: Any, series: list[tuple[list[int], list[int], list[float]]]) -> None:
     """Up to the reference's first near tie, from where rounding decides."""
     compared = 0
@@ -111,6 +113,7 @@ def test_greedy_answers(runner: Any, series: list[tuple[list[int], list[int], li
     assert compared >= 6
 
 
+@pytest.mark.sampled(2, by="weights")
 def test_the_answer_reads(runner: Any, bundled: OpenedModel) -> None:
     prompt = bundled.tokenizer.render_chat([{"role": "user", "content": QUESTION}])
     answer = hf.our_greedy(runner, prompt, 12)

@@ -85,6 +85,7 @@ def row_errors(found: hf.Logits, exact: hf.Logits) -> hf.Logits:
     return np.sqrt(np.square(found - exact).mean(1)) / exact.std()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", hf.MORE)
 def test_what_differs_in_little_is_that_of_transformers(family: str, tmp_path: Path, kernel_cache: Path) -> None:
     if not cpu.runs_here():
@@ -122,6 +123,7 @@ def test_longer_contexts_turn_by_the_longer_rope(tmp_path: Path, kernel_cache: P
         assert (float(np.median(row_errors(found, logits[:640]))) < STRAY * stray) == is_theirs
 
 
+@pytest.mark.sampled(5, by="saved")
 def test_logits_are_those_of_transformers(runner: Any, golden: Golden) -> None:
     found = hf.ours(runner, golden.ids)
     stray = STRAY_INT8 if golden.weights is WeightsFormat.INT4 else STRAY
@@ -129,6 +131,7 @@ def test_logits_are_those_of_transformers(runner: Any, golden: Golden) -> None:
     assert float((found.argmax(1) == golden.logits.argmax(1)).mean()) > 0.8
 
 
+@pytest.mark.sampled(5, by="saved")
 def test_greedy_tokens_are_those_of_transformers(runner: Any, golden: Golden) -> None:
     """Up to the reference's first near tie, from where rounding decides."""
     if golden.weights is not WeightsFormat.BF16:

@@ -32,6 +32,7 @@ def subject(paceline_home: object) -> Iterator[Subject]:
     made.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("stages", STAGES)
 def test_same_answers(subject: Subject, proposer: str, stages: int) -> None:
@@ -44,10 +45,11 @@ def test_same_answers(subject: Subject, proposer: str, stages: int) -> None:
 
 
 @pytest.mark.skipif(SOAKS, reason="the soak runs on nothing else")
-def test_same_answers_of_the_bundled_model(paceline_home: object) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("config", REAL, ids=lambda config: config.proposer)
+def test_same_answers_of_the_bundled_model(paceline_home: object, config: Configuration) -> None:
     subject = bundled(FakeClock, FEW, answer=20)
-    for config in REAL:
-        check(subject, config, range(FEW))
+    check(subject, config, range(FEW))
     subject.close()
 
 

@@ -21,7 +21,7 @@ from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
 from paceline.testing.conformance.layer_runner import Outcome, Rows, plan_of, run
 
-pytestmark = [needs_kernels, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.sampled(5, by="source"), pytest.mark.timeout(600)]
 
 LENGTH = 560
 """Tokens: more than a segment of keys."""

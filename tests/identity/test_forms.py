@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from tests.fakes.clock import FakeClock
 from tests.identity.drafted import drain
+from tests.identity.test_matrix import Shallow
+from tests.sampling import ALL
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
@@ -22,6 +24,8 @@ from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 
+LAYERS = 30 if ALL else 6
+"""Layers of the bundled model's 30: every layer is like another."""
 FORM = {
     "type": "object",
     "properties": {
@@ -38,10 +42,11 @@ GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(FORM))
 
 def test_same_bytes_of_a_form(paceline_home: object) -> None:
     opened = open_model("smollm2-135m")
+    weights = Shallow(opened.weights, LAYERS)
     options = LoadOptions(
-        opened.spec.all_layers, WeightsFormat.INT4, 256, threads=1, edges=True, kernel_cache=Home.from_environment().kernels
+        weights.spec.all_layers, WeightsFormat.INT4, 256, threads=1, edges=True, kernel_cache=Home.from_environment().kernels
     )
-    executor = LocalExecutor(load_runner(choose(opened.spec, WeightsFormat.INT4), opened.weights, options))
+    executor = LocalExecutor(load_runner(choose(weights.spec, WeightsFormat.INT4), weights, options))
     grammars = Grammars(opened.tokenizer)
     requests = [
         GenerationRequest(

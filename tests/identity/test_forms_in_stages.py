@@ -131,6 +131,7 @@ def test_the_answers_are_of_their_forms(fleet: Fleet) -> None:
     assert len({answer.text for answer in fleet.alone.values()}) >= 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("draft", ["off", None], ids=["without drafts", "with drafts"])
 @pytest.mark.parametrize("dies_at", [None, 9], ids=["whole", "a stage dies"])

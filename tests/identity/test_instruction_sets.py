@@ -48,6 +48,7 @@ def told(bound: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.whole("three processes import torch")
 def test_identity_is_declared_where_it_holds_and_ids_tell_instruction_sets_apart() -> None:
     with ThreadPoolExecutor(2) as together:
         found = dict(zip(BOUNDS, together.map(told, BOUNDS), strict=True))
@@ -86,6 +87,7 @@ def test_all_may_stand_in_for_one_another(fleet: Fleet) -> None:
 
 
 @pytest.mark.timeout(600)  # the first run on a machine compiles kernels
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("config", "dies_at"), MIXED.values(), ids=MIXED)
 def test_stages_of_different_instructions_give_the_bytes_of_one_machine(fleet: Fleet, config: Configuration, dies_at: int | None) -> None:
     """The second machine computes with the least that there is, the others by turns with what is here and elsewhere."""

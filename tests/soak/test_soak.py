@@ -33,7 +33,7 @@ FIFTH = int(os.environ.get("PACELINE_SOAK_LAYERS", "5")) // 5
 """Of the model's layers: all of it, or its first ones."""
 SMALL = ("--threads", "1", "--context", "512", "--kv-tokens", "6144")
 
-pytestmark = pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)
+pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)]
 
 Right = list[tuple[dict[str, Any], tuple[str, str]]]
 

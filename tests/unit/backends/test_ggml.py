@@ -32,6 +32,7 @@ def test_every_type_of_gguf_can_be_dequantised() -> None:
     assert {kind.name for kind in _type_traits} - {"BF16"} == TYPES
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_random_blocks_are_dequantised_to_the_same_bits(name: str) -> None:
     blocks = random_blocks(name)

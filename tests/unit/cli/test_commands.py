@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from tests.fakes.warm import popen
 
 from paceline.backends import cpu
 from paceline.backends.cpu import Lowering
@@ -28,16 +29,13 @@ from paceline.store.home import Home
 
 
 def paceline(*args: str, message: str = "Hi.", cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *args],
-        capture_output=True,
-        text=True,
-        input=message,
-        timeout=500,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        cwd=cwd,
-        check=False,
-    )
+    process = popen(*args, environment={"COLUMNS": "200", **environment}, folder=cwd)
+    try:
+        out, err = process.communicate(message, timeout=500)
+    finally:
+        process.kill()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
 @contextmanager
@@ -210,6 +208,7 @@ def test_what_goes_to_a_program_is_not_broken_over_lines(tmp_path: Path, bundled
     assert mine.stem in done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"not a model at all"])
 def test_a_corrupt_gguf_is_named(tmp_path: Path, content: bytes) -> None:
     corrupt = tmp_path / "corrupt.gguf"

@@ -68,6 +68,7 @@ def test_up_answers_and_one_interrupt_ends_it_in_order(start_paceline: Start) ->
     assert "Traceback" not in process.communicate()[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_lets_answers_end_and_begins_no_more(start_paceline: Start, stop: signal.Signals) -> None:
     process = start_paceline("up", *SMALL)

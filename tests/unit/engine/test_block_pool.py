@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.ids import BlockId
 from paceline.engine.prefix_cache import BlockPool, chain_key, prompt_keys, root_key
@@ -85,7 +86,7 @@ class TestEviction:
 @given(
     st.integers(1, 10), st.lists(st.tuples(st.sampled_from(["take", "publish", "hit", "end", "forget"]), st.integers(0, 9)), max_size=80)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_law_holds_under_any_use(n_blocks: int, operations: list[tuple[str, int]]) -> None:
     pool = BlockPool(n_blocks)
     tables: list[list[BlockId]] = []

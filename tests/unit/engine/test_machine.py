@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from tests.fakes.engines import VOCAB, Answer, EngineBench, UnsteadySource, answer_alone
+from tests.sampling import examples
 
 from paceline.core.errors import ContextOverflow, ExecutorLost, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
@@ -202,4 +203,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=35, deadline=None)
+TestEngineMachine.settings = settings(max_examples=examples(60), stateful_step_count=35, deadline=None)

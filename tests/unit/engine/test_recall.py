@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.engines import EngineBench, answer_alone
+from tests.sampling import examples
 
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
@@ -122,7 +123,7 @@ class TestWhoComes:
         assert [len(batch.steps[0].token_ids) for batch in batches[:5]] == [LEAST_ROWS, 64, 128, 256, 120]
 
     @given(st.lists(st.booleans(), min_size=30, max_size=60))
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     def test_however_often_others_come_a_prompt_gets_on(self, comes: list[bool]) -> None:
         """No two steps in a row are given up, so that at least each second one is done."""
         bench = EngineBench(n_blocks=200, max_context=700, prefill_chunk=64)

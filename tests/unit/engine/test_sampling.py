@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.errors import DrawFailed
 from paceline.core.generation import SamplingParams, TokenLogprob
@@ -127,7 +128,7 @@ class TestDraws:
         assert chi_square < len(kept) + 4 * math.sqrt(2 * len(kept)) + 8
 
     @given(st.integers(0, 10_000), st.floats(0.05, 4), st.integers(0, 1 << 62), st.integers(0, 5000))
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     def test_the_race_is_won_by_the_least_time(self, case: int, temperature: float, seed: int, position: int) -> None:
         row = logits(case, vocab=3000, spread=1 + case % 7)[0]
         z = (row - row.max()) * np.float32(1 / temperature)
@@ -135,7 +136,7 @@ class TestDraws:
         assert draw(row, state(seed=seed, temperature=temperature), position, 3000) == int(full.argmin())
 
     @given(st.integers(0, 10_000), st.integers(0, 80), st.floats(0.01, 1), st.floats(0, 0.5), st.floats(0.2, 2))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_only_what_the_filters_keep_is_drawn(self, case: int, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
         row = logits(case, spread=1 + case % 5)[0]
         params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
@@ -145,7 +146,7 @@ class TestDraws:
         assert drawn <= wide
 
     @given(st.integers(0, 1000), st.floats(0.02, 0.99))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     def test_a_nucleus_is_the_textbook_s(self, case: int, top_p: float) -> None:
         row = logits(case, spread=(0.01, 1, 4, 20)[case % 4])[0]
         found = set(kept(row, row - row.max(), state(top_p=top_p)).tolist())
@@ -200,7 +201,7 @@ class TestAdjustments:
         st.floats(-2, 2),
         st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=5),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     def test_match_the_plain_reference(
         self, prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float, bias: dict[int, float]
     ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.engines import EngineBench, answer_alone
+from tests.sampling import examples
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
@@ -93,7 +94,7 @@ class TestFairness:
         st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=40),
         st.sampled_from([13, 30, 64]),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     def test_the_earliest_advances_in_every_step_whoever_comes(self, arrivals: list[tuple[int, int, int]], n_blocks: int) -> None:
         """Whatever comes after it, the oldest that runs gets a row in each step; and everything ends."""
         bench = EngineBench(n_blocks=n_blocks)

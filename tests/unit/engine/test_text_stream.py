@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.null_backend import ByteVocabulary
+from tests.sampling import examples
 
 from paceline.engine.sequence import TextStream
 
@@ -36,7 +37,7 @@ def reference(data: bytes, stop: Sequence[str]) -> str:
 @given(
     st.binary(max_size=60) | st.text("aé語🚴", max_size=30).map(str.encode), st.lists(st.text("aé語🚴�", max_size=4), max_size=3), st.data()
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_cut_gives_the_reference(data: bytes, stop: list[str], cuts: st.DataObject) -> None:
     at = sorted(cuts.draw(st.lists(st.integers(0, len(data)), max_size=20)))
     pieces = [data[a:b] for a, b in zip([0, *at], [*at, len(data)], strict=True)]
@@ -47,7 +48,7 @@ def test_any_cut_gives_the_reference(data: bytes, stop: list[str], cuts: st.Data
 
 
 @given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_nothing_is_held_back_longer_than_needed(data: str, stop: list[str]) -> None:
     text = TextStream(ByteVocabulary(128, frozenset(), [bytes([i]) for i in range(128)]), stop)
     emitted = ""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
@@ -168,7 +169,7 @@ def test_another_way_must_be_clearly_better(bandwidth: float, rtt: float, taken:
     assert (wire.link.address == WIFI) is taken
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-4, 1e-2), st.floats(1e6, 1e9)), min_size=2, max_size=5))
 def test_steady_ways_never_take_turns(ways: list[tuple[float, float]]) -> None:
     wire = Wire()
@@ -184,7 +185,7 @@ def test_steady_ways_never_take_turns(ways: list[tuple[float, float]]) -> None:
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=1, max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_card_does_not_change_for_a_link_that_trembles(tremors: list[float]) -> None:
     wire = Wire()
     wire.ways[CABLE] = (0.00052, 112e6)

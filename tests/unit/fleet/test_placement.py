@@ -11,6 +11,7 @@ from operator import mul
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId, Trust
@@ -128,7 +129,7 @@ def outcome(view: list[NodeCard], request: PlanRequest) -> Plan | tuple[str, str
         return (type(error).__name__, error.message, error.hint)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(fleets, requests, st.randoms(use_true_random=False))
 def test_any_order_of_any_cards_gives_one_plan_or_one_error(view: list[NodeCard], request: PlanRequest, shuffle: random.Random) -> None:
     shuffled = list(view)
@@ -169,7 +170,7 @@ def check(made: Plan, request: PlanRequest) -> None:
 strangers = cards(NodeId("zebra")).map(lambda card: replace(card, models=(), links=()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(fleets, requests, strangers)
 def test_a_machine_that_can_take_no_part_changes_nothing(view: list[NodeCard], request: PlanRequest, stranger: NodeCard) -> None:
     try:
@@ -181,7 +182,7 @@ def test_a_machine_that_can_take_no_part_changes_nothing(view: list[NodeCard], r
     assert plan([stranger, *view], request) == before
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(fleets, st.sampled_from([each.way for each in WAYS]), st.floats(1.0, 100.0), st.floats(1.01, 50.0))
 def test_a_faster_machine_is_never_below_its_slower_twin(view: list[NodeCard], way: Way, decode: float, times: float) -> None:
     """Among all choices that differ only in which of the two runs layers or drafts; of other weights their speed would not be known."""
@@ -211,7 +212,7 @@ def test_a_faster_machine_is_never_below_its_slower_twin(view: list[NodeCard], w
 # ---------------------------------------------------------------------------------------------------------- pipelines
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_of_up_to_four_machines_every_pipeline_was_looked_at(data: st.DataObject) -> None:
     names = NAMES[: data.draw(st.integers(2, 4))]
@@ -306,7 +307,7 @@ def test_no_slowest_stage_is_faster(machines: list[tuple[int, float, int]], n_la
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(Objective), st.sampled_from([1, 3, 16]))
 def test_no_split_of_a_pipeline_is_better_even_where_its_head_may_run_no_layers(
     data: st.DataObject, objective: Objective, streams: int

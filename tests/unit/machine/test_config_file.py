@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from tests.sampling import examples
 
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Trust
@@ -118,7 +119,7 @@ def test_a_file_that_cant_be_read_is_no_default(tmp_path: Path) -> None:
         read_pipeline_settings(Home(tmp_path))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     key=st.sampled_from([*PipelineSettings.model_fields, "nothing"]),
     value=st.sampled_from(

@@ -14,6 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.errors import ModelFileError, ModelNotFound, SourceLost, WrongBytes
 from paceline.core.manifest import MOST_RUNS, PIECE, ByteRuns, FileEntry, ModelManifest, ModelPart, PieceRun, TensorAt, pieces_needed
@@ -96,7 +97,7 @@ def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 SPANS = st.lists(st.tuples(st.integers(0, 6 * PIECE), st.integers(0, 2 * PIECE)), max_size=20)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SPANS, st.integers(0, 20), st.integers(0, 20), st.booleans())
 def test_needed_pieces_cover_what_a_part_needs_and_are_apart(spans: list[tuple[int, int]], start: int, stop: int, edges: bool) -> None:
     size = 8 * PIECE + 5

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from paceline.store.catalog import open_model
@@ -40,7 +41,7 @@ def spaced() -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [bundled, spaced])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.sampled_from([*MARKS, "a", " lo", "long ", "\n", "é"]), max_size=12), min_size=2, max_size=5), st.booleans())
 def test_ids_are_those_of_the_whole_text(make: object, turns: list[list[str]], going_on: bool) -> None:
     encoder = ENCODERS[make]

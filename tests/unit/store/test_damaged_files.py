@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.store.catalog import open_model
@@ -69,7 +70,7 @@ def test_the_whole_file_opens(gguf_bytes: Any, place: Any) -> None:
     assert opened(path, Home(place / "home"))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data())
 def test_damaged_gguf_heads(gguf_bytes: Any, place: Any, data: Any) -> None:
     head = gguf_bytes.index(b"token_embd.weight") + 4000
@@ -81,7 +82,7 @@ def test_damaged_gguf_heads(gguf_bytes: Any, place: Any, data: Any) -> None:
     assert cut is None or cut == len(gguf_bytes) or not whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(noise=st.binary(max_size=400))
 def test_noise_after_the_magic_number(place: Any, noise: Any) -> None:
     path = place / "noise.gguf"
@@ -95,7 +96,7 @@ def field_values() -> Any:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_damaged_safetensors(make_folder: Any, place: Any, data: Any) -> None:
     folder = place / "folder"
@@ -110,7 +111,7 @@ def test_damaged_safetensors(make_folder: Any, place: Any, data: Any) -> None:
     opened(folder, Home(place / "home"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_damaged_configurations(make_folder: Any, place: Any, data: Any) -> None:
     folder = place / "configured"

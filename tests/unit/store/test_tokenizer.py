@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
@@ -69,14 +70,14 @@ def test_the_bundled_tokenizer_is_transformers_own(bundled: Any, reference: Any,
     assert bundled.encode(text, add_special=False) == reference.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.text(max_size=80))
 def test_the_bundled_tokenizer_is_transformers_own_on_any_text(bundled: Any, reference: Any, text: str) -> None:
     ids = bundled.encode(text, add_special=False)
     assert ids == reference.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.text(max_size=80))
 def test_token_bytes_spell_the_text(bundled: Any, known_bytes: Any, text: str) -> None:
     assume(set(text.encode()) <= known_bytes and "<|" not in text)
@@ -110,7 +111,7 @@ def test_special_tokens_spelled_in_a_message_are_text(bundled: Any, role: str) -
     assert SPELLED in text_of(bundled, spelled)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "_end|>", "<", " user\n", "7", "é", " "]), max_size=12))
 def test_only_the_template_writes_special_tokens(bundled: Any, parts: list[str]) -> None:
     text = "".join(parts)
@@ -367,7 +368,7 @@ def reference_sentencepiece(text: str, pieces: Any) -> Any:
 PIECES = ["\u2581t", "he", "\u2581the", "in", "\u2581a", "\u2581ab", "ba", "aba", "\u2581\u2581", *"\u2581theinab"]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet="theinab \u00e9\U0001f642", max_size=30))
 def test_sentencepiece_from_scores(tmp_path: Path, text: str) -> None:
     encoder = build_encoder(Vocabulary(tmp_path, sentencepiece(PIECES)))

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId, Trust
@@ -20,7 +21,6 @@ from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Pin, PlanRequest
 from paceline.fleet.ways import PricedFleet, PricesWay
 
-FLEETS = 200
 GIB = 1 << 30
 SHAPE = ModelShape(
     n_layers=24,
@@ -37,21 +37,24 @@ NAMES = tuple(map(NodeId, ("ant", "bee", "cat", "dog", "elk", "fox")))
 class WaySuite:
     """A price is pure, its choices can be run, and pins and trust are kept."""
 
+    fleets: ClassVar[int] = 200
+    """How many seeded fleets each test prices."""
+
     def test_a_price_depends_on_the_view_alone(self, way: PricesWay) -> None:
-        for seed in range(FLEETS):
+        for seed in range(self.fleets):
             cards, request = _fleet(seed)
             shuffled = random.Random(seed).sample(cards, len(cards))
             assert _sorted(_priced(way, cards, request)) == _sorted(_priced(way, shuffled, request)), f"fleet {seed}"
 
     def test_a_node_that_can_take_no_part_changes_no_price(self, way: PricesWay) -> None:
         other = NodeCard(NodeId("zebra"), 1, ("zebra:1",), b"zebra", 120, 0)
-        for seed in range(FLEETS):
+        for seed in range(self.fleets):
             cards, request = _fleet(seed)
             assert _sorted(_priced(way, [other, *cards], request)) == _sorted(_priced(way, cards, request)), f"fleet {seed}"
 
     def test_every_choice_can_be_run(self, way: PricesWay) -> None:
         seen = 0
-        for cards, request, choices in _all(way):
+        for cards, request, choices in _all(way, self.fleets):
             ids = {card.node_id for card in cards}
             for choice in choices:
                 seen += 1
@@ -72,19 +75,19 @@ class WaySuite:
         assert seen, "none of the fleets has a choice of this way"
 
     def test_what_is_estimated_is_not_called_measured(self, way: PricesWay) -> None:
-        for cards, _, choices in _all(way):
+        for cards, _, choices in _all(way, self.fleets):
             unmeasured = {card.node_id for card in cards if not any(offer.tokens_per_second for offer in card.models)}
             for choice in choices:
                 assert not (choice.estimate.measured and unmeasured & set(choice.node_ids)), f"{choice}"
 
     def test_guests_hold_no_layers_where_members_are_asked_for(self, way: PricesWay) -> None:
-        for cards, request, _ in _all(way):
+        for cards, request, _ in _all(way, self.fleets):
             trust = {card.node_id: Trust.GUEST for card in cards if card.node_id != request.orchestrator}
             for choice in _priced(way, cards, replace(request, min_host_trust=Trust.MEMBER), trust):
                 assert len(choice.stages) == 1 or {stage.node_id for stage in choice.stages} <= {request.orchestrator}, f"{choice}"
 
     def test_pins_are_kept_or_refused(self, way: PricesWay) -> None:
-        for cards, request, _ in _all(way):
+        for cards, request, _ in _all(way, self.fleets):
             pins = tuple(Pin(card.node_id) for card in cards)
             wanted = [pins[:1], pins[:2], pins[:3]]
             if pins[1:]:
@@ -100,14 +103,14 @@ class WaySuite:
                     assert all(pin.layers in {None, layers[pin.node_id]} for pin in each), f"{choice}"
 
     def test_spares_stand_outside_of_what_was_chosen(self, way: PricesWay) -> None:
-        for cards, request, choices in _all(way):
+        for cards, request, choices in _all(way, self.fleets):
             for choice in choices:
                 for spare in way.spares(_view(cards, request), choice):
                     assert spare.node_id not in choice.node_ids
                     assert spare.node_id in {card.node_id for card in cards}
 
     def test_the_plan_is_one_of_its_choices(self, way: PricesWay) -> None:
-        for cards, request, choices in _all(way):
+        for cards, request, choices in _all(way, self.fleets):
             try:
                 made = plan(cards, replace(request, ways=frozenset({way.way})), [way])
             except PlacementError:
@@ -116,9 +119,9 @@ class WaySuite:
                 assert made.chosen in choices
 
 
-def _all(way: PricesWay) -> Iterator[tuple[Sequence[NodeCard], PlanRequest, list[Choice]]]:
+def _all(way: PricesWay, fleets: int) -> Iterator[tuple[Sequence[NodeCard], PlanRequest, list[Choice]]]:
     """Seeded fleets and what a way offers in them."""
-    for seed in range(FLEETS):
+    for seed in range(fleets):
         cards, request = _fleet(seed)
         yield cards, request, _priced(way, cards, request)
 

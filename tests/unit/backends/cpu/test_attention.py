@@ -122,6 +122,7 @@ def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1, window: int = 0, si
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dim", "value_dim", "heads"), [(32, 32, 1), (64, 64, 3), (96, 96, 7), (96, 64, 1), (128, 96, 5), (128, 128, 4), (256, 256, 16)]
 )

@@ -16,6 +16,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from tests.sampling import examples
 from tests.unit.backends.cpu import experts_reference as reference
 
 from paceline.backends.cpu import experts
@@ -48,7 +49,7 @@ def chosen_of(logits_E: Float32, k: int, *, normed: bool) -> tuple[list[int], Fl
     return choices.tolist(), shares
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(LOGITS, min_size=1, max_size=70), st.integers(1, 9), st.booleans())
 def test_choices_and_shares_are_the_written_ones(logits: list[float], k: int, normed: bool) -> None:
     logits_E, k = np.array(logits, np.float32), min(k, len(logits))

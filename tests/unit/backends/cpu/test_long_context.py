@@ -136,6 +136,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model_spec", PLANNED.values(), ids=PLANNED)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_working_memory_is_what_was_planned(threads: int, model_spec: ModelSpec) -> None:

@@ -53,6 +53,7 @@ if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", IDENTITIES)
 @pytest.mark.parametrize("lowering", cpu.lowerings_here())
 def test_all_forms_have_one_numerics_id_everywhere(lowering: Lowering, model: str) -> None:

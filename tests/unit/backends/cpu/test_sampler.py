@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 
 from paceline.backends import cpu
 from paceline.core.errors import DrawFailed
@@ -80,7 +81,7 @@ def logits(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(st.lists(st.tuples(params, st.integers(0, 1 << 64)), min_size=1, max_size=4), logits(), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_draws_are_those_of_the_definition(
     compiled: Sampler, cases: list[tuple[SamplingParams, int]], row_V: np.ndarray, data: st.DataObject
 ) -> None:

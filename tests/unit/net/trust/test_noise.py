@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.fakes.fleets import TestFleet, sealed_card
+from tests.sampling import examples
 
 from paceline.cli.enrolment import seconds
 from paceline.core.errors import FleetError, PacelineError, TokenError, UserError
@@ -78,7 +79,7 @@ def test_noise_is_refused_by_name(decoder: str) -> None:
     @example(whole[:-1])
     @example(whole * 2)
     @example(b"")
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=examples(150))
     def refused_or_read(data: bytes) -> None:
         with suppress(kind):
             read(data)
@@ -122,7 +123,7 @@ def test_spans_of_time(text: str, span: float) -> None:
 
 
 @given(state=spoiled(b'{"join_port": 1, "tokens": {"00": {"secret": "00", "expires_at": 1, "uses_left": 1, "nonces": []}}, "issued": {}}'))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_damaged_state_is_told(tmp_path_factory: pytest.TempPathFactory, state: bytes) -> None:
     folder = FleetFolder(tmp_path_factory.getbasetemp() / "damaged")
     for file in (folder.issuer_file, folder.revocations_file, folder.peers_file):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling import examples
 from tests.unit.server.formats.reading import read as read_as
 
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning, find_format
@@ -108,7 +109,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(PIECES | st.text(max_size=3), max_size=25), st.data())
 def test_nothing_is_lost_and_no_cut_matters(pieces: list[str], data: st.DataObject) -> None:
     text = "".join(pieces)

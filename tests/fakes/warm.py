@@ -1,7 +1,7 @@
-"""A Python that has imported what nodes import, and forks them: half of what a start costs.
+"""A Python that has imported what the program imports, and forks it: half of what a start costs.
 
-Law: each node is a process like any other, with its own command, environment and output, and it runs the whole program. No more than imports lies
-behind it, and this process has one thread. It ends with its last node's test.
+Law: what is forked is a process like any other, with its own command, environment, folder, input and output, and it runs the whole program. No more than
+imports lies behind it, and this process has one thread. Every forked process must have ended before it is closed.
 
 Requests are JSON: `run` a script or module with an environment, beside the descriptor of its output, answered by its process id; or the `pid` of one,
 answered by its exit code, None while it runs.
@@ -20,6 +20,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
@@ -59,20 +61,46 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: socket.socket
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Forked:
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        folder: Path | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stderr: int = subprocess.STDOUT,
+    ) -> Forked:
         """Run a command of this Python's.
 
         Args:
             command: begins with the executable, or with what puts it into a network namespace.
+            folder: where it is started; None: in this process's.
+            stdin: as of `subprocess.Popen`: DEVNULL, PIPE or a descriptor.
+            stderr: STDOUT or PIPE.
         """
         namespace = command[len(INSIDE)] if tuple(command[: len(INSIDE)]) == INSIDE else ""
         command = command[len(INSIDE) + 1 :] if namespace else command
-        read, write = os.pipe()
-        try:
-            pid = self._ask({"run": command[1:], "namespace": namespace, "environment": dict(environment)}, write)
-        finally:
-            os.close(write)
-        return Forked(self, pid, os.fdopen(read, encoding="utf-8"))
+        request = {"run": command[1:], "namespace": namespace, "environment": dict(environment), "folder": str(folder or Path.cwd())}
+        typed: IO[str] | None = None
+        with ExitStack() as theirs:
+
+            def close_later(descriptor: int) -> int:
+                theirs.callback(os.close, descriptor)
+                return descriptor
+
+            if stdin == subprocess.PIPE:
+                read, write = os.pipe()
+                given, typed = close_later(read), os.fdopen(write, "w", encoding="utf-8")
+            else:
+                given = close_later(os.open(os.devnull, os.O_RDONLY)) if stdin == subprocess.DEVNULL else stdin
+            read, out = os.pipe()
+            printed, close_out = os.fdopen(read, encoding="utf-8"), close_later(out)
+            complained: IO[str] | None = None
+            if stderr == subprocess.PIPE:
+                read, out = os.pipe()
+                complained = os.fdopen(read, encoding="utf-8")
+                close_later(out)
+            return Forked(self, self._ask(request, given, close_out, out), printed, typed, complained)
 
     def ended_with(self, pid: int) -> int | None:
         return self._ask({"pid": pid})
@@ -96,11 +124,25 @@ class Warm:
             return json.loads(self._asked.recv(LONGEST_REQUEST))
 
 
-class Forked:
-    """A process that was forked: as much of `subprocess.Popen` as nodes need."""
+SHARED = Warm()
+"""For tests of single commands; closed at the end of the session."""
 
-    def __init__(self, warm: Warm, pid: int, stdout: IO[str]) -> None:
-        self.pid, self.stdout = pid, stdout
+
+def popen(
+    *args: str, environment: Mapping[str, str], folder: Path | None = None, stdin: int = subprocess.PIPE
+) -> subprocess.Popen[str] | Forked:
+    """Start `paceline ARGS` with pipes: forked, but where the platform can't, or Python itself reads the environment."""
+    command, env, pipe = [sys.executable, "-m", "paceline", *args], {**os.environ, **environment}, subprocess.PIPE
+    if sys.platform == "linux" and not any(name.startswith("PYTHON") for name in environment):
+        return SHARED.start(command, env, folder=folder, stdin=stdin, stderr=pipe)
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, env=env, cwd=folder)
+
+
+class Forked:
+    """A process that was forked: as much of `subprocess.Popen` as tests need."""
+
+    def __init__(self, warm: Warm, pid: int, stdout: IO[str], stdin: IO[str] | None, stderr: IO[str] | None) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
         self.returncode: int | None = None
         self._warm = warm
 
@@ -121,6 +163,21 @@ class Forked:
         assert self.returncode is not None
         return self.returncode
 
+    def communicate(self, text: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """Write the standard input, and return all of the output and of the errors, once the process has ended."""
+        with ThreadPoolExecutor(2) as readers:
+            both = [readers.submit(_read_all, stream) for stream in (self.stdout, self.stderr)]
+            try:
+                if self.stdin is not None and not self.stdin.closed:
+                    with suppress(BrokenPipeError), self.stdin:
+                        self.stdin.write(text or "")
+                self.wait(timeout)
+            except BaseException:
+                self.kill()  # the readers end with it
+                raise
+            out, err = (each.result() for each in both)
+        return out, err
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -129,10 +186,17 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def _read_all(stream: IO[str] | None) -> str:
+    if stream is None or stream.closed:
+        return ""
+    with stream:
+        return stream.read()
+
+
 def serve(asking: socket.socket) -> list[str]:
     """Answer requests. Returns in each process that is forked, with what it is to run; nothing, once nobody asks any more."""
     while True:
-        data, handed, _, _ = socket.recv_fds(asking, LONGEST_REQUEST, 1)
+        data, handed, _, _ = socket.recv_fds(asking, LONGEST_REQUEST, 3)
         if not data:
             return []
         request = json.loads(data)
@@ -140,14 +204,17 @@ def serve(asking: socket.socket) -> list[str]:
             pid, status = os.waitpid(request["pid"], os.WNOHANG)
             asking.send(json.dumps(os.waitstatus_to_exitcode(status) if pid else None).encode())
         elif pid := os.fork():
-            os.close(handed[0])
+            for descriptor in handed:
+                os.close(descriptor)
             asking.send(json.dumps(pid).encode())
         else:
             asking.close()
-            for name, there in (("stdout", 1), ("stderr", 2)):
-                os.dup2(handed[0], there)
-                setattr(sys, name, open(there, "w", buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115 (for good)
-            os.close(handed[0])
+            for there, descriptor in enumerate(handed):
+                os.dup2(descriptor, there)
+                os.close(descriptor)
+            for name, there, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+                setattr(sys, name, open(there, mode, buffering=1, encoding="utf-8", closefd=False))  # noqa: SIM115 (for good)
+            os.chdir(request["folder"])
             os.environ.clear()
             os.environ.update(request["environment"])
             if request["namespace"]:

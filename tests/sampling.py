@@ -1,0 +1,107 @@
+"""Choose which cases of heavy tests a run has: a sample drawn by a seed, or all of them.
+
+`make test` runs the sample, `make test-all` (PACELINE_TEST_ALL=1) runs every case. The seed is PACELINE_TEST_SEED, otherwise the commit; the report's
+header prints it, so that a failing sample can be run again. A test that is named on the command line (`file.py::test[case]`) always runs.
+
+Marks:
+    sampled(n)                         keep n of a test's cases
+    sampled(n, by=A)                   keep the cases with n values of argument A, the same values for all tests of the file
+    sampled(n, by="file", among=NAME)  keep n of the files that are marked with that name
+    whole(reason)                      run with every case only
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ALL = os.environ.get("PACELINE_TEST_ALL", "") not in {"", "0"}
+"""Whether this run has every case."""
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip()[:12] or "0"
+
+
+SEED = os.environ.setdefault("PACELINE_TEST_SEED", "") or _commit()
+os.environ["PACELINE_TEST_SEED"] = SEED  # the other processes of this run draw the same sample
+
+
+def examples(whole: int) -> int:
+    """Return how many examples a property of so many has in this run."""
+    return whole if ALL else max(10, whole // 4)
+
+
+def draws(name: str) -> random.Random:
+    """Return this run's random numbers for one purpose, for a test that draws its own cases."""
+    return random.Random(f"{SEED} {name}")
+
+
+def pytest_report_header() -> str:
+    return (
+        "every case"
+        if ALL
+        else f"cases of heavy tests are sampled; PACELINE_TEST_SEED={SEED} draws these again, PACELINE_TEST_ALL=1 runs all"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "sampled(n, by=None, among=None): keep n cases of this test, values of an argument, or files of a group: tests/sampling.py",
+    )
+    config.addinivalue_line("markers", "whole(reason): runs with PACELINE_TEST_ALL=1 only: tests/sampling.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if ALL or any("::" in argument for argument in config.args):
+        return
+    draw = _Draw()
+    for item in items:
+        draw.add(item)
+    out = [item for item in items if not draw.keeps(item)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if draw.keeps(item)]
+
+
+class _Draw:
+    """Draws among the cases of each group."""
+
+    def __init__(self) -> None:
+        self._cases: dict[tuple[str, int], set[int | str]] = {}
+        self._drawn: dict[tuple[str, int], set[int | str]] = {}
+
+    def add(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("whole") is None:
+            for group, case in _groups(item):
+                self._cases.setdefault(group, set()).add(case)
+
+    def keeps(self, item: pytest.Item) -> bool:
+        return item.get_closest_marker("whole") is None and all(case in self._draw(group) for group, case in _groups(item))
+
+    def _draw(self, group: tuple[str, int]) -> set[int | str]:
+        if group not in self._drawn:
+            cases = sorted(self._cases[group], key=str)
+            self._drawn[group] = set(draws(group[0]).sample(cases, min(group[1], len(cases))))
+        return self._drawn[group]
+
+
+def _groups(item: pytest.Item) -> list[tuple[tuple[str, int], int | str]]:
+    """Return the groups that an item is drawn in, each a name and how many cases are kept, with the item's case in it."""
+    found: list[tuple[tuple[str, int], int | str]] = []
+    file, indices = item.nodeid.partition("::")[0], getattr(getattr(item, "callspec", None), "indices", {})
+    for mark in item.iter_markers("sampled"):
+        (most,), by = mark.args, mark.kwargs.get("by")
+        if by == "file":
+            found.append(((mark.kwargs["among"], most), file))
+        elif by is None:
+            found.append(((item.nodeid.partition("[")[0], most), item.nodeid))
+        else:
+            found.append(((f"{file} {by}", most), indices[by]))
+    return found
