@@ -8,11 +8,12 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
+from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
-from tests.sampling import examples
+from tests.sampling import ALL, examples
 
 from paceline.server import embeddings as embedding_routes
 from paceline.server import replies
@@ -23,7 +24,8 @@ from paceline.server.responses.shape import ResponseReply
 from paceline.server.settings import ServerSettings
 
 document = create_app(ScriptedInference(max_context=512), encoder=ScriptedEncoder()).openapi()
-schema = schemathesis.openapi.from_dict(document)
+# The phase of coverage makes its requests while tests are collected, in every process of a run: ten seconds each.
+schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": ALL}}}))
 
 
 @pytest.fixture(scope="module")
