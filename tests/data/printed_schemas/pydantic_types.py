@@ -5,7 +5,7 @@ print no schema (`Callable`, `Type`, `Hashable`, a bare `Iterator`) and those th
 """
 
 # pyright: basic
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405, PYI061, RUF012, T201
 import collections
 import dataclasses
 import datetime as dt
