@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
 from paceline.core.text import Tokenizer, printable
 from paceline.engine.grammar_trial import SECONDS, trial
 from paceline.engine.matcher import DigitBound, Mask, Matcher, one_line
+from paceline.engine.refusals import in_own_words, place_to_blame
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,6 @@ _FIELDS = {
 }
 
 
-_REWORDED = {
-    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Its branches are not told apart: write anyOf",
-    "Unimplemented keys": "these keywords of schemas are not supported",
-}
-"""What the library says of schemas, and what a client can do."""
-
-
 class Grammars:
     """Compiles grammars for one vocabulary. Safe to call from several threads."""
 
@@ -84,8 +77,8 @@ class Grammars:
         self._bound: DigitBound | None = None
         """Made with it."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, str] = OrderedDict()
-        """Why grammars are refused, by their digests."""
+        self._refusals: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        """Why grammars are refused, and for which keyword, by their digests."""
         self._lock = threading.Lock()
         """Of what is compiled and refused. Never held for long."""
         self._compiling = threading.Lock()
@@ -105,10 +98,10 @@ class Grammars:
             return
         digest = _digest(grammar)
         with self._lock:
-            why = self._refusals.get(digest)
+            known = self._refusals.get(digest)
         try:
-            if why is not None:
-                raise _Refused(why)
+            if known is not None:
+                raise _Refused(*known)
             if not self._tried and not trial(grammar):
                 raise _Refused(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
             with self._compiling:
@@ -120,7 +113,8 @@ class Grammars:
                     if len(self._compiled) > KEPT:
                         self._compiled.popitem(last=False)
         except _Refused as refused:
-            self._remember(digest, refused.why)
+            self._remember(digest, refused.why, refused.at)
+            field = refused.at or field
             raise InvalidRequest(f"{field}: {refused.why}", "Send a form that can be followed.", field=field) from None
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -132,7 +126,7 @@ class Grammars:
     def attempt(self, grammar: Grammar) -> None:
         """Compile a grammar and follow it a little, and keep nothing."""
         with suppress(_Refused):
-            self._compile(grammar)
+            self._compile(grammar, blames=False)
 
     def _begin(self, compiled: LLMatcher, kind: GrammarKind, on_error: Callable[[str], object] | None = None) -> Matcher:
         assert self._tokenizer is not None, "it is made before the first grammar is compiled"
@@ -146,9 +140,9 @@ class Grammars:
             self._compiled.pop(grammar, None)
         self._remember(_digest(grammar), "it grew beyond what can be followed in an earlier answer")
 
-    def _remember(self, digest: bytes, why: str) -> None:
+    def _remember(self, digest: bytes, why: str, at: str = "") -> None:
         with self._lock:
-            self._refusals[digest] = why
+            self._refusals[digest] = (why, at)
             self._refusals.move_to_end(digest)
             if len(self._refusals) > REFUSALS:
                 self._refusals.popitem(last=False)
@@ -159,38 +153,34 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, *, blames: bool = True) -> LLMatcher:
         if not self._vocabulary.eos_ids:
             raise _Refused("this model has no token that ends an answer")
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
             self._bound = DigitBound(self._vocabulary)
-        try:
-            match grammar.kind:
-                case GrammarKind.JSON_SCHEMA:
-                    text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
-                case GrammarKind.REGEX:
-                    text = LLMatcher.grammar_from_regex(grammar.text)
-                case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
-                    text = LLMatcher.grammar_from_lark(grammar.text)
-        except ValueError as error:
-            raise _Refused(_reworded(str(error))) from error
-        compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
-        if compiled.is_error():
-            raise _Refused(_reworded(compiled.get_error()))
+        compiled = _compiled(self._tokenizer, grammar)
+        if isinstance(compiled, str):
+            tokenizer = self._tokenizer
+
+            def compiles(schema: Mapping[str, Any]) -> bool:
+                return not isinstance(_compiled(tokenizer, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))), str)
+
+            logger.debug("a grammar is refused: %s", one_line(compiled))
+            raise _Refused(in_own_words(compiled), place_to_blame(grammar, compiles) if blames else "")
         for number in range(_WALKS):
-            self._walk(self._begin(compiled, grammar.kind), random.Random(number))
+            self._walk(grammar, self._begin(compiled, grammar.kind), random.Random(number))
         return compiled
 
-    def _walk(self, matcher: Matcher, draw: random.Random) -> None:
+    def _walk(self, grammar: Grammar, matcher: Matcher, draw: random.Random) -> None:
         """Follow a grammar for some tokens, the same ones each time, and refuse it if that is too much: answers would end in the middle."""
         written = b""
         for _ in range(_WALK):
             mask = matcher.mask()
             if matcher.error is not None:
                 behind = printable(written.decode(errors="replace"), 100)
-                raise _Refused(f"what may come behind '{behind}' is too much to follow")
+                raise _Refused(f"what may come behind '{behind}' is too much to follow", place_to_blame(grammar, lambda _: True))
             assert mask is not None, "nothing was guessed"
             allowed = np.unpackbits(mask, bitorder="little")
             allowed[sorted(self._vocabulary.eos_ids)] = 0
@@ -203,11 +193,27 @@ class Grammars:
 
 
 class _Refused(Exception):
-    """A grammar can't be followed. `why` is one line."""
+    """A grammar can't be followed. `why` is one line; `at` is the path of the keyword in the request, where it is known."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, at: str = "") -> None:
         super().__init__(why)
-        self.why = one_line(why)
+        self.why, self.at = one_line(why), at
+
+
+def _compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher | str:
+    """The library's matcher, or why it has none."""
+    try:
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
+            case GrammarKind.REGEX:
+                text = LLMatcher.grammar_from_regex(grammar.text)
+            case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
+                text = LLMatcher.grammar_from_lark(grammar.text)
+    except ValueError as error:
+        return str(error) or "not JSON"
+    compiled = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    return compiled.get_error() or "unknown" if compiled.is_error() else compiled
 
 
 def _digest(grammar: Grammar) -> bytes:
@@ -217,16 +223,6 @@ def _digest(grammar: Grammar) -> bytes:
 def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
     """Rule out, in place, the tokens that a mask does not have."""
     np.minimum(logits_V, _CEILINGS.take(mask, axis=0).reshape(-1)[: len(logits_V)], out=logits_V)
-
-
-def _reworded(text: str) -> str:
-    """Why a grammar is refused. Of an expression the library shows where in a grammar of its own it stands, which nobody wrote."""
-    wrong = re.search(r"^error: (.+)$", text, re.MULTILINE) if "regex parse error" in text else None
-    if wrong is not None:
-        text = f"an expression can't be followed: {wrong[1]}"
-    for theirs, ours in _REWORDED.items():
-        text = text.replace(theirs, ours)
-    return text
 
 
 class _Vocabulary:

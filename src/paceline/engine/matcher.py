@@ -28,6 +28,8 @@ FRACTION_DIGITS: Final = 17
 """Digits behind the point: as many as a double has."""
 EXPONENT_DIGITS: Final = 3
 """Digits of an exponent: as many as a double's has."""
+_TENS: Final = 28
+"""First two of three digits of an exponent above 0: with 19 digits before it, a number up to e289 is a double."""
 _NUMBER = re.compile(rb"([0-9]\.|[0-9][eE][+-]?)?([0-9]*)\Z")
 _TAIL_BYTES: Final = 32
 """Bytes at the end of an answer that are looked at: more than any run of digits and what stands before it."""
@@ -55,6 +57,8 @@ class DigitBound:
         assert place is not None, "the expression matches the empty end"
         before, run = place.groups()
         most = INTEGER_DIGITS if not before else FRACTION_DIGITS if before.endswith(b".") else EXPONENT_DIGITS
+        if before and before[1:] in (b"e", b"E", b"e+", b"E+") and (len(run) < 2 or int(run[:2]) > _TENS):
+            most = 2
         left = max(0, most - len(run))
         if left >= len(self._longer) or np.any(mask & self._prose):
             return mask

@@ -54,10 +54,27 @@ ANTHROPIC_TYPES = {
 
 
 OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
-    Api.ANTHROPIC: {"response_format": "output_config.format"},
-    Api.OLLAMA: {"response_format": "format"},
+    Api.ANTHROPIC: {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        ".function.parameters": ".input_schema",
+    },
+    Api.OLLAMA: {"response_format.json_schema.schema": "format", "response_format": "format"},
 }
-"""What APIs call fields of the chat that their requests become."""
+"""Names of fields of the chat that an API's requests become, and its own: of beginnings, and with a dot in front of parts."""
+
+
+def own_field(names: Mapping[str, str], inner: str | None) -> str | None:
+    """The name that an API has for a field of the chat, or for a place in one; None: it has none of its own."""
+    if inner is None:
+        return None
+    found = inner
+    for theirs, ours in names.items():
+        if theirs.startswith("."):
+            found = found.replace(theirs, ours, 1)
+        elif found == theirs or found.startswith((f"{theirs}.", f"{theirs}[")):
+            found = ours + found[len(theirs) :]
+    return None if found == inner else found
 
 
 def rename_field(message: str, inner: str | None, outer: str | None) -> str:
@@ -80,7 +97,7 @@ class Fault:
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        message = rename_field(self.message, self.param, OWN_NAMES.get(api, {}).get(self.param or "")).encode("utf-8", "replace").decode()
+        message = rename_field(self.message, self.param, own_field(OWN_NAMES.get(api, {}), self.param)).encode("utf-8", "replace").decode()
         partial = {"partial_text": self.partial_text} if self.partial_text else {}
         match api:
             case Api.OPENAI:
