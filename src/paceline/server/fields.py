@@ -1,7 +1,7 @@
 """Fields that a body's model does not have: one rule for every API.
 
 Law: a field that is known to change an answer elsewhere, and is not served here, is refused by name, unless its value means "off". In an object where
-every field changes the answer (`messages.Closed`), each unknown name is refused. Any other is ignored, and the answer's header says so: nothing
+every field changes the answer (`messages.ClosedObject`), each unknown name is refused. Any other is ignored, and the answer's header says so: nothing
 is dropped in silence.
 """
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, fault_of_validation
-from paceline.server.messages import Closed, json_bytes
+from paceline.server.messages import ClosedObject, json_bytes
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40
@@ -158,7 +158,7 @@ def _check_closed(value: object, at: str) -> None:
             _check_closed(one, f"{at}[{place}]")
     if not isinstance(value, BaseModel):
         return
-    for name, extra in (value.model_extra or {}).items() if isinstance(value, Closed) else ():
+    for name, extra in (value.model_extra or {}).items() if isinstance(value, ClosedObject) else ():
         if extra is not None:
             known = ", ".join(field.alias or name for name, field in type(value).model_fields.items())
             raise Refusal(

@@ -27,7 +27,7 @@ from paceline.core.generation import (
     TEMPERATURE,
     TOP_P,
 )
-from paceline.server.messages import MAX_TOOLS, Closed, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
+from paceline.server.messages import MAX_TOOLS, ClosedObject, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
 
 UNION_TAGS = frozenset(
     f"as-{kind}"
@@ -43,7 +43,7 @@ MAX_CHOICES = 128
 MAX_PROMPT_IDS = 1 << 22
 
 
-class StreamOptions(Closed):
+class StreamOptions(ClosedObject):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Ignored.")
     include_events: bool | None = Field(
@@ -51,11 +51,11 @@ class StreamOptions(Closed):
     )
 
 
-class TextFormat(Closed):
+class TextFormat(ClosedObject):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Closed):
+class JsonObjectFormat(ClosedObject):
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_object"]
@@ -64,7 +64,7 @@ class JsonObjectFormat(Closed):
     )
 
 
-class JsonSchema(Closed):
+class JsonSchema(ClosedObject):
     model_config = ConfigDict(populate_by_name=True)
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = Field(default=None, description="Ignored.")
@@ -73,7 +73,7 @@ class JsonSchema(Closed):
     strict: bool | None = Field(default=None, description="Ignored: a schema is always kept to.")
 
 
-class JsonSchemaFormat(Closed):
+class JsonSchemaFormat(ClosedObject):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
