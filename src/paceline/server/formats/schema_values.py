@@ -93,7 +93,7 @@ def types_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> frozenset[s
 
 
 def _type(value: object) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    names: dict[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
 
 
