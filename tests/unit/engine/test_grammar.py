@@ -250,14 +250,14 @@ def test_a_schema_that_would_grow_without_end_is_refused_or_followed(schema: str
     """By what is counted while it is compiled and followed; memory and time are bounded with it."""
     with suppress(InvalidRequest):
         [answer], _ = answers(ask(1, Grammar(GrammarKind.JSON_SCHEMA, schema)))
-        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "form can't be followed" in (answer.error or "")
+        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "can be followed" in (answer.error or "")
 
 
 @pytest.mark.parametrize("grammar", ['start: x\nx: "a" | x x | x x x', "start: /" + "(a|b)?" * 2000 + "/", "start: /(.*a){200}/"])
 def test_a_grammar_that_is_costly_to_follow_ends_in_an_answer_or_an_error(grammar: str) -> None:
     with suppress(InvalidRequest):
         [answer], _ = answers(ask(1, Grammar(GrammarKind.LARK, grammar)))
-        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "form can't be followed" in (answer.error or "")
+        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "can be followed" in (answer.error or "")
 
 
 @pytest.mark.parametrize(
