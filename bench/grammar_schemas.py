@@ -30,7 +30,7 @@ import yaml
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
-from paceline.server.formats.lax_grammar import followed_schema
+from paceline.server.formats.schema import followed_schema
 from paceline.store.catalog import open_model
 
 NPM = ("@octokit/openapi@23.0.2", "@octokit/openapi-webhooks@12.1.0", "@directus/specs@15.2.0", "@blockfrost/openapi@0.1.93")

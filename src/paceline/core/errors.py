@@ -55,6 +55,7 @@ PacelineError
 |       |-- MalformedMessage  bytes that are not the message they should be
 |       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
 |-- DrawFailed                no token can be drawn from a row of logits
+|   `-- FormFailed              `form_not_followed`: the form of an answer can't be followed to its end
 |-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
 |   `-- EngineGone            `engine_gone`: the model's engine failed; it is built anew, or stays down
 `-- ExecutorLost              spans of the model can't be reached any more
@@ -281,11 +282,18 @@ class MessageTooLarge(GossipRefused):
 ENGINE_GONE = "engine_gone"
 NO_MACHINE = "no_machine"
 SERVER_STOPPING = "server_stopping"
-"""Codes: what clients are told, and what an answer that was cut short ends with."""
+FORM_NOT_FOLLOWED = "form_not_followed"
+"""Codes: what clients are told, and what an answer that was cut short ends with. Another node helps in all cases but the last."""
 
 
 class DrawFailed(PacelineError):
     """No token can be drawn from a row of logits. It ends its sequence, and no other."""
+
+
+class FormFailed(DrawFailed):
+    """An answer left the form it was to have, or the form grew beyond what can be followed. `code` is what clients are told."""
+
+    code = FORM_NOT_FOLLOWED
 
 
 class ExecutorUnavailable(PacelineError):

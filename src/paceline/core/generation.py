@@ -184,7 +184,8 @@ class GenerationChunk:
     error: str | None = None
     """Set with `FinishReason.ERROR`: what happened."""
     code: str | None = None
-    """With it, where it was for want of machines: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled`, `pipeline_aborted`."""
+    """With it, where machines are missing: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled`, `pipeline_aborted`; or where the answer's form
+    can't be followed: `form_not_followed`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -398,7 +398,8 @@ class Engine:
         if reason is not None:
             self._forget(seq, reason)
         id_ = seq.request.request_id
-        return GenerationChunk(id_, seq.index, token_ids, gain.text, tuple(gain.logprobs), reason, gain.error, cached_tokens=cached)
+        error, code = (None, None) if gain.error is None else (str(gain.error), getattr(gain.error, "code", None))
+        return GenerationChunk(id_, seq.index, token_ids, gain.text, tuple(gain.logprobs), reason, error, code, cached_tokens=cached)
 
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
         """What happened, for every live request."""

@@ -8,11 +8,11 @@ Where the grammar leaves only one text, a mask leaves only its canonical tokens,
 from __future__ import annotations
 
 import json
+import logging
 import random
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -26,14 +26,15 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
 from paceline.core.text import Tokenizer, printable
 from paceline.engine.grammar_trial import SECONDS, trial
+from paceline.engine.matcher import DigitBound, Mask, Matcher, one_line
+from paceline.engine.refusals import in_own_words, place_to_blame
 
-Mask = npt.NDArray[np.uint8]
-"""A bit a token, the lowest of each byte first."""
+logger = logging.getLogger(__name__)
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
-VERSION = f"llguidance {version('llguidance')}, 4"
-"""What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
+VERSION = f"llguidance {version('llguidance')}, 5"
+"""What decides a mask next to grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS`, `_Vocabulary` or `DigitBound`."""
 
 _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), np.float32(-np.inf)
@@ -50,6 +51,8 @@ _LIMITS = LLParserLimits(
 """A mask is made on the engine's thread, and its time grows with the square of what may come next; that is at most all of a grammar."""
 _WALKS, _WALK = 2, 12
 """Ways into a grammar that are followed before an answer is, and how many tokens far."""
+_OWN_WORDS = frozenset({GrammarKind.LARK, GrammarKind.REGEX})
+"""Kinds that a client writes itself: what its digits are is said there."""
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "response_format",
     GrammarKind.REGEX: "regex",
@@ -57,13 +60,6 @@ _FIELDS = {
     GrammarKind.TOOLS: "tools",
     GrammarKind.FORM: "response_format",
 }
-
-
-_REWORDED = {
-    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Its branches are not told apart: write anyOf",
-    "Unimplemented keys": "these keywords of schemas are not supported",
-}
-"""What the library says of schemas, and what a client can do."""
 
 
 class Grammars:
@@ -78,9 +74,11 @@ class Grammars:
         self._vocabulary, self._tried = tokenizer, tried
         self._tokenizer: LLTokenizer | None = None
         """Made when a grammar is first asked for: some 6 us a token."""
+        self._bound: DigitBound | None = None
+        """Made with it."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, str] = OrderedDict()
-        """Why grammars are refused, by their digests."""
+        self._refusals: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        """Why grammars are refused, and for which keyword, by their digests."""
         self._lock = threading.Lock()
         """Of what is compiled and refused. Never held for long."""
         self._compiling = threading.Lock()
@@ -98,12 +96,12 @@ class Grammars:
             )
         if self._find(grammar) is not None:
             return
-        digest = sha256(json.dumps([grammar.kind, grammar.text]).encode()).digest()
+        digest = _digest(grammar)
         with self._lock:
-            why = self._refusals.get(digest)
+            known = self._refusals.get(digest)
         try:
-            if why is not None:
-                raise _Refused(why)
+            if known is not None:
+                raise _Refused(*known)
             if not self._tried and not trial(grammar):
                 raise _Refused(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
             with self._compiling:
@@ -115,23 +113,39 @@ class Grammars:
                     if len(self._compiled) > KEPT:
                         self._compiled.popitem(last=False)
         except _Refused as refused:
-            with self._lock:
-                self._refusals[digest] = refused.why
-                self._refusals.move_to_end(digest)
-                if len(self._refusals) > REFUSALS:
-                    self._refusals.popitem(last=False)
+            self._remember(digest, refused.why, refused.at)
+            field = refused.at or field
             raise InvalidRequest(f"{field}: {refused.why}", "Send a form that can be followed.", field=field) from None
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of an answer. Raises as `prepare` does."""
+        """A matcher at the beginning of an answer. Its first error refuses the grammar to later requests. Raises as `prepare` does."""
         while (compiled := self._find(grammar)) is None:
             self.prepare(grammar)
-        return Matcher(compiled.deep_copy(), self._vocabulary.size)
+        return self._begin(compiled, grammar.kind, lambda said: self._drop(grammar, said))
 
     def attempt(self, grammar: Grammar) -> None:
         """Compile a grammar and follow it a little, and keep nothing."""
         with suppress(_Refused):
-            self._compile(grammar)
+            self._compile(grammar, blames=False)
+
+    def _begin(self, compiled: LLMatcher, kind: GrammarKind, on_error: Callable[[str], object] | None = None) -> Matcher:
+        assert self._tokenizer is not None, "it is made before the first grammar is compiled"
+        bound = None if kind in _OWN_WORDS else self._bound
+        return Matcher(compiled.deep_copy(), self._vocabulary, self._tokenizer.greedy_tokenize, bound, on_error)
+
+    def _drop(self, grammar: Grammar, said: str) -> None:
+        """Refuse a grammar from now on. Copies share the budgets that an answer exhausted: another answer would end at once."""
+        logger.warning("%s: refused from now on, since an answer outgrew what can be followed: %s", _FIELDS[grammar.kind], said)
+        with self._lock:
+            self._compiled.pop(grammar, None)
+        self._remember(_digest(grammar), "it grew beyond what can be followed in an earlier answer")
+
+    def _remember(self, digest: bytes, why: str, at: str = "") -> None:
+        with self._lock:
+            self._refusals[digest] = (why, at)
+            self._refusals.move_to_end(digest)
+            if len(self._refusals) > REFUSALS:
+                self._refusals.popitem(last=False)
 
     def _find(self, grammar: Grammar) -> LLMatcher | None:
         with self._lock:
@@ -139,37 +153,34 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, *, blames: bool = True) -> LLMatcher:
         if not self._vocabulary.eos_ids:
             raise _Refused("this model has no token that ends an answer")
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
-        try:
-            match grammar.kind:
-                case GrammarKind.JSON_SCHEMA:
-                    text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
-                case GrammarKind.REGEX:
-                    text = LLMatcher.grammar_from_regex(grammar.text)
-                case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
-                    text = LLMatcher.grammar_from_lark(grammar.text)
-        except ValueError as error:
-            raise _Refused(_reworded(str(error))) from error
-        compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
-        if compiled.is_error():
-            raise _Refused(_reworded(compiled.get_error()))
+            self._bound = DigitBound(self._vocabulary)
+        compiled = _compiled(self._tokenizer, grammar)
+        if isinstance(compiled, str):
+            tokenizer = self._tokenizer
+
+            def compiles(schema: Mapping[str, Any]) -> bool:
+                return not isinstance(_compiled(tokenizer, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))), str)
+
+            logger.debug("a grammar is refused: %s", one_line(compiled))
+            raise _Refused(in_own_words(compiled), place_to_blame(grammar, compiles) if blames else "")
         for number in range(_WALKS):
-            self._walk(Matcher(compiled.deep_copy(), self._vocabulary.size), random.Random(number))
+            self._walk(grammar, self._begin(compiled, grammar.kind), random.Random(number))
         return compiled
 
-    def _walk(self, matcher: Matcher, draw: random.Random) -> None:
+    def _walk(self, grammar: Grammar, matcher: Matcher, draw: random.Random) -> None:
         """Follow a grammar for some tokens, the same ones each time, and refuse it if that is too much: answers would end in the middle."""
         written = b""
         for _ in range(_WALK):
             mask = matcher.mask()
             if matcher.error is not None:
                 behind = printable(written.decode(errors="replace"), 100)
-                raise _Refused(f"what may come behind '{behind}' is too much to follow: {matcher.error}")
+                raise _Refused(f"what may come behind '{behind}' is too much to follow", place_to_blame(grammar, lambda _: True))
             assert mask is not None, "nothing was guessed"
             allowed = np.unpackbits(mask, bitorder="little")
             allowed[sorted(self._vocabulary.eos_ids)] = 0
@@ -182,83 +193,36 @@ class Grammars:
 
 
 class _Refused(Exception):
-    """A grammar can't be followed. `why` is one line."""
+    """A grammar can't be followed. `why` is one line; `at` is the path of the keyword in the request, where it is known."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, at: str = "") -> None:
         super().__init__(why)
-        self.why = _line(why)
+        self.why, self.at = one_line(why), at
 
 
-class Matcher:
-    """Where one answer stands in its grammar."""
+def _compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher | str:
+    """The library's matcher, or why it has none."""
+    try:
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
+            case GrammarKind.REGEX:
+                text = LLMatcher.grammar_from_regex(grammar.text)
+            case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
+                text = LLMatcher.grammar_from_lark(grammar.text)
+    except ValueError as error:
+        return str(error) or "not JSON"
+    compiled = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    return compiled.get_error() or "unknown" if compiled.is_error() else compiled
 
-    def __init__(self, matcher: LLMatcher, size: int) -> None:
-        self._matcher = matcher
-        self._ahead: list[int] = []
-        """Guessed tokens that it has taken already."""
-        self._words = np.empty(-(-size // 32), np.uint32)
 
-    @property
-    def error(self) -> str | None:
-        """Why it can't go on: the grammar became too complex for the text, say."""
-        return _line(self._matcher.get_error().partition("<state>")[0]) if self._matcher.is_error() else None
-
-    def take(self, token: int) -> None:
-        """A token was drawn."""
-        if self._ahead and self._ahead[0] == token:
-            del self._ahead[0]
-            return
-        self._forget(0)
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
-
-    def mask(self, guessed: Sequence[int] = ()) -> Mask | None:
-        """What may come behind guessed tokens. None: one of those may not, so that nothing is drawn behind them."""
-        same = 0
-        while same < min(len(guessed), len(self._ahead)) and guessed[same] == self._ahead[same]:
-            same += 1
-        self._forget(same)
-        more = list(guessed[same:])
-        if more:
-            taken = self._matcher.try_consume_tokens(more)
-            self._ahead += more[:taken]
-            if taken < len(more):
-                return None
-        self._words[:] = 0
-        if not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        return self._words.view(np.uint8).copy()
-
-    def forced(self) -> list[int]:
-        """The only tokens that can come next, as many as are known."""
-        self._forget(0)
-        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-
-    def _forget(self, kept: int) -> None:
-        """Take back guessed tokens behind the first ones."""
-        if len(self._ahead) > kept:
-            self._matcher.rollback(len(self._ahead) - kept)
-            del self._ahead[kept:]
+def _digest(grammar: Grammar) -> bytes:
+    return sha256(json.dumps([grammar.kind, grammar.text]).encode()).digest()
 
 
 def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
     """Rule out, in place, the tokens that a mask does not have."""
     np.minimum(logits_V, _CEILINGS.take(mask, axis=0).reshape(-1)[: len(logits_V)], out=logits_V)
-
-
-def _reworded(text: str) -> str:
-    """Why a grammar is refused. Of an expression the library shows where in a grammar of its own it stands, which nobody wrote."""
-    wrong = re.search(r"^error: (.+)$", text, re.MULTILINE) if "regex parse error" in text else None
-    if wrong is not None:
-        text = f"an expression can't be followed: {wrong[1]}"
-    for theirs, ours in _REWORDED.items():
-        text = text.replace(theirs, ours)
-    return text
-
-
-def _line(text: str) -> str:
-    """What the library says, in one line: it draws what it was given below each other."""
-    return printable(" ".join(text.split()), 500)
 
 
 class _Vocabulary:

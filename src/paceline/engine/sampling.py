@@ -20,11 +20,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import DrawFailed
+from paceline.core.errors import DrawFailed, FormFailed
 from paceline.core.generation import SamplingParams, TokenLogprob
 from paceline.engine.arithmetic import WEIGHT_BITS, AdjustedTokens, Adjustments, adjust, log, log_of, noise_key, token_noise, weights
-from paceline.engine.grammar import Mask, Matcher
+from paceline.engine.matcher import Mask, Matcher
 
+TOO_COMPLEX = "The answer ends before its form does: the form grew beyond what can be followed"
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: their draws could not differ, but their division overflows."""
 _LEAST_MIN_P = 1e-300
@@ -154,7 +155,7 @@ def undrawable(row: DrawRow) -> DrawFailed:
     """The failure of a row without a token."""
     matcher = row.state.matcher
     if matcher is not None and matcher.error is not None:
-        return DrawFailed(f"The answer's form can't be followed any further: {matcher.error}", "Ask for a simpler form.")
+        return FormFailed(TOO_COMPLEX, "Ask for a simpler form.")
     return DrawFailed(
         f"No token can be drawn for position {row.position}: the model's logits are not finite, or every token is ruled out",
         "Ask again; if it comes back, the model's file or a machine it runs on is damaged.",

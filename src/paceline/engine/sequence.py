@@ -17,33 +17,37 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from paceline.core.errors import DrawFailed, InvalidRequest
+from paceline.core.errors import DrawFailed, FormFailed, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from paceline.core.ids import BlockId, NodeId, SequenceId
 from paceline.core.text import Vocabulary
 from paceline.engine.executor import SequenceStep, StepBatch
-from paceline.engine.sampling import Drawn, DrawRow, DrawState
+from paceline.engine.sampling import TOO_COMPLEX, Drawn, DrawRow, DrawState
 from paceline.engine.step_costs import StepLoad
 
 if TYPE_CHECKING:
     from paceline.engine.kv_source import KvFetch
+    from paceline.engine.matcher import Matcher
 
 
 class TextStream:
     """The text of one sequence."""
 
-    __slots__ = ("_decode", "_held", "_stop", "_token_bytes", "stopped", "stopped_by")
+    __slots__ = ("_decode", "_held", "_n_undecoded", "_stop", "_token_bytes", "n_cut", "stopped", "stopped_by")
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         """Start empty. Empty stop strings end nothing and are ignored."""
         self._token_bytes = vocabulary.token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode, self._n_undecoded = decoder.decode, lambda: len(decoder.getstate()[0])
         self._stop = tuple(s for s in stop if s)
         self._held = ""
         self.stopped = False
         """A stop string was found; the text is over."""
         self.stopped_by: str | None = None
         """That string."""
+        self.n_cut = 0
+        """Bytes from its first on, which are no part of the text."""
 
     def push(self, token_id: int) -> str:
         """Text that is certain, now that this token follows."""
@@ -69,6 +73,7 @@ class TextStream:
             _, at, self.stopped_by = min(ends)
             self.stopped = True
             self._held = ""
+            self.n_cut = len(text[at:].encode()) + self._n_undecoded()
             return text[:at]
         kept = len(text) - max(_overlap(text, stop) for stop in self._stop)
         self._held = text[kept:]
@@ -295,7 +300,7 @@ class Gain:
     accepted: int = 0
     """Tokens that were guessed."""
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: DrawFailed | None = None
 
 
 def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
@@ -303,7 +308,8 @@ def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
     gain = Gain()
     for one in drawn:
         if isinstance(one, DrawFailed):
-            gain.finish_reason, gain.error = FinishReason.ERROR, str(one)
+            gain.finish_reason, gain.error = FinishReason.ERROR, one
+            gain.text += seq.text.flush()
             break
         token = one.token
         gain.token_ids.append(token)
@@ -311,12 +317,27 @@ def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
             gain.logprobs.append(one.logprob)
         guessed = seq.take(token)
         gain.accepted += guessed
+        matcher = seq.draws.matcher
+        # A token that ends the answer is no part of it: whether the form is whole is asked before the matcher takes the token.
+        is_whole = matcher is None or (token in seq.stop_ids and matcher.is_accepting)
         seq.draws.count(token)
         text, gain.finish_reason = _say(seq, token)
         gain.text += text
+        if gain.finish_reason is FinishReason.STOP and matcher is not None and seq.text.stopped:
+            is_whole = matcher.accepts_without(seq.tokens[seq.n_prompt :], seq.text.n_cut)
+        if gain.finish_reason is FinishReason.STOP and not is_whole:
+            assert matcher is not None, "without a form every answer is whole"
+            gain.finish_reason, gain.error = FinishReason.ERROR, _cut_short(matcher)
         if gain.finish_reason is not None or not guessed:
             break
     return gain
+
+
+def _cut_short(matcher: Matcher) -> FormFailed:
+    """The failure of an answer that something ended before its form was whole."""
+    if matcher.error is not None:
+        return FormFailed(TOO_COMPLEX, "Ask for a simpler form.")
+    return FormFailed("The answer ends before its form does: it was stopped by stop or stop_token_ids", "Ask for it without them.")
 
 
 def carry_on(seq: SequenceState, token_ids: Iterable[int]) -> None:

@@ -20,13 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import FORM_NOT_FOLLOWED, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, Notice, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, fault_of_error, no_machines, server_fault
 from paceline.server.fields import ignored_header
+from paceline.server.formats.format import CallArguments, Content, Part
 from paceline.server.metrics import Meter
 
 OBJECT = "paceline.event"
@@ -266,15 +267,19 @@ class Answer(Response):
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 body, item = events.take(whole)
-                try:
-                    tally.count(item)
-                except Refusal:
-                    if body and self._started:
-                        await self._put(body, send)
-                    raise
+                failed = counted(tally, item)
+                partial = ""
                 for chunk in merge_chunks(item):
                     choice = base[chunk.request_id] + chunk.index
-                    body += event(choice, readers[choice].read(chunk), logprobs_of(chunk), chunk.finish_reason)
+                    parts = readers[choice].read(chunk)
+                    partial += text_of(parts)
+                    body += event(choice, parts, logprobs_of(chunk), None if failed else chunk.finish_reason)
+                if failed is not None:
+                    if not self._started:
+                        raise failed.with_text(partial)
+                    if body:
+                        await self._put(body, send)
+                    raise failed
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
@@ -283,14 +288,21 @@ class Answer(Response):
     async def _whole(self, send: Send) -> None:
         tally, events, readers = self._tally, Events(self._call), self._shape.watching(self._call.readers())
         choices = [self._shape.collected() for _ in range(tally.open)]
+        partial = [""] * tally.open
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 _, item = events.take(whole)
-                tally.count(item)
+                failed = counted(tally, item)
                 for chunk in item:
                     place = tally.base[chunk.request_id] + chunk.index
-                    choices[place].add(readers[place].read(chunk), logprobs_of(chunk), chunk.finish_reason)
+                    parts = readers[place].read(chunk)
+                    partial[place] += text_of(parts)
+                    if failed is not None and chunk.error is not None:
+                        raise failed.with_text(partial[place])
+                    choices[place].add(parts, logprobs_of(chunk), chunk.finish_reason)
                     choices[place].transfer = chunk.transfer
+                if failed is not None:
+                    raise failed
         self._check_complete()
         body = self._shape.whole(choices, tally.usage(readers))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
@@ -311,7 +323,23 @@ class Answer(Response):
 def _ending(chunk: GenerationChunk) -> Fault:
     """What a client is told of a sequence that ended by no doing of its own."""
     message = chunk.error or "The generation was aborted by the server"
+    if chunk.code == FORM_NOT_FOLLOWED:
+        return Fault(400, message, code=FORM_NOT_FOLLOWED)
     return server_fault(message) if chunk.code is None else no_machines(message, chunk.code)
+
+
+def counted(tally: Tally, chunks: Sequence[GenerationChunk]) -> Refusal | None:
+    """Count one item of the stream. Returns the failure that it ends with, if it does; its texts are still to be written."""
+    try:
+        tally.count(chunks)
+    except Refusal as refusal:
+        return refusal
+    return None
+
+
+def text_of(parts: Sequence[Part]) -> str:
+    """What a client of a failed answer is shown of it: content, and the arguments of calls."""
+    return "".join([part.text for part in parts if isinstance(part, Content | CallArguments)])
 
 
 def merge_chunks(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import orjson
@@ -54,10 +54,27 @@ ANTHROPIC_TYPES = {
 
 
 OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
-    Api.ANTHROPIC: {"response_format": "output_config.format"},
-    Api.OLLAMA: {"response_format": "format"},
+    Api.ANTHROPIC: {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        ".function.parameters": ".input_schema",
+    },
+    Api.OLLAMA: {"response_format.json_schema.schema": "format", "response_format": "format"},
 }
-"""What APIs call fields of the chat that their requests become."""
+"""Names of fields of the chat that an API's requests become, and its own: of beginnings, and with a dot in front of parts."""
+
+
+def own_field(names: Mapping[str, str], inner: str | None) -> str | None:
+    """The name that an API has for a field of the chat, or for a place in one; None: it has none of its own."""
+    if inner is None:
+        return None
+    found = inner
+    for theirs, ours in names.items():
+        if theirs.startswith("."):
+            found = found.replace(theirs, ours, 1)
+        elif found == theirs or found.startswith((f"{theirs}.", f"{theirs}[")):
+            found = ours + found[len(theirs) :]
+    return None if found == inner else found
 
 
 def rename_field(message: str, inner: str | None, outer: str | None) -> str:
@@ -75,18 +92,21 @@ class Fault:
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
+    partial_text: str = ""
+    """What an answer that was not streamed had before it failed."""
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        message = rename_field(self.message, self.param, OWN_NAMES.get(api, {}).get(self.param or "")).encode("utf-8", "replace").decode()
+        message = rename_field(self.message, self.param, own_field(OWN_NAMES.get(api, {}), self.param)).encode("utf-8", "replace").decode()
+        partial = {"partial_text": self.partial_text} if self.partial_text else {}
         match api:
             case Api.OPENAI:
-                return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
+                return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code, **partial}})
             case Api.ANTHROPIC:
                 kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-                return orjson.dumps({"error": {"type": kind, "message": message}, "type": "error"})
+                return orjson.dumps({"error": {"type": kind, "message": message, **partial}, "type": "error"})
             case Api.OLLAMA:
-                return orjson.dumps({"error": message})
+                return orjson.dumps({"error": message, **partial})
 
     def response(self, api: Api) -> Response:
         """The whole HTTP answer."""
@@ -99,6 +119,10 @@ class Refusal(Exception):
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
         self.fault = fault
+
+    def with_text(self, text: str) -> Refusal:
+        """The same, with what the answer had before it failed."""
+        return Refusal(replace(self.fault, partial_text=text))
 
 
 STOPPING = Fault(503, "The server is stopping. Try again in a moment.", "server_error", code=SERVER_STOPPING, headers={"Retry-After": "2"})

@@ -1,7 +1,8 @@
 """Fields that a body's model does not have: one rule for every API.
 
-Law: a field that is known to change an answer elsewhere, and is not served here, is refused by name, unless its value means "off". Any other is
-ignored, and the answer's header says so: nothing is dropped in silence.
+Law: a field that is known to change an answer elsewhere, and is not served here, is refused by name, unless its value means "off". In an object where
+every field changes the answer (`messages.ClosedObject`), each unknown name is refused. Any other is ignored, and the answer's header says so: nothing
+is dropped in silence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, fault_of_validation
-from paceline.server.messages import json_bytes
+from paceline.server.messages import ClosedObject, json_bytes
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40
@@ -142,6 +143,29 @@ def check_fields(asked: BaseModel, at: str = "") -> None:
         unserved = UNSERVED.get(name)
         if unserved is not None and not unserved.is_off(value):
             raise Refusal(Fault(400, f"{at}{name}: {unserved.why}", param=at + name, code="unsupported_parameter"))
+    for name in CLOSED_IN & asked.model_fields_set & type(asked).model_fields.keys():
+        _check_closed(getattr(asked, name), at + name)
+
+
+CLOSED_IN: Final = frozenset({"response_format", "tool_choice", "tools", "stream_options", "text"})
+"""Fields of bodies in which closed objects stand."""
+
+
+def _check_closed(value: object, at: str) -> None:
+    """Refuse unknown names in closed objects, however deep."""
+    if isinstance(value, list):
+        for place, one in enumerate(cast("list[object]", value)):
+            _check_closed(one, f"{at}[{place}]")
+    if not isinstance(value, BaseModel):
+        return
+    for name, extra in (value.model_extra or {}).items() if isinstance(value, ClosedObject) else ():
+        if extra is not None:
+            known = ", ".join(field.alias or name for name, field in type(value).model_fields.items())
+            raise Refusal(
+                Fault(400, f"{at}.{name}: is not known there. Known: {known}.", param=f"{at}.{name}", code="unsupported_parameter")
+            )
+    for name in value.model_fields_set & type(value).model_fields.keys():
+        _check_closed(getattr(value, name), f"{at}.{type(value).model_fields[name].alias or name}")
 
 
 def ignored_fields(asked: BaseModel) -> tuple[str, ...]:

@@ -88,6 +88,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
 
+class ClosedObject(Strict):
+    """An object in which every field changes the answer: names that it does not have are refused, see `server.fields`."""
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
@@ -114,7 +118,7 @@ class ToolCall(Strict):
     index: int | None = Field(default=None, description="Ignored.")
 
 
-class Function(Strict):
+class Function(ClosedObject):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema. Where missing: no parameters.")
@@ -127,21 +131,21 @@ class Tool(Strict):
     cache_control: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
-class NamedFunction(Strict):
+class NamedFunction(ClosedObject):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(ClosedObject):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Strict):
+class AllowedTools(ClosedObject):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolChoice(Strict):
+class AllowedToolChoice(ClosedObject):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 

@@ -149,6 +149,9 @@ class ErrorDetail(BaseModel):
     type: str
     param: str | None
     code: str | None
+    partial_text: str = Field(
+        default="", description="What an answer that was not streamed had before it failed; missing where it had nothing"
+    )
 
 
 class ErrorReply(BaseModel):

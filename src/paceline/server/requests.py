@@ -27,7 +27,7 @@ from paceline.core.generation import (
     TEMPERATURE,
     TOP_P,
 )
-from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
+from paceline.server.messages import MAX_TOOLS, ClosedObject, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
 
 UNION_TAGS = frozenset(
     f"as-{kind}"
@@ -43,7 +43,7 @@ MAX_CHOICES = 128
 MAX_PROMPT_IDS = 1 << 22
 
 
-class StreamOptions(Strict):
+class StreamOptions(ClosedObject):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Ignored.")
     include_events: bool | None = Field(
@@ -51,24 +51,29 @@ class StreamOptions(Strict):
     )
 
 
-class TextFormat(Strict):
+class TextFormat(ClosedObject):
     type: Literal["text"]
 
 
-class JsonObjectFormat(Strict):
-    type: Literal["json_object"]
-
-
-class JsonSchema(Strict):
+class JsonObjectFormat(ClosedObject):
     model_config = ConfigDict(populate_by_name=True)
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="Beyond OpenAI's, as llama.cpp has it: the answer is of this schema."
+    )
+
+
+class JsonSchema(ClosedObject):
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = Field(default=None, description="Ignored.")
     description: str | None = Field(default=None, description="Ignored.")
     schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="Where missing: any object.")
     strict: bool | None = Field(default=None, description="Ignored: a schema is always kept to.")
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(ClosedObject):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -182,7 +187,8 @@ class Sampling(ExtendedSampling):
 
     response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
     grammar: GrammarText | None = Field(
-        default=None, description="Beyond OpenAI's: the answer is of this Lark grammar, as llguidance reads it."
+        default=None,
+        description="Beyond OpenAI's: the answer is of this grammar: Lark's, as llguidance reads it, or where it has `::=` GBNF, as llama.cpp has it.",
     )
     regex: GrammarText | None = Field(default=None, description="Beyond OpenAI's: the whole answer matches this regular expression.")
 

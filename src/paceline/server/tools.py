@@ -15,8 +15,9 @@ from paceline.core.inference import ServedModel
 from paceline.core.text import Given, Tokenizer
 from paceline.server.call import Reading
 from paceline.server.formats.format import Format, find_format
+from paceline.server.formats.gbnf import gbnf_as_lark, is_gbnf
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
-from paceline.server.formats.lax_grammar import followed_schema
+from paceline.server.formats.schema import followed_schema
 from paceline.server.messages import (
     AllowedToolChoice,
     NamedTool,
@@ -212,15 +213,14 @@ def grammar_of(asked: Sampling) -> Grammar | None:
     """
     forms: dict[str, Grammar] = {}
     if asked.grammar is not None:
-        forms["grammar"] = Grammar(GrammarKind.LARK, asked.grammar)
+        forms["grammar"] = Grammar(GrammarKind.LARK, gbnf_as_lark(asked.grammar) if is_gbnf(asked.grammar) else asked.grammar)
     if asked.regex is not None:
         forms["regex"] = Grammar(GrammarKind.REGEX, asked.regex)
     match asked.response_format:
-        case JsonObjectFormat():
-            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case JsonObjectFormat(schema_=schema):
+            forms["response_format"] = _of_schema(schema, "response_format.schema")
         case JsonSchemaFormat(json_schema=described):
-            schema = ANY_OBJECT if described.schema_ is None else json_bytes(_followed(described.schema_)).decode()
-            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, schema)
+            forms["response_format"] = _of_schema(described.schema_, "response_format.json_schema.schema")
         case _:
             pass
     if len(forms) > 1:
@@ -228,13 +228,14 @@ def grammar_of(asked: Sampling) -> Grammar | None:
     return next(iter(forms.values()), None)
 
 
-def _followed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        return followed_schema(schema)
-    except RecursionError as error:
-        raise InvalidRequest(
-            "response_format: the schema is nested too deep", "Send a form that can be followed.", field="response_format"
-        ) from error
+def _of_schema(schema: Mapping[str, Any] | None, at: str) -> Grammar:
+    """The form of JSON of a schema; where there is none, of any object."""
+    return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT if schema is None else json_bytes(_followed(schema, at)).decode())
+
+
+def _followed(schema: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A schema as it is followed, with its place in the request: what compiles it names the place where it can't."""
+    return {"$comment": at, **followed_schema(schema, at)}
 
 
 def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading | None, special: Mapping[str, int]) -> Grammar | None:
@@ -267,7 +268,9 @@ def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading 
         made = calls_grammar(
             reading.format,
             {
-                name: tool.function.parameters or {} if tool.function.strict or choice is not BranchChoice.AUTO else {}
+                name: _followed(tool.function.parameters or {}, f"tools[{(asked.tools or []).index(tool)}].function.parameters")
+                if tool.function.strict or choice is not BranchChoice.AUTO
+                else {}
                 for name, tool in tools.callable.items()
             },
             choice,

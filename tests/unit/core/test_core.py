@@ -34,7 +34,7 @@ def test_the_tree_is_the_one_in_its_docstring() -> None:
     classes = {name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, PacelineError)}
     assert classes.keys() <= named
     for name, kind in classes.items():
-        if name not in {"PacelineError", "DrawFailed", "ExecutorLost", "ExecutorUnavailable", "EngineGone"}:
+        if name not in {"PacelineError", "DrawFailed", "FormFailed", "ExecutorLost", "ExecutorUnavailable", "EngineGone"}:
             assert sum(issubclass(kind, branch) for branch in (UserError, RequestError, FleetError)) == 1
 
 

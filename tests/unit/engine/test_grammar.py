@@ -75,7 +75,7 @@ def ask(n: int, grammar: Grammar | None = SCHEMA, **fields: object) -> Generatio
 
 
 def answers(
-    *requests: GenerationRequest, depth: int = 1, lose: tuple[int, ...] = (), n_blocks: int = 400, grammars: bool = True
+    *requests: GenerationRequest, depth: int = 1, lose: tuple[int, ...] = (), n_blocks: int = 400, grammars: Grammars | bool = True
 ) -> tuple[list[Answer], int]:
     """What requests answer together, and the steps that took."""
     runner = NullRunner(n_blocks=n_blocks, block_size=4, vocab=VOCABULARY.size, one_path=True)
@@ -83,7 +83,7 @@ def answers(
     seeds = count()
     engine = Engine(
         InOrderExecutor(runner, depth, lose, None), VOCABULARY, config, FakeClock(), entropy=lambda: next(seeds), drafting=DraftingConfig(),
-        grammars=Grammars(VOCABULARY) if grammars else None,
+        grammars=Grammars(VOCABULARY) if grammars is True else grammars or None,
     )  # fmt: skip
     for request in requests:
         engine.add(request)
@@ -94,7 +94,7 @@ def answers(
             answer = found[chunk.request_id]
             answer.text += chunk.text
             answer.token_ids += chunk.token_ids
-            answer.finish, answer.error = chunk.finish_reason, chunk.error
+            answer.finish, answer.error, answer.code = chunk.finish_reason, chunk.error, chunk.code
         engine.check_invariants()
         steps += 1
     return list(found.values()), steps
@@ -164,14 +164,14 @@ def test_regular_expressions_and_grammars() -> None:
     ("kind", "text", "says"),
     [
         (GrammarKind.JSON_SCHEMA, "{", "response_format: "),
-        (GrammarKind.JSON_SCHEMA, '{"type": "nonsense"}', "response_format: Invalid type: nonsense"),
-        (GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": false}, "required": ["a"]}', "'a' is unsatisfiable"),
-        (GrammarKind.JSON_SCHEMA, '{"oneOf": [{"type": "object"}, {"type": "object", "minProperties": 1}]}', "write anyOf"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "nonsense"}', "response_format: it names a type"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": false}, "required": ["a"]}', "allows nothing"),
+        (GrammarKind.JSON_SCHEMA, '{"oneOf": [{"type": "object"}, {"type": "object", "minProperties": 1}]}', "oneOf"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "https://example.org/schema.json"}', "response_format: "),
-        (GrammarKind.JSON_SCHEMA, '{"not": {}}', 'these keywords of schemas are not supported: ["not"]'),
+        (GrammarKind.JSON_SCHEMA, '{"not": {}}', "keywords that are not supported"),
         (GrammarKind.REGEX, "(", "regex: an expression can't be followed: unclosed group"),
-        (GrammarKind.REGEX, "a(?=b)", "regex: an expression can't be followed: look-around, "),
-        (GrammarKind.LARK, "start: other", "unknown name"),
+        (GrammarKind.REGEX, "a(?=b)", "regex: look-around"),
+        (GrammarKind.LARK, "start: other", "the rule other"),
         (GrammarKind.LARK, "x" * (256 << 10 | 1), "262145 letters"),
     ],
 )  # fmt: skip
@@ -250,14 +250,14 @@ def test_a_schema_that_would_grow_without_end_is_refused_or_followed(schema: str
     """By what is counted while it is compiled and followed; memory and time are bounded with it."""
     with suppress(InvalidRequest):
         [answer], _ = answers(ask(1, Grammar(GrammarKind.JSON_SCHEMA, schema)))
-        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "form can't be followed" in (answer.error or "")
+        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "can be followed" in (answer.error or "")
 
 
 @pytest.mark.parametrize("grammar", ['start: x\nx: "a" | x x | x x x', "start: /" + "(a|b)?" * 2000 + "/", "start: /(.*a){200}/"])
 def test_a_grammar_that_is_costly_to_follow_ends_in_an_answer_or_an_error(grammar: str) -> None:
     with suppress(InvalidRequest):
         [answer], _ = answers(ask(1, Grammar(GrammarKind.LARK, grammar)))
-        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "form can't be followed" in (answer.error or "")
+        assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "can be followed" in (answer.error or "")
 
 
 @pytest.mark.parametrize(
@@ -287,9 +287,9 @@ HIDDEN = {
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        (WIDE, r"behind '\[*' is too much to follow: .*items"),
-        (HIDDEN, r"behind '\{.*' is too much to follow: .*items"),
-        ({"anyOf": WIDE["anyOf"] * 4}, "grammar size"),
+        (WIDE, r"behind '\[*' is too much to follow"),
+        (HIDDEN, r"behind '\{.*' is too much to follow"),
+        ({"anyOf": WIDE["anyOf"] * 4}, "too large"),
     ],
     ids=["at once", "behind other text", "as a whole"],
 )

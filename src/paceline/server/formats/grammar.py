@@ -209,8 +209,9 @@ class _Calls:
             return [f"{self.lark.quoted(value)} {rest}" for value in cast("list[object]", values) if isinstance(value, str)]
         least, most = (schema.get(name) for name in ("minLength", "maxLength"))
         body = f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/" if least or most is not None else ANY
-        if isinstance(pattern := schema.get("pattern"), str):
-            body += " & " + _whole(pattern)
+        for pattern in (schema.get("pattern"), *(part.get("pattern") for part in schema.get("allOf") or () if isinstance(part, dict))):
+            if isinstance(pattern, str):
+                body += " & " + _whole(pattern)
         if self.lark.first_special(close):
             return [f"{self.lark.terminal(body)} {self.lark.literal(after)}"]
         body += " & ~/(.|\\n)*" + in_regex(re.escape(close)) + "(.|\\n)*/"

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest
-from paceline.server.faults import rename_field
+from paceline.server.faults import own_field, rename_field
 from paceline.server.fields import inner_request
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
@@ -334,7 +334,7 @@ def chat_request_of(asked: ResponsesRequest, messages: Sequence[Message]) -> Cha
     if asked.text is not None and asked.text.format is not None:
         form = asked.text.format.model_dump(by_alias=True, exclude_none=True)
         kind = form.pop("type")
-        given["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind}
+        given["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind, **form}
     if asked.tools:
         given["tools"] = [
             Tool(
@@ -365,7 +365,9 @@ def _named(name: str) -> dict[str, object]:
 NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    ".function.parameters": ".parameters",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
@@ -382,5 +384,5 @@ def translate_error(error: InvalidRequest | ContextOverflow, origins: Sequence[s
         rest = found[2].replace(".tool_call_id", ".call_id")
         outer = origins[int(found[1])] + (rest if origins[int(found[1])].startswith("input[") else "")
     else:
-        outer = NAMES.get(inner, inner)
+        outer = own_field(NAMES, inner) or inner
     return type(error)(rename_field(error.message, inner, outer), error.hint.replace("max_tokens", "max_output_tokens"), field=outer)

@@ -10,10 +10,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import NO_MACHINE, ExecutorUnavailable, FleetError, NodeUnreachable, PacelineError, goes_elsewhere
+from paceline.core.errors import (
+    FORM_NOT_FOLLOWED,
+    NO_MACHINE,
+    ExecutorUnavailable,
+    FleetError,
+    NodeUnreachable,
+    PacelineError,
+    goes_elsewhere,
+)
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
@@ -24,6 +32,8 @@ PATIENCE_S = 30.0
 LOADING_S = 300.0
 """And how long where one that it lost runs anew and has the model, which takes as long to load as it is large. Raising it: an answer whose node came
 back without the model ends later."""
+_FINAL: Final = frozenset({None, FORM_NOT_FOLLOWED})
+"""Codes of endings that would be the same at every node."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Before all nodes are asked again; doubled each time."""
 
@@ -163,8 +173,8 @@ class Forwarded:
         if any(self._lacks_scores(chunk, item) for chunk in item):
             await self._leave(leg, FleetError(f"{leg.node_id} says no log probabilities of prompts: it runs an earlier version"))
             return ()
-        lost = next((chunk for chunk in item if chunk.code is not None), None)
-        gained = [self._unsaid(chunk) for chunk in item if chunk.code is None and self._takes(chunk)]
+        lost = next((chunk for chunk in item if chunk.code not in _FINAL), None)
+        gained = [self._unsaid(chunk) for chunk in item if chunk.code in _FINAL and self._takes(chunk)]
         if self._n_legs > 1:
             gained = [replace(chunk, request_id=self._request.request_id) for chunk in gained]
         if lost is not None:

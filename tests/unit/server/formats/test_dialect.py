@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.formats.lax_grammar import followed_schema
+from paceline.server.formats.schema import followed_schema
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,23 @@ from paceline.server.formats.lax_grammar import followed_schema
             {"oneOf": [{"format": "x"}], "discriminator": {"propertyName": "kind"}},
             {"anyOf": [{}]},
         ),
-        ({"$ref": "#/$defs/a", "description": "b", "nullable": True, "minLength": 1}, {"$ref": "#/$defs/a", "minLength": 1}),
-        ({"oneOf": [{"type": "string"}], "nullable": True, "example": 1}, {"oneOf": [{"type": "string"}, {"type": "null"}]}),
+        (
+            {"$ref": "#/$defs/a", "description": "b", "nullable": True, "minLength": 1, "$defs": {"a": {"format": "x"}}},
+            {"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {}}},
+        ),
+        ({"oneOf": [{"type": "string"}], "nullable": True, "example": 1}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         ({"anyOf": [{"type": "null"}], "nullable": True}, {"anyOf": [{"type": "null"}]}),
-        ({"oneOf": [{"type": "string"}]}, {"oneOf": [{"type": "string"}]}),
+        ({"oneOf": [{"type": "string"}]}, {"anyOf": [{"type": "string"}]}),
         ({"const": {"format": "x", "nullable": True, "type": "a"}}, {"const": {"format": "x", "nullable": True, "type": "a"}}),
         ({"default": {"format": "x"}, "enum": [{"format": "x"}]}, {"default": {"format": "x"}, "enum": [{"format": "x"}]}),
         (
             {"properties": {"format": {"format": "x"}, "enum": {"format": "x"}, "nullable": True}},
             {"properties": {"format": {}, "enum": {}, "nullable": True}},
         ),
-        ({"components": {"schemas": {"const": {"format": "x"}}}}, {"components": {"schemas": {"const": {}}}}),
+        (
+            {"components": {"schemas": {"const": {"format": "x"}}}, "$ref": "#/components/schemas/const"},
+            {"components": {"schemas": {"const": {}}}, "$ref": "#/components/schemas/const"},
+        ),
         ({"items": [{"format": "x"}, True], "format": 7}, {"items": [{}, True], "format": 7}),
     ],
 )

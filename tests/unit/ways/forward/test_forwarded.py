@@ -14,6 +14,7 @@ from tests.unit.machine.test_host import host_of
 from tests.unit.net.member.nodes import in_loop, until
 
 from paceline.core.errors import (
+    FORM_NOT_FOLLOWED,
     ContextOverflow,
     ExecutorUnavailable,
     FleetError,
@@ -156,6 +157,17 @@ async def test_a_node_that_lost_its_machines_before_the_first_token_has_not_begu
     assert refused.value.code == "pipeline_aborted"
     begun = await collect(forwarded(Script([chunk(0)], ended)))
     assert [one.code for one in begun[1:]] == ["pipeline_aborted"] * 2
+
+
+@in_loop
+async def test_an_answer_whose_form_failed_is_not_asked_of_the_next_node() -> None:
+    ended = [
+        GenerationChunk(ID, index, (), "", finish_reason=FinishReason.ERROR, error="too complex", code=FORM_NOT_FOLLOWED)
+        for index in (0, 1)
+    ]
+    second = whole()
+    found = await collect(forwarded(Script([chunk(0)], ended), second))
+    assert [one.code for one in found[1:]] == [FORM_NOT_FOLLOWED] * 2
 
 
 @in_loop
