@@ -19,6 +19,7 @@ from paceline.cli.options import up_params
 from paceline.cli.terminal import Terminal, print_lines
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.files import write_file
+from paceline.core.processes import python_command
 from paceline.store.home import Home
 
 app = typer.Typer(no_args_is_help=True, help="Run `paceline up` as a service of this machine.")
@@ -33,7 +34,7 @@ MANAGER_S: Final = 120.0
 
 def unit(args: list[str], home: Path, drain_s: float, *, of_machine: bool) -> str:
     """A unit of systemd. A stop by SIGTERM is no failure; what a person must mend (exit code 2) is not tried again."""
-    command = " ".join(_quoted(arg) for arg in (sys.executable, "-m", "paceline", "up", *args))
+    command = " ".join(_quoted(arg) for arg in python_command("-m", "paceline", "up", *args))
     return f"""# {MARK}
 [Unit]
 Description=Paceline, one OpenAI endpoint out of the machines you own
@@ -62,7 +63,7 @@ def plist(args: list[str], home: Path, drain_s: float) -> bytes:
         {
             "Label": NAME,
             "Comment": MARK,
-            "ProgramArguments": [sys.executable, "-m", "paceline", "up", *args],
+            "ProgramArguments": python_command("-m", "paceline", "up", *args),
             "EnvironmentVariables": {"PACELINE_HOME": str(home)},
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},

@@ -18,6 +18,7 @@ from functools import cache
 from typing import IO, cast
 
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.core.processes import python_command
 from paceline.core.text import Tokenizer
 
 SECONDS = 2.0
@@ -55,8 +56,8 @@ class GrammarTrial:
             return False
 
     def _started(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.engine.grammar_trial"],
+        child = subprocess.Popen(  # noqa: S603  our own program
+            python_command("-m", "paceline.engine.grammar_trial"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self._end = weakref.finalize(self, _end, child)

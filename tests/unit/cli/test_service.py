@@ -27,7 +27,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
 
 def test_the_unit_says_how_to_stop_and_when_to_start_again(tmp_path: Path) -> None:
     lines = service.unit(ARGS, tmp_path, 45, of_machine=False).splitlines()
-    command = r'"-m" "paceline" "up" "--model" "a b" "--drain-s" "45" "--api-key" "x\"y%%z$$HOME\\"'
+    command = r'"-P" "-m" "paceline" "up" "--model" "a b" "--drain-s" "45" "--api-key" "x\"y%%z$$HOME\\"'
     assert f'ExecStart="{sys.executable}" {command}' in lines
     assert {"Restart=on-failure", "SuccessExitStatus=130 143", "TimeoutStopSec=60", "WantedBy=default.target"} <= set(lines)
     assert "WantedBy=multi-user.target" in service.unit([], tmp_path, 30, of_machine=True)
@@ -36,7 +36,7 @@ def test_the_unit_says_how_to_stop_and_when_to_start_again(tmp_path: Path) -> No
 
 def test_the_property_list_comes_back(tmp_path: Path) -> None:
     read = plistlib.loads(service.plist(ARGS, tmp_path, 45))
-    assert read["ProgramArguments"] == [sys.executable, "-m", "paceline", "up", *ARGS]
+    assert read["ProgramArguments"] == [sys.executable, "-P", "-m", "paceline", "up", *ARGS]
     assert (read["KeepAlive"], read["ExitTimeOut"]) == ({"SuccessfulExit": False}, 60)
     assert read["EnvironmentVariables"] == {"PACELINE_HOME": str(tmp_path)}
 
