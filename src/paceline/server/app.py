@@ -267,7 +267,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Guard, settings=service.settings, meter=service.meter, clock=service.clock)
+    app.add_middleware(Guard, settings=service.settings, meter=service.meter)
     app.add_middleware(RequestLog, clock=service.clock)
     _add_faults(app)
     _add_routes(app, service)

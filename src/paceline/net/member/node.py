@@ -139,7 +139,7 @@ class FleetNode:
             *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
             *(self.gossip.revocation_of, self.trust_keeper.check_age),
         )
-        server = NodeServer(self.identity, guard, watch, self.rpcs)
+        server = NodeServer(self.identity, guard, watch, self.rpcs, self.trust)
         server.add(
             capability_service(self.gossip, guard, lambda: own_facts(self._clock, self._tensors.port if self._tensors is not None else 0)),
             control_service(self.identity, guard, self.sight),

@@ -24,7 +24,6 @@ from paceline.backends.options import DeviceKind
 from paceline.core.background import came_within, tell_loop
 from paceline.core.errors import (
     BadPipelineRequest,
-    NotTrusted,
     PacelineError,
     PlacementError,
     ShardUnavailable,
@@ -33,7 +32,7 @@ from paceline.core.errors import (
     WeightsMismatch,
     WrongBytes,
 )
-from paceline.core.ids import NodeId, Trust
+from paceline.core.ids import NodeId
 from paceline.core.manifest import ByteRuns, ModelManifest
 from paceline.core.model import BLOCK_TOKENS, ModelSpec
 from paceline.fleet.eligibility import Use
@@ -112,7 +111,6 @@ class RankHost:
     """Lives on one event loop.
 
     Args:
-        check_caller: raises NotTrusted for members that are not served.
         threads: of a rank; None: one a core.
         beside: models that lie elsewhere than in the home.
     """
@@ -121,11 +119,10 @@ class RankHost:
         self,
         fleet: FleetNode,
         home: Home,
-        check_caller: Callable[[Member], None],
         threads: int | None = None,
         beside: Sequence[ModelLocation] = (),
     ) -> None:
-        self._fleet, self._home, self._check, self._beside = fleet, home, check_caller, beside
+        self._fleet, self._home, self._beside = fleet, home, beside
         self._threads = threads or usable_cores()
         self._open = 0
         self._held: list[tuple[HostedRank, int]] = []
@@ -154,18 +151,8 @@ class RankHost:
                     await self._ended.wait()
 
     def service(self, guard: PeerGuard) -> Service:
-        limits = {"RankService/OpenRank": Limit(16 * KIB, 16)}
+        limits = {"RankService/OpenRank": Limit(16 * KIB, 16, least=Use.HAVE_RANKS_RUN)}
         return Service(partial(add_RankServiceServicer_to_server, RankServicer(self, guard.peer)), limits)
-
-    def admit(self, caller: Member) -> None:
-        """Check a caller before anything else is looked at.
-
-        Raises:
-            NotTrusted: this caller is not served.
-        """
-        self._check(caller)
-        if caller.trust is Trust.GUEST:
-            raise NotTrusted(f"{caller.node_id} is a guest of the fleet, and tensor ranks are run for members", who=caller.node_id)
 
     async def open(self, request: RankRequest, caller: Member) -> AsyncGenerator[RankEvent]:
         """A rank: how far its load is, opened, at worst a fault as the last. Closing it ends the rank.
@@ -339,8 +326,6 @@ class RankServicer(RankServiceServicer):
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def OpenRank(self, request: wire.OpenRankRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        caller = self._who(context)
-        self._host.admit(caller)
-        async with aclosing(self._host.open(read_open(request), caller)) as events:
+        async with aclosing(self._host.open(read_open(request), self._who(context))) as events:
             async for event in events:
                 await context.write(write_event(event))

@@ -29,6 +29,7 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import BLOCK_TOKENS
+from paceline.fleet.eligibility import Use
 from paceline.machine.kv_spans import KvMover
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
@@ -376,10 +377,10 @@ class ShardServicer(ShardServiceServicer):
 
 def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Service:
     limits = {
-        "ShardService/OpenStage": Limit(4 * KIB, 64),
-        "ShardService/ConnectStage": Limit(64 * KIB, 128),
-        "ShardService/WarmLayers": Limit(4 * KIB, 64),
-        "ShardService/KvBlocks": Limit(256 * KIB, 64),
-        "ShardService/EchoRows": Limit(KIB, 16),
+        "ShardService/OpenStage": Limit(4 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/KvBlocks": Limit(256 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/EchoRows": Limit(KIB, 16, least=Use.HAVE_LAYERS_RUN),
     }
     return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)
