@@ -204,7 +204,8 @@ class RankHost:
         ends.callback(expected.cancel)
         yield RankOpened(self._fleet.tensors.port, expected.ticket, rank.process.numerics_id)
         deadline, ended, loop = time.perf_counter() + CONNECT_S, asyncio.Event(), asyncio.get_running_loop()
-        way = partial(dial, request.addresses, caller, request.ticket, self._fleet.identity, self._fleet.gossip.voids, deadline)
+        addresses = self._fleet.tensor_addresses_of(caller.node_id, int(request.addresses[0].rpartition(":")[2]))
+        way = partial(dial, addresses, caller, request.ticket, self._fleet.identity, self._fleet.gossip.voids, deadline)
         accept = partial(expected.wait, deadline)
         await in_thread(partial(rank.connect, way, accept, caller.node_id, partial(tell_loop, loop, ended.set)), expected.cancel)
         while rank.gone is None and not await came_within(ended, LOOK_S):

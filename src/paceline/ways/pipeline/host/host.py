@@ -223,10 +223,10 @@ class NodeShardHost:
         session = found.session
         if session is None or found.connecting:
             raise BadPipelineRequest("This session is not open yet, or connected already")
-        go = self._ends.way(to, session.request.dtype)
-        found.connecting = True
         deadline = self._clock.monotonic() + self._limits.connect_s
         try:
+            go = self._ends.way(to, session.request.dtype)
+            found.connecting = True
             sink = await opened_in_thread(partial(go, deadline))
         except (NodeUnreachable, TensorStreamError) as error:
             found.connecting = False  # the caller may know another way

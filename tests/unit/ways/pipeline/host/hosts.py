@@ -176,7 +176,9 @@ class Net:
     def ends(self, identity: Identity) -> tuple[TensorListener, TensorEnds]:
         listener = TensorListener(identity, self.fleet.revocations.voids, self.fleet.clock, Refusals())
         listener.start("127.0.0.1")
-        return listener, TensorEnds(lambda: listener, identity, self.fleet.revocations.voids, self.member_of)
+        return listener, TensorEnds(
+            lambda: listener, identity, self.fleet.revocations.voids, self.member_of, lambda _, port: [f"127.0.0.1:{port}"]
+        )
 
 
 @dataclass(slots=True)
