@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import IO, cast
 
+from paceline.core.errors import Overloaded
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.core.processes import python_command
 from paceline.core.text import Tokenizer
@@ -68,6 +69,11 @@ AT_ONCE = 3
 """Children of this process. Raising it: more forms that take seconds hold up none of the others, and take that many cores."""
 
 
+MOST_WAITING = 8
+"""Forms that wait for a child. Raising it: behind forms that take all their time, a new one waits longer; lowering it: bursts of new forms are refused."""
+_ROOM = threading.Semaphore(AT_ONCE + MOST_WAITING)
+
+
 @cache
 def _trials() -> queue.LifoQueue[GrammarTrial]:
     waiting: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
@@ -77,13 +83,22 @@ def _trials() -> queue.LifoQueue[GrammarTrial]:
 
 
 def trial(grammar: Grammar) -> bool:
-    """Whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves."""
-    waiting = _trials()
-    one = waiting.get()
+    """Return whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves.
+
+    Raises:
+        Overloaded: too many others wait.
+    """
+    if not _ROOM.acquire(blocking=False):
+        raise Overloaded("Many forms that were not seen before are being tried", "Send it again.", retry_after_s=2)
     try:
-        return one.survives(grammar)
+        waiting = _trials()
+        one = waiting.get()
+        try:
+            return one.survives(grammar)
+        finally:
+            waiting.put(one)
     finally:
-        waiting.put(one)
+        _ROOM.release()
 
 
 def _nothing() -> None:

@@ -225,7 +225,8 @@ class Guard:
         said = headers.get(REQUEST_ID)
         request_id = said if said is not None and _REQUEST_ID.fullmatch(said) else b"req_" + uuid4().hex.encode()
         own.append((REQUEST_ID, request_id))
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        has_key = self._has_key(headers) or is_owner(headers, self._owner_key)
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), has_key=has_key)
         begun = False
 
         def counted(message: Message) -> Awaitable[None]:
@@ -250,6 +251,9 @@ class Guard:
         finally:
             meter.in_flight -= 1
 
+    def _has_key(self, headers: Headers) -> bool:
+        return self._key is None or _is_same(_sent(headers), self._key)
+
     def _answer(self, scope: Scope, headers: Headers, path: str) -> Response | None:
         """What is answered here; None: the application answers."""
         fault = self._pages.refusal(scope, headers)
@@ -260,7 +264,7 @@ class Guard:
         if fault is None and path.startswith(OWNER_PATHS):
             fault = None if is_owner(headers, self._owner_key) else BAD_KEY
         elif fault is None and path not in OPEN_PATHS:
-            fault = None if self._key is None or _is_same(_sent(headers), self._key) else BAD_KEY
+            fault = None if self._has_key(headers) else BAD_KEY
             if fault is None and not _REQUEST_ID.fullmatch(headers.get(REQUEST_ID, b"-")):
                 fault = Fault(400, "X-Request-Id: send 1 to 128 printable ASCII characters without blanks", code="invalid_request_id")
             if fault is None and self._meter.in_flight > self._max_requests:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -78,6 +79,8 @@ BUSY_TIMES, BUSY_S = 5, 0.5
 """Times that a node is asked again for weights, and how long after."""
 MOST_RANKS = 4
 """Of groups of others, side by side. Each is a process, and takes cores from the others."""
+MOST_RANKS_OF_ONE = MOST_RANKS // 2
+"""Of one node's groups. Raising it: one node may keep all others out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ class RankHost:
     ) -> None:
         self._fleet, self._home, self._beside = fleet, home, beside
         self._threads = threads or usable_cores()
-        self._open = 0
+        self._open = Counter[NodeId]()
         self._held: list[tuple[HostedRank, int]] = []
         """And the bytes that each needs."""
         self.left_bytes: Callable[[], int | None] = lambda: None
@@ -146,7 +149,7 @@ class RankHost:
         """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                while self._open:
+                while self._open.total():
                     self._ended.clear()
                     await self._ended.wait()
 
@@ -160,15 +163,17 @@ class RankHost:
         Raises:
             PipelineError: it can't be had.
         """
-        if self._open >= MOST_RANKS:
-            raise ShardUnavailable(f"{self._open} tensor ranks of other machines run here, and no more are taken")
-        self._open += 1
+        if self._open.total() >= MOST_RANKS or self._open[caller.node_id] >= MOST_RANKS_OF_ONE:
+            raise ShardUnavailable(
+                f"{self._open.total()} tensor ranks of other machines run here, and no more are taken from {caller.node_id}"
+            )
+        self._open[caller.node_id] += 1
         try:
             async with AsyncExitStack() as ends:
                 async for event in self._rank(request, caller, ends):
                     yield event
         finally:
-            self._open -= 1
+            self._open[caller.node_id] -= 1
             self._ended.set()
 
     async def _rank(self, request: RankRequest, caller: Member, ends: AsyncExitStack) -> AsyncGenerator[RankEvent]:
