@@ -219,7 +219,7 @@ def install(
     if account is not None:
         packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")}
         code = [
-            Path(sys.executable),
+            Path(python_command()[0]),
             Path(paceline.__file__).parent,
             *packages,
             *(each for folder in packages for each in folder.iterdir()),
