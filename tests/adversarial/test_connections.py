@@ -20,12 +20,15 @@ from tests.unit.net.trust.joining import IssuerNode, begun_calls
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import ECHO, SOON_S, Services, served
 
+from paceline.core.ids import Trust
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter, Service
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Limit
 
 MOST = 400
 
@@ -83,9 +86,10 @@ def test_row_37_a_member_comes_in_while_strangers_renew_all_connections() -> Non
         options = [*(one for one in SERVER_OPTIONS if one[0] != "grpc.max_allowed_incoming_connections")]
         options.append(("grpc.max_allowed_incoming_connections", MOST))
         identity = fleet.member("server-1")
-        server = NodeServer(identity, guard, watch, RpcMeter(), options)
+        server = NodeServer(identity, guard, watch, RpcMeter(), TrustPolicy(), options)
         services = Services(guard, identity)
         server.add(Service(lambda grpc_server: grpc_server.add_generic_rpc_handlers((services,)), {}))
+        server._limits[ECHO] = Limit(1 << 10, 8, least=Trust.GUEST)
         port = await server.start("127.0.0.1", 0)
         try:
             with renewed_connections("127.0.0.2", port, 2 * MOST):

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import plistlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from paceline.bench.fleet import LocalFleet
+from paceline.cli import launch, service
+from paceline.core.generation import Grammar, GrammarKind
+from paceline.engine.grammar_trial import GrammarTrial
+from paceline.net.trust.authority import Authority, AuthorityProcess
+from paceline.net.trust.signing import SignedKind
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import BUNDLED, open_model
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer
+from paceline.ways.tensor.process import RankProcess
 
 RAN = "ran"
 
@@ -36,6 +53,52 @@ def test_a_tokenizers_process_imports_nothing_from_it(started_in: Path, bundled_
     finally:
         tokenizer.close()
         assert not (started_in / RAN).exists()
+
+
+def start_rank() -> None:
+    with ExitStack() as kept:
+        fd = os.memfd_create("memory") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
+        kept.callback(os.close, fd)
+        memory: Any = SimpleNamespace(say_done=lambda *_: None, number=0)
+        rank = RankProcess(cast("Any", SimpleNamespace(rank=1)), memory, fd, 1.0)  # which is no order: it ends at once
+        rank.popen.wait(100)
+        rank.close(0)
+
+
+def launch_rank() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
+    assert launch._run(["--no-such-option"]) == 2
+
+
+def sign() -> None:
+    authority = Authority.create(time.time())
+    file = Path("ca")
+    file.write_bytes(authority.to_pem())
+    file.chmod(0o600)
+    assert AuthorityProcess(file.absolute(), authority.root).sign(SignedKind.REVOCATION, b"x")
+
+
+def run_service() -> None:
+    command = plistlib.loads(service.plist(["--help"], Path("/"), 1))["ProgramArguments"]
+    assert subprocess.run(command, capture_output=True, check=False, timeout=100).returncode == 0
+
+
+def run_module() -> None:
+    """A person typed it, without -P."""
+    assert subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, check=False, timeout=100).returncode == 0
+
+
+def try_form() -> None:
+    assert GrammarTrial().survives(Grammar(GrammarKind.REGEX, "a"))
+
+
+@pytest.mark.parametrize("start", [start_rank, launch_rank, sign, run_service, run_module, try_form])
+def test_no_process_of_this_program_imports_anything_from_it(started_in: Path, start: Callable[[], None]) -> None:
+    if start is run_module:  # a folder of that name can't be told from the package itself
+        shutil.rmtree("paceline")
+    start()
+    assert not (started_in / RAN).exists()
 
 
 def test_local_nodes_import_nothing_from_it(started_in: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.unit.net.member.nodes import until
 
 from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
 from paceline.core.generation import GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import RequestId, Trust
 from paceline.core.manifest import PIECE, ByteRuns, ModelManifest
 from paceline.engine.config import SHARES, EngineConfig, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
@@ -198,7 +198,9 @@ class Endless:
 def test_row_28_pieces_asked_for_and_not_read_leave_room_for_others(tmp_path: Path) -> None:
     everything = weights_pb2.FetchPiecesRequest(digest="a" * 64, ranges=[weights_pb2.PieceRange(count=1 << 31)] * MAX_RANGES)
     servicer = WeightsServicer(Endless(), lambda _: None, streams=4, write_s=60)
-    service = replace(weights_service(NONE, NONE), register=partial(add_WeightsServiceServicer_to_server, servicer))
+    service = weights_service(NONE, NONE)
+    limits = {name: replace(limit, least=Trust.GUEST) for name, limit in service.limits.items()}
+    service = replace(service, register=partial(add_WeightsServiceServicer_to_server, servicer), limits=limits)
     with live_node(tmp_path, services=(service,)) as live:
 
         async def work() -> None:

@@ -53,6 +53,9 @@ def test_row_47_a_key_may_lie_in_a_file(tmp_path: Path) -> None:
         read_key(None, tmp_path / "none")
     with pytest.raises(ConfigError, match="fewer than 16"):
         ApiOptions(settings=ServerSettings(api_key="a")).check()
+    for repeats in ("a" * 32, "password" * 2, "12" * 16, "aaaaabbbbbcccccd"):
+        with pytest.raises(ConfigError, match="repeats itself"):
+            ApiOptions(settings=ServerSettings(api_key=repeats)).check()
 
 
 def test_row_47_a_file_that_is_longer_than_a_key_is_refused_and_not_cut(tmp_path: Path) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+from collections.abc import Generator
 from functools import partial
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
+from tests.adversarial.live import LiveNode, live_node
 from tests.adversarial.test_revoked import UNFINISHED
 from tests.fakes.fleets import TestFleet
-from tests.unit.net.trust.joining import begun_calls
+from tests.unit.net.trust.joining import begun_calls, hold_calls
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import CARD, COUNT, ECHO, SOON_S, served
 
 from paceline.net.trust import handlers
-from paceline.net.trust.handlers import MOST_BEGUN
+from paceline.net.trust.handlers import MOST_BEGUN, MOST_READS
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[LiveNode, None, None]:
+    with live_node(tmp_path_factory.mktemp("live")) as node:
+        yield node
 
 
 @pytest.mark.parametrize("path", [ECHO, COUNT, CARD])
@@ -27,8 +37,8 @@ def test_row_32_a_member_with_a_live_call_begins_only_so_many_that_it_does_not_f
             live = channel.unary_stream(COUNT)(b"", timeout=SOON_S)
             assert await live.read() == b"1"
             # Over several connections, each with a call that lives: the share is the node's.
-            hold = partial(begun_calls, server.port, MOST_BEGUN // 2, alice, path, UNFINISHED, live=COUNT)
-            async with hold(), hold():
+            hold = partial(begun_calls, server.port, caller=alice, path=path, part=UNFINISHED, live=COUNT)
+            async with hold(MOST_READS - 1), hold(MOST_BEGUN - MOST_READS + 1):
                 async with asyncio.timeout(SOON_S):
                     while server.begun("alice-1") < MOST_BEGUN:  # noqa: ASYNC110 - there is no event
                         await asyncio.sleep(0.01)
@@ -66,6 +76,34 @@ def test_row_32_what_is_begun_and_not_finished_ends_though_its_member_has_a_live
             assert await live.read() == b"2"
 
     asyncio.run(main())
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        ("CapabilityService/MeasureLink", b""),
+        ("ProposerService/ProposeBlocks", b""),
+        ("ProposerService/ProposeBlocks", bytes(5)),
+        ("KvService/Prefill", b""),
+    ],
+    ids=["a call", "a stream", "a stream behind a whole message", "a method that takes no guests"],
+)
+def test_a_guest_that_leaves_128_messages_unfinished_holds_little(live: LiveNode, path: str, first: bytes) -> None:
+    live.run(check_memory(live, f"/paceline.v1.{path}", first))
+
+
+async def check_memory(live: LiveNode, path: str, first: bytes) -> None:
+    process, unfinished = psutil.Process(), struct.pack("!BI", 0, 2_100_064) + bytes(2_100_000)
+    port = int(live.node.addresses[0].rpartition(":")[2])
+    (await hold_calls(port, 1, live.guest.identity, path, unfinished)).transport.abort()  # what a first call takes is kept
+    before = process.memory_info().rss
+    writer = await hold_calls(port, 128, live.guest.identity, path, unfinished, first)
+    held = process.memory_info().rss - before
+    writer.transport.abort()
+    assert held < 32 * MIB
 
 
 def test_a_call_without_its_request_is_refused() -> None:

@@ -207,3 +207,15 @@ def test_all_interfaces_with_a_key() -> None:
         return answer.status_code
 
     assert asyncio.run(start()) == 401
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"x-paceline-owner": ""}])
+def test_what_fails_is_named_to_none_without_the_key(serve_with: Serve, headers: dict[str, str]) -> None:
+    inference = ScriptedInference()
+    inference.reported = Progress(busy=False, seconds_since_step=0.0, error="/home/me/x: 10.0.0.7", failing=("/home/me can't be written",))
+    served = serve_with(inference, ServerSettings(api_key="open-sesame-open-sesame"))
+    told = httpx.get(f"{served.url}/health", headers=headers)
+    assert (told.status_code, told.json()["status"], len(told.json()["failing"])) == (503, "failed", 1)
+    assert "/home" not in told.text
+    whole = httpx.get(f"{served.url}/health", headers={"x-api-key": "open-sesame-open-sesame"}).json()
+    assert (whole["error"], whole["failing"]) == (inference.reported.error, list(inference.reported.failing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,11 +71,19 @@ def told(machine: Machine) -> float:
     return counted(machine, "paceline_kv_peer_prefixes")
 
 
+def share(ask: Callable[[Machine, list[Any]], object], machine: Machine, said: list[Any]) -> None:
+    """Have two more conversations there that begin like one: only such beginnings are told to other machines."""
+    for tail in ("Count the cups of tea", "Name the miles of road"):
+        asks = f"{said[-1]['content']} {tail} of each day, {' and then of the day behind it' * 6}."
+        ask(machine, [*said[:-1], {"role": "user", "content": asks}])
+
+
 def test_a_conversation_moves_and_its_first_machine_is_killed(pair: tuple[Machine, Machine]) -> None:
     here, there = pair
     until(lambda: "b" in there.sees() and "a" in here.sees())
     said: list[Any] = [{"role": "user", "content": STORY}]
     first = ask(there, said)
+    share(ask, there, said)
     until(lambda: counted(here, 'paceline_kv_peer_least_tokens{node="a"}') > 0 and told(here) > 0)
     said += [{"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
     second = ask(here, said)
@@ -84,7 +92,9 @@ def test_a_conversation_moves_and_its_first_machine_is_killed(pair: tuple[Machin
     # What another machine has and stops to give, before a byte of it or in the middle, is computed.
     before = told(here)
     other: list[Any] = [{"role": "user", "content": STORY[::-1]}]
-    other += [{"role": "assistant", "content": ask(there, other)}, {"role": "user", "content": "And then?"}]
+    answer = ask(there, other)
+    share(ask, there, other)
+    other += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
     until(lambda: told(here) > before)
     there.node.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.fleet.machines import Machine, free_port, have_shallow, machines, token_in, until
 from tests.fleet.test_forwarding import metric
-from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted, told
+from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted, share, told
 
 from paceline.net.nixl import is_installed
 from paceline.store.home import Home
@@ -75,6 +75,7 @@ def test_kv_is_read_out_of_the_other_s_memory_whoever_is_lost_meanwhile(pair: tu
     known = told(d)
     story = said("Fetched. ")
     first = ask(p, story)
+    share(ask, p, story)
     until(lambda: told(d) > known)
     before = counted(d, THROUGH % ("nixl", "taken"))
     story += [{"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.fleet.machines import Machine, free_port, machines, meet, until
 from tests.fleet.test_forwarding import MODEL, client_of, metric
-from tests.fleet.test_kv_moves import FETCHED, STORY, counted
+from tests.fleet.test_kv_moves import FETCHED, STORY, counted, share
 from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
@@ -104,6 +104,7 @@ def goes_around(spread: Spread, story: str) -> bool:
         if turn and cached < max(16 * LEAST, known.get(machine.name, 0)):
             return False
         if turn + 1 < len(places):
+            share(ask, machine, said)
             knows(places[turn + 1], machine.name, before[places[turn + 1].name][2])
         assert ask(spread.alone, said, cache_salt="computed anew")[0] == answer
         # Where a stage was lost in mid prompt, the others have what they computed, and it alone fetches.

@@ -49,6 +49,19 @@ def test_no_two_files_of_a_room_have_one_name() -> None:
     assert {room: names for room, names in twice.items() if names} == {}
 
 
+STARTS_PYTHON = re.compile(
+    r"""sys\.executable|\bimport\ executable|ProcessPoolExecutor|multiprocessing\ import\ (?!Pipe\b)|multiprocessing\.(?!connection\b)|resource_tracker|runpy
+    |\bos\.(?:fork|exec|spawn|posix_spawn|system|popen)|create_subprocess|shell=True|getoutput|[\["']/?(?:[\w./]+/)?python[\d.]*["'],\s*["']-""",
+    re.VERBOSE,
+)
+"""Spellings by which a module could start Python, or a shell, without the one function that makes the command."""
+
+
+def test_one_function_makes_the_command_of_every_python_process() -> None:
+    found = {str(path.relative_to(SOURCE)): STARTS_PYTHON.findall(path.read_text()) for path in files()}
+    assert {path: said for path, said in found.items() if said} == {"core/processes.py": ["sys.executable"]}
+
+
 RETIRED = {
     "CoverPart": "LayerSpan",
     "DeskLine": "LocalConnection",

@@ -25,6 +25,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, ExecutorUnavailable, PipelineError, PlacementError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.ports import find_port
+from paceline.core.processes import python_command
 from paceline.fleet.card import NodeCard
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.config_file import PipelineSettings
@@ -236,7 +237,7 @@ class LocalFleet:
     def start(self, name: str) -> None:
         """Start a node that does not run."""
         home = self.homes[name]
-        command = [sys.executable, "-P", "-m", "paceline", "up", "--no-model", "--serve-shards", "--threads", str(self.threads)]
+        command = python_command("-m", "paceline", "up", "--no-model", "--serve-shards", "--threads", str(self.threads))
         command += ["--port", "0", "--fleet-host", HOST, "--fleet-port", "0", "--tensor-port", "0", "--no-mdns"]
         command += ["--peer", f"{HOST}:{self.port}", "--fleet-preset", PRESET]
         self._processes[name] = _tied([*command, "--tied", *self._options], home, self._alive)
@@ -310,7 +311,7 @@ def start_janitor(root: Path) -> tuple[subprocess.Popen[bytes], int]:
     """
     ended, alive = os.pipe()
     try:
-        command = [sys.executable, "-P", "-c", _JANITOR, str(root)]
+        command = python_command("-c", _JANITOR, str(root))
         quiet = subprocess.DEVNULL
         janitor = subprocess.Popen(command, stdin=ended, stdout=quiet, stderr=quiet, start_new_session=True)  # noqa: S603  our own program
     finally:

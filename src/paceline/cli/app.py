@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
@@ -14,6 +13,7 @@ import typer
 from paceline import __version__
 from paceline.backends.memory import GIB
 from paceline.cli import benches, enrolment, service
+from paceline.cli.logs import write_log
 from paceline.cli.options import (
     OWN_LAYERS_HELP,
     PIN_HELP,
@@ -201,7 +201,7 @@ def up(
     from paceline.cli.options import ApiOptions, server_settings
     from paceline.cli.sharing import SharingOptions, run_shared
 
-    logging.basicConfig(level=log_level.upper(), format="%(message)s")
+    write_log(log_level.upper())
     first, *more = model or [DEFAULT_MODEL]
     if first in more or len(set(more)) < len(more):
         raise ConfigError("--model names a model twice", "Once is enough.")

@@ -24,6 +24,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, PlacementError
 from paceline.core.files import write_file
 from paceline.core.ids import NodeId
+from paceline.core.processes import python_command
 from paceline.fleet.presets import FLEET_PORT
 from paceline.machine.devices import RING_VARIABLES
 from paceline.net.member.reach import reach
@@ -193,7 +194,7 @@ def _run(options: Sequence[str]) -> int:
     """`paceline up` as a process of this one, which is told what this one is told; its exit code, or that of a stop."""
     told = 0
     # Its standard input ends with this process: so does it, however this one ends.
-    child = subprocess.Popen([sys.executable, "-m", "paceline", "up", "--tied", *options], stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+    child = subprocess.Popen(python_command("-m", "paceline", "up", "--tied", *options), stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         del frame

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import PacelineError
+from paceline.core.processes import python_command
 from paceline.core.text import shown
 
 UNFOLDED = 1000
@@ -56,7 +58,7 @@ def own_command() -> str:
         return "paceline"
     script = Path(sys.argv[0])
     if script.name != "paceline":
-        return f"{sys.executable} -m paceline"
+        return shlex.join(python_command("-m", "paceline"))
     return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 

@@ -64,13 +64,13 @@ PacelineError
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
 from paceline.core.model import LayerSpan
+from paceline.core.processes import python_command
 
 
 class PacelineError(Exception):
@@ -457,5 +457,5 @@ def goes_elsewhere(error: PacelineError) -> bool:
 
 def how_to_install(*words: str) -> str:
     """The command that installs into this very Python. Environments of uv have no pip of their own."""
-    pip = [sys.executable, "-m", "pip", "install"] if find_spec("pip") else ["uv", "pip", "install", "--python", sys.executable]
+    pip = python_command("-m", "pip", "install") if find_spec("pip") else ["uv", "pip", "install", "--python", *python_command()[:1]]
     return shlex.join([*pip, *words])

@@ -106,6 +106,11 @@ def printable(text: str, most: int = 300) -> str:
     return "".join(char if char.isprintable() else "?" for char in text[:most])
 
 
+def escaped(text: str) -> str:
+    """Return the text on one line: line ends, terminal escapes and other characters that are not plain are written out."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """How many first tokens, or letters, two texts share. Compares slices, which is a hundred times faster than one by one."""
     low, high = 0, min(len(one), len(other))

@@ -17,7 +17,9 @@ from contextlib import suppress
 from functools import cache
 from typing import IO, cast
 
+from paceline.core.errors import Overloaded
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.core.processes import python_command
 from paceline.core.text import Tokenizer
 
 SECONDS = 2.0
@@ -55,8 +57,8 @@ class GrammarTrial:
             return False
 
     def _started(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.engine.grammar_trial"],
+        child = subprocess.Popen(  # noqa: S603  our own program
+            python_command("-m", "paceline.engine.grammar_trial"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self._end = weakref.finalize(self, _end, child)
@@ -65,6 +67,11 @@ class GrammarTrial:
 
 AT_ONCE = 3
 """Children of this process. Raising it: more forms that take seconds hold up none of the others, and take that many cores."""
+
+
+MOST_WAITING = 8
+"""Forms that wait for a child. Raising it: behind forms that take all their time, a new one waits longer; lowering it: bursts of new forms are refused."""
+_ROOM = threading.Semaphore(AT_ONCE + MOST_WAITING)
 
 
 @cache
@@ -76,13 +83,22 @@ def _trials() -> queue.LifoQueue[GrammarTrial]:
 
 
 def trial(grammar: Grammar) -> bool:
-    """Whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves."""
-    waiting = _trials()
-    one = waiting.get()
+    """Return whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves.
+
+    Raises:
+        Overloaded: too many others wait.
+    """
+    if not _ROOM.acquire(blocking=False):
+        raise Overloaded("Many forms that were not seen before are being tried", "Send it again.", retry_after_s=2)
     try:
-        return one.survives(grammar)
+        waiting = _trials()
+        one = waiting.get()
+        try:
+            return one.survives(grammar)
+        finally:
+            waiting.put(one)
     finally:
-        waiting.put(one)
+        _ROOM.release()
 
 
 def _nothing() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId
+from paceline.core.text import common_length
 from paceline.engine.prefix_cache import BlockPool, Prefixes
 from paceline.engine.sequence import BlockCheck, SequenceState
 
@@ -25,6 +26,9 @@ MOST_MARKS = 64
 """Names told of them. Raising it: more prefixes are found elsewhere, with more to be told whenever one is used."""
 LEAST_MARK = 4
 """Blocks of the shortest prefix that is told."""
+PROMPTS_END = 4
+"""Tokens that a template may add behind a prompt and leave out once the chat goes on, such as an empty thought. Raising it: conversations that part in
+their last tokens count as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +279,39 @@ class KvLoan:
 
 @dataclass(frozen=True, slots=True)
 class UsedPrefixes:
-    """Names of blocks that end prefixes which were used last, the latest first."""
+    """Names of blocks that end prefixes used lately, the latest first.
+
+    A name is an unkeyed hash, so a reader that knows the rest of a prompt finds a short unknown part by trying. So other nodes are told only beginnings
+    that two conversations shared, and what they asked themselves.
+    """
 
     version: int = 0
     marks: tuple[bytes, ...] = ()
+    """Of beginnings that at least two conversations shared."""
+    told: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict[str, tuple[bytes, ...]])
+    """For nodes that asked here: the same, and what they asked."""
+
+    def marks_for(self, node_id: str) -> tuple[bytes, ...]:
+        """Return what a node may be told."""
+        return self.told.get(node_id, self.marks)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The blocks of one sequence, by name."""
+
+    keys: tuple[bytes, ...]
+    n_prompt: int
+    caller: str
+    n_shared: int = 0
+    """Blocks that another conversation began with too."""
+
+    def marks(self, length: int) -> list[bytes]:
+        """Names to tell of the first `length` blocks: the last of them, and those at powers of two, so that prefixes that part later are found."""
+        if length < LEAST_MARK:
+            return []
+        places = [1 << power for power in range(LEAST_MARK.bit_length() - 1, length.bit_length())]
+        return [self.keys[place - 1] for place in (length, *reversed(places))]
 
 
 class KvLoans:
@@ -300,8 +333,8 @@ class KvLoans:
         self._awaited: list[tuple[Sequence[bytes], bool, Future[KvLoan]]] = []
         """The first of whose blocks is not computed yet. For the engine's thread alone."""
         self._returned: deque[KvLoan] = deque()
-        self._chains: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
-        """Marks of each prefix, by the last of them."""
+        self._chains: OrderedDict[bytes, _Chain] = OrderedDict()
+        """By the last of their names, the latest at the end."""
 
     @property
     def is_waiting(self) -> bool:
@@ -367,21 +400,37 @@ class KvLoans:
         self._chains.clear()
         self._tell()
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """A sequence used blocks of these names. Prefixes that begin alike have their first marks in common."""
+    def used(self, keys: Sequence[bytes], n_prompt: int, caller: str = "") -> None:
+        """Note the blocks that a sequence used.
+
+        Args:
+            n_prompt: how many of them its prompt fills, but for what a template adds at a prompt's end.
+            caller: the node that asked; empty: this one.
+        """
         if len(keys) < LEAST_MARK:
             return
-        places = [1 << power for power in range(LEAST_MARK.bit_length() - 1, len(keys).bit_length())]
-        marks = tuple(dict.fromkeys(keys[place - 1] for place in (len(keys), *reversed(places))))
-        known = set(keys)
-        for last in [last for last in self._chains if last in known]:
-            del self._chains[last]  # it goes on
-        self._chains[marks[0]] = marks
+        chain, known = _Chain(tuple(keys), min(n_prompt, len(keys)), caller), set(keys)
+        for last, other in list(self._chains.items()):
+            length = common_length(chain.keys, other.keys)
+            if length < min(chain.n_prompt, other.n_prompt):
+                other.n_shared, chain.n_shared = max(other.n_shared, length), max(chain.n_shared, length)
+            else:  # one conversation, which goes on or is asked again
+                chain.n_shared = max(chain.n_shared, min(other.n_shared, length))
+                if last in known:
+                    del self._chains[last]
+        self._chains.pop(chain.keys[-1], None)
+        self._chains[chain.keys[-1]] = chain
         if len(self._chains) > MOST_CHAINS:
             self._chains.popitem(last=False)
         self._tell()
 
     def _tell(self) -> None:
-        marks = dict.fromkeys(mark for chain in reversed(self._chains.values()) for mark in chain)
-        self.prefixes = UsedPrefixes(self.prefixes.version + 1, tuple(marks)[:MOST_MARKS])
+        latest = tuple(reversed(self._chains.values()))
+        shared = dict.fromkeys(mark for chain in latest for mark in chain.marks(chain.n_shared))
+        own = {
+            caller: dict.fromkeys(mark for chain in latest if chain.caller == caller for mark in chain.marks(len(chain.keys)))
+            for caller in {chain.caller for chain in latest} - {""}
+        }
+        told = {caller: tuple(marks | shared)[:MOST_MARKS] for caller, marks in own.items()}
+        self.prefixes = UsedPrefixes(self.prefixes.version + 1, tuple(shared)[:MOST_MARKS], told)
         self.on_used()

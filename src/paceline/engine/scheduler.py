@@ -30,7 +30,7 @@ from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.engine.config import EngineConfig, context_of
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
-from paceline.engine.kv_source import KvLoans, KvSource, KvTraffic
+from paceline.engine.kv_source import PROMPTS_END, KvLoans, KvSource, KvTraffic
 from paceline.engine.local import blocks_for
 from paceline.engine.prefix_cache import BlockPool, Prefixes
 from paceline.engine.sequence import Phase, PlannedBatch, SequenceState, oldest
@@ -473,7 +473,7 @@ class Scheduler:
         self.prefixes.stopped(seq)
         self.pool.give_back(seq.put_back())
         if not (seq.request.keeps_apart or seq.distrusted):
-            self._loans.used(seq.keys[: seq.n_published])
+            self._loans.used(seq.keys[: seq.n_published], (seq.n_prompt - PROMPTS_END) // self._block_size, seq.request.caller)
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
         # Also where no batch named it: what it begins with may have been restored.

@@ -39,6 +39,8 @@ class Use(Enum):
     """It gets the files of any model here, private ones among them."""
     HAVE_LAYERS_RUN = "having layers run"
     """It gets this machine's time and memory, and shows it activations."""
+    HAVE_RANKS_RUN = "having tensor ranks run"
+    """The same, in a process that trusts what its leader's stream says: guests never."""
     SHARE_KV = "sharing KV"
     """It learns whether a prompt that it knows was asked here lately, and what it gives decides answers."""
 
@@ -82,7 +84,8 @@ class TrustPolicy:
     source: Trust = Trust.MEMBER
     taker: Trust = Trust.MEMBER
     caller: Trust = Trust.MEMBER
-    kv: Trust = Trust.MEMBER
+    kv: Trust | None = None
+    """None: that of answers, and never a guest's."""
 
     def least(self, use: Use) -> Trust:
         """What a use takes."""
@@ -97,8 +100,10 @@ class TrustPolicy:
                 return self.taker
             case Use.HAVE_LAYERS_RUN:
                 return self.caller
+            case Use.HAVE_RANKS_RUN:
+                return max(self.caller, Trust.MEMBER, key=list(Trust).index)
             case Use.SHARE_KV:
-                return self.kv
+                return self.kv or max(self.answer, Trust.MEMBER, key=list(Trust).index)
 
     def allows(self, trust: Trust, use: Use) -> bool:
         """Whether a node that is trusted so far, and not revoked, may be put to a use."""
@@ -112,9 +117,17 @@ class TrustPolicy:
         """
         if voids(peer.node_id, peer.issued_at):
             raise RevokedNode(f"{peer.node_id} was revoked", who=peer.node_id)
-        if not self.allows(peer.trust, use):
-            least = self.least(use)
-            raise NotTrusted(f"{peer.node_id} is a {peer.trust} of the fleet, and {use.value} takes a {least} or more", who=peer.node_id)
+        self.check_trust(peer, use)
+
+    def check_trust(self, peer: Peer, least: Use | Trust) -> None:
+        """Check a peer that is not revoked against a level, or against that of a use.
+
+        Raises:
+            NotTrusted: it is trusted less.
+        """
+        level, what = (self.least(least), least.value) if isinstance(least, Use) else (least, "this call")
+        if not peer.trust.reaches(level):
+            raise NotTrusted(f"{peer.node_id} is a {peer.trust} of the fleet, and {what} takes a {level} or more", who=peer.node_id)
 
     def eligible(self, view: FleetView, use: U_co) -> Eligible[U_co]:
         """The nodes of a view (which has none that was revoked) that may be put to a use; this node always."""

@@ -38,8 +38,9 @@ class TrustSettings(_Table):
     """Machines below it give no models to this one."""
     min_taker_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it get no models from this one."""
-    min_kv_trust: Annotated[Trust, _WORD] = Trust.MEMBER
-    """Machines below it get no KV from this one and give it none: they would learn whether a prompt that they know was asked here, and decide answers."""
+    min_kv_trust: Annotated[Trust | None, _WORD] = None
+    """Machines below it get no KV from this one and give it none: they would learn how prompts here begin, and decide answers. None: that of
+    `min_answer_trust`, and never below a member."""
 
 
 class KvSettings(_Table):

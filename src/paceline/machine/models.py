@@ -18,16 +18,7 @@ from typing import Generic, TypeVar
 from paceline.backends.memory import free_what_failed, free_what_was_frozen
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
-from paceline.core.errors import (
-    ConfigError,
-    ExecutorUnavailable,
-    ModelAway,
-    NodeStopping,
-    OutOfMemory,
-    Overloaded,
-    UnknownModel,
-    UserError,
-)
+from paceline.core.errors import ConfigError, ExecutorUnavailable, ModelAway, NodeStopping, OutOfMemory, Overloaded, UnknownModel, UserError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
 from paceline.core.model import LayerRange, ModelRef
@@ -252,6 +243,15 @@ class Models(Generic[Hosted]):
             await asyncio.shield(asyncio.create_task(self._take_out(found)))  # whole, whether or not who asked waits for it
         finally:
             self._leaving.discard(found)
+
+    async def unload_idle(self, name: str) -> None:
+        """Take a model away if nothing uses it now. Requests that come meanwhile are not refused: they have it loaded again."""
+
+        async def leave() -> None:
+            if self.on_demand and self._may_go(name):
+                await self._take_out(name)
+
+        await asyncio.shield(asyncio.create_task(leave()))
 
     async def change(self, place: ModelLocation, build: Callable[[], Awaitable[Hosted]]) -> bool:
         """Serve a model that is idle, or not loaded, in another way. Requests that come meanwhile wait for that, as for any load.

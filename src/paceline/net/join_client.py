@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, GossipRefused, JoinRefused, NotTrusted, Unreachable, UserError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.text import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.net.join_host import HINT_KEY, MAX_PEERS
@@ -254,4 +254,4 @@ async def ask_to_renew(channel: grpc.aio.Channel, identity: Identity, issuer: st
 
 def renewal_service(issuer: Callable[[], Issuer | None], guard: PeerGuard) -> Service:
     servicer = RenewalServicer(issuer, guard)
-    return Service(partial(add_RenewalServiceServicer_to_server, servicer), {"RenewalService/Renew": Limit(8 * KIB, 8)})
+    return Service(partial(add_RenewalServiceServicer_to_server, servicer), {"RenewalService/Renew": Limit(8 * KIB, 8, least=Trust.GUEST)})

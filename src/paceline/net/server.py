@@ -12,12 +12,13 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import ConfigError
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.net.channels import COMMON, RECEIVE, Options
 from paceline.net.trust.certificates import join_host
 from paceline.net.trust.connections import ConnectionWatch
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.handlers import Behaviour, Context, Continuation, Handler, Limit, WellFormed, rewrap
+from paceline.net.trust.handlers import Admission, Behaviour, Context, Continuation, Handler, Limit, WellFormed, rewrap
 from paceline.net.trust.identity import Identity
 
 
@@ -58,8 +59,9 @@ IDLE_S = 300
 AGE_S = 3600
 """Until calls go by a new connection, whose certificate is looked at again."""
 KIB = 1 << 10
-MAX_REQUEST_BYTES = 2304 * KIB
-"""gRPC gathers a message of so many bytes before any of this code sees it; some more than any may have, so that one that is too long is told so."""
+MAX_REQUEST_BYTES = 2112 * KIB
+"""Of one message, which gRPC gathers before any of this code sees it. Some more than any method takes, so that a request that is too long is refused in
+words. Raising it: a caller can hold more by what it does not finish (`handlers.MOST_READS`)."""
 
 MAX_STREAMS = 128
 """RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here
@@ -71,6 +73,7 @@ SERVER_OPTIONS: Options = [
     ("grpc.keepalive_permit_without_calls", 1),  # else a connection without calls outlives a machine that lost its power
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that nothing reads yet to megabytes
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -87,7 +90,7 @@ class Service:
 
     register: Callable[[grpc.aio.Server], None]
     limits: Mapping[str, Limit]
-    """By Service/Method. A method without one is not answered."""
+    """By Service/Method, with the least trust of a caller. A method without one is not answered."""
 
 
 def secure_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
@@ -103,11 +106,19 @@ class NodeServer:
     """A server that was not started yet, or runs."""
 
     def __init__(
-        self, identity: Identity, guard: PeerGuard, watch: ConnectionWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
+        self,
+        identity: Identity,
+        guard: PeerGuard,
+        watch: ConnectionWatch,
+        meter: RpcMeter,
+        policy: TrustPolicy,
+        options: Options = SERVER_OPTIONS,
     ) -> None:
         self._identity, self._watch = identity, watch
         self._limits: dict[str, Limit] = {}
-        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, self._limits)], options=options)
+        self._server = grpc.aio.server(
+            interceptors=[meter, guard, WellFormed(guard.refusals, self._limits, Admission(guard.peer, policy))], options=options
+        )
 
     def add(self, *services: Service) -> None:
         """Before `start`."""

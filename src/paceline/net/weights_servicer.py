@@ -20,6 +20,7 @@ import grpc.aio
 from paceline.core.errors import ModelFileError, ModelNotFound, WrongBytes
 from paceline.core.manifest import MOST_RUNS, PIECE, SHA256_BYTES, ByteRuns, FileEntry, ModelManifest, TensorAt, is_sha256
 from paceline.core.text import printable
+from paceline.fleet.eligibility import Use
 from paceline.net.mapper import Codec, Columns, Mapped, refuse_with
 from paceline.net.server import KIB, Service
 from paceline.net.trust.handlers import Context, Limit, caller_of
@@ -292,5 +293,8 @@ async def _ended(task: asyncio.Task[Any]) -> None:
 
 
 def weights_service(library: WeightsLibrary, admit: Callable[[Context], None]) -> Service:
-    limits = {"WeightsService/DescribeWeights": Limit(KIB, 8), "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8)}
+    limits = {
+        "WeightsService/DescribeWeights": Limit(KIB, 8, least=Use.TAKE_WEIGHTS),
+        "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8, least=Use.TAKE_WEIGHTS),
+    }
     return Service(partial(weights_pb2_grpc.add_WeightsServiceServicer_to_server, WeightsServicer(library, admit)), limits)

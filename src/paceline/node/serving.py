@@ -156,7 +156,7 @@ class FleetServing:
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
-        self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.check_caller, hosting.threads, self._beside)
+        self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.threads, self._beside)
         if self.ranks is not None and self.shards is not None:
             ranks, self.ranks.left_bytes = self.ranks, self.shards.left_bytes
             self.shards.host.warm.beside = lambda: (ranks.used_bytes, ranks.coming_bytes)

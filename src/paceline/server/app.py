@@ -212,8 +212,8 @@ class ApiService:
         served = {model.name for model in self.inference.models()}
         return [model for model in found if model.name not in served]
 
-    def health(self) -> tuple[int, dict[str, object]]:
-        """Status and body of /health: whether work advances."""
+    def health(self, *, has_key: bool) -> tuple[int, dict[str, object]]:
+        """Return status and body of /health: whether work advances. What fails may name paths and addresses, so only a client with the key reads it."""
         progress = self.inference.progress()
         bound_s = max(self.settings.stall_after_s, STALLED_TIMES * progress.step_expected_s)
         stalled = progress.busy and progress.seconds_since_step > bound_s
@@ -227,7 +227,13 @@ class ApiService:
             "error": progress.error or progress.lacks,
             "failing": list(progress.failing),
         }
+        if not has_key:
+            body["error"] = body["error"] and WITH_KEY
+            body["failing"] = [WITH_KEY] if progress.failing else []
         return (200 if status == "ok" else 503), body
+
+
+WITH_KEY = "something fails; what it is, /health says to a request with the key"
 
 
 def request_id_of(request: Request) -> str:
@@ -267,7 +273,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Guard, settings=service.settings, meter=service.meter, clock=service.clock)
+    app.add_middleware(Guard, settings=service.settings, meter=service.meter)
     app.add_middleware(RequestLog, clock=service.clock)
     _add_faults(app)
     _add_routes(app, service)
@@ -376,8 +382,8 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
-    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
-        status, body = service.health()
+    async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        status, body = service.health(has_key=bool(request.scope.get("state", {}).get("has_key")))
         return json_response(body, status=status)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **key}, response_class=Response)

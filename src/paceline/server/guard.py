@@ -15,7 +15,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from uuid import uuid4
@@ -24,7 +23,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
@@ -33,11 +31,6 @@ from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import OWNER_HEADER, ServerSettings
 
 Headers = dict[bytes, bytes]
-WRONG_KEYS, REFILL_S = 10, 1.0
-"""Wrong keys that an address may send at once, and the time until it may send one more. Raising the first, or lowering the second: keys are
-guessed faster. Until then its right ones are refused too: a guess that is answered is a guess that is checked."""
-REMEMBERED = 4096
-"""Addresses that sent wrong keys. Raising it: more addresses take turns at guessing without being forgotten, for some 100 bytes each."""
 PREFLIGHT_S = 600
 """How long a browser may remember what it may send."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
@@ -169,35 +162,14 @@ def _follows_link(scope: Scope, headers: Headers) -> bool:
     return opens and scope["method"] == "GET" and scope["path"] == "/"
 
 
-class Keys:
-    """Checks keys, and an address that sends wrong ones only so often."""
-
-    def __init__(self, settings: ServerSettings, clock: Clock) -> None:
-        self._expected = None if settings.api_key is None else settings.api_key.encode("ascii")
-        self._clock = clock
-        self._spent: OrderedDict[str, float] = OrderedDict()
-        """When each address will have all its tries again."""
-
-    def refusal(self, scope: Scope, headers: Headers) -> Fault | None:
-        """Why a request is not let in; None: it is."""
-        if self._expected is None:
-            return None
-        address, now = network_of(scope["client"][0] if scope.get("client") else ""), self._clock.monotonic()
-        restored = max(self._spent.get(address, now), now)
-        if restored - now > (WRONG_KEYS - 1) * REFILL_S:
-            return overloaded("Too many wrong API keys came from this address. Try again in a moment.", 1)
-        if hmac.compare_digest(_sent(headers), self._expected):  # in constant time
-            return None
-        self._spent[address] = restored + REFILL_S
-        self._spent.move_to_end(address)
-        if len(self._spent) > REMEMBERED:
-            self._spent.popitem(last=False)
-        return BAD_KEY
-
-
 def is_owner(headers: Headers, key: str | None) -> bool:
     """Whether a request comes from who can read this process's note in the home: its owner."""
-    return key is not None and hmac.compare_digest(headers.get(OWNER_HEADER.encode(), b""), key.encode("ascii"))
+    return key is not None and _is_same(headers.get(OWNER_HEADER.encode(), b""), key)
+
+
+def _is_same(sent: bytes, key: str) -> bool:
+    """Compare keys in constant time. Wrong ones are not counted: a key has too many letters to be guessed (`settings.check_bind`)."""
+    return hmac.compare_digest(sent, key.encode("ascii"))
 
 
 def _sent(headers: Headers) -> bytes:
@@ -234,12 +206,11 @@ BUSY_RETRY_S = 1
 class Guard:
     """ASGI middleware: pages, key, concurrency, counts."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, meter: Meter, clock: Clock) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, meter: Meter) -> None:
         self._app = app
         self._meter = meter
         self._max_requests = settings.max_requests
-        self._pages, self._keys = Pages(settings), Keys(settings, clock)
-        self._owner_key = settings.owner_key
+        self._pages, self._key, self._owner_key = Pages(settings), settings.api_key, settings.owner_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -254,7 +225,8 @@ class Guard:
         said = headers.get(REQUEST_ID)
         request_id = said if said is not None and _REQUEST_ID.fullmatch(said) else b"req_" + uuid4().hex.encode()
         own.append((REQUEST_ID, request_id))
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        has_key = self._has_key(headers) or is_owner(headers, self._owner_key)
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), has_key=has_key)
         begun = False
 
         def counted(message: Message) -> Awaitable[None]:
@@ -279,6 +251,9 @@ class Guard:
         finally:
             meter.in_flight -= 1
 
+    def _has_key(self, headers: Headers) -> bool:
+        return self._key is None or _is_same(_sent(headers), self._key)
+
     def _answer(self, scope: Scope, headers: Headers, path: str) -> Response | None:
         """What is answered here; None: the application answers."""
         fault = self._pages.refusal(scope, headers)
@@ -289,7 +264,7 @@ class Guard:
         if fault is None and path.startswith(OWNER_PATHS):
             fault = None if is_owner(headers, self._owner_key) else BAD_KEY
         elif fault is None and path not in OPEN_PATHS:
-            fault = self._keys.refusal(scope, headers)
+            fault = None if self._has_key(headers) else BAD_KEY
             if fault is None and not _REQUEST_ID.fullmatch(headers.get(REQUEST_ID, b"-")):
                 fault = Fault(400, "X-Request-Id: send 1 to 128 printable ASCII characters without blanks", code="invalid_request_id")
             if fault is None and self._meter.in_flight > self._max_requests:

@@ -6,6 +6,7 @@ Bounds exist so that no client can hold memory, a connection or a KV block for a
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ OWNER_HEADER = "x-paceline-owner"
 """Of what only this machine's owner may do: the key in the note that lies in the home."""
 LEAST_KEY = 16
 """Letters of a key. Lowering it: keys that can be guessed."""
+LEAST_LETTERS = 6
+"""Different letters of a key. Raising it: keys that were drawn at random out of few letters are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,8 @@ def check_bind(host: str, api_key: str | None) -> None:
         raise ConfigError("The API key is empty or has characters a header can't carry", "Use printable ASCII without spaces around it.")
     if api_key is not None and len(api_key) < LEAST_KEY:
         raise ConfigError(f"The API key has fewer than {LEAST_KEY} letters and can be guessed", "Make one: openssl rand -hex 16")
+    if api_key is not None and (len(set(api_key)) < LEAST_LETTERS or re.fullmatch(r"(.+?)\1+", api_key)):
+        raise ConfigError("The API key repeats itself and can be guessed", "Make one: openssl rand -hex 16")
     if api_key is None and not is_loopback(host):
         raise ConfigError(
             f"Refusing to listen on {host or 'every interface'} without an API key: anyone on that network could use this machine",

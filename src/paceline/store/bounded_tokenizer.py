@@ -10,7 +10,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
+from paceline.core.processes import python_command
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
@@ -155,7 +155,7 @@ class TokenizerProcess:
         """
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(  # noqa: S603 - this program itself
-            [sys.executable, "-P", "-m", _MODULE, str(idle_s or 0), str(int(LIMITS_MEMORY))],
+            python_command("-m", _MODULE, str(idle_s or 0), str(int(LIMITS_MEMORY))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

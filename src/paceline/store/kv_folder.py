@@ -21,7 +21,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -243,14 +243,11 @@ class KvFolder:
             parents: dict[bytes | None, bytes | None] = {**self._parents}
         if parent in used:
             used[parent] = math.inf
-        for last in reversed(parents):
-            key, behind = last, {last}
-            while key in used and (before := parents.get(key)) in used and used[before] < (later := math.nextafter(used[key], math.inf)):
-                if before in behind:  # other nodes say what stands before what, and may say anything
-                    parents[key] = None
-                    break
-                behind.add(before)
-                used[before], key = later, before
+        depths = _depths([key for key in (*reversed(parents), *used) if key in used], parents)
+        for key in sorted(depths, key=depths.__getitem__, reverse=True):
+            before = parents.get(key)
+            if before in depths and depths[before] < depths[key]:
+                used[before] = max(used[before], math.nextafter(used[key], math.inf))
 
     def _make_way(self, n_bytes: int, parent: bytes | None) -> bool:
         """On a full disk. Returns whether blocks went."""
@@ -309,6 +306,25 @@ class KvFolder:
             if error.errno in _FULL | {errno.EROFS, errno.EACCES, errno.EFBIG}:
                 self._full_until = self._clock.monotonic() + _REST_S
         logger.warning("a block of KV could not be kept in %s: %s", self._own, error.strerror or error)
+
+
+def _depths(keys: Iterable[bytes | None], parents: Mapping[bytes | None, bytes | None]) -> dict[bytes | None, int]:
+    """Return how many blocks stand before each, in one pass. Other nodes say what stands before what, and may name
+    circles: those end where they were named last.
+    """
+    known, depths = dict.fromkeys(keys), dict[bytes | None, int]()
+    for key in known:
+        path = list[bytes | None]()
+        at: bytes | None = key
+        while at in known and at not in depths:
+            depths[at] = -1
+            path.append(at)
+            at = parents.get(at)
+        depth = depths.get(at, -1)
+        for each in reversed(path):
+            depth += 1
+            depths[each] = depth
+    return depths
 
 
 def _header(key: bytes, block: memoryview) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from tests.fakes.engines import VOCAB, EngineBench
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.engine.kv_source import LEAST_MARK, MOST_CHAINS, MOST_MARKS, KvLoan, KvLoans
+from paceline.engine.kv_source import MOST_CHAINS, MOST_MARKS, KvLoan, KvLoans
 from paceline.engine.prefix_cache import prompt_keys, root_key
 
 
@@ -95,24 +96,53 @@ def test_what_a_failed_engine_lent_is_void_and_no_block_of_the_next_one() -> Non
     another = EngineBench(loans=loans)
     loans.give_back(asked.result(0))
     another.run(request("a", prompt))
-    assert not loans.prefixes.marks or loans.prefixes.marks[0] == keys_of(prompt)[-1]
+    assert not loans.prefixes.marks
 
 
-def test_prefixes_are_told_with_their_ends_and_where_they_may_part_and_no_more_than_so_many() -> None:
+def chain(name: int, length: int, begins: Sequence[bytes] = ()) -> list[bytes]:
+    return [*begins, *((name << 32 | place).to_bytes(16, "big") for place in range(len(begins), length))]
+
+
+def test_beginnings_of_two_conversations_are_told_with_their_ends_and_where_they_may_part_and_no_more_than_so_many() -> None:
     loans = KvLoans()
     told: list[int] = []
     loans.on_used = lambda: told.append(loans.prefixes.version)
-    chain = [bytes([number]) * 16 for number in range(1, 101)]
-    loans.used(chain[: LEAST_MARK - 1])
+    one = chain(1, 60)
+    loans.used(one[:40], 35)
     assert not loans.prefixes.marks
-    loans.used(chain[:21])
-    assert loans.prefixes.marks == (chain[20], chain[15], chain[7], chain[3])
-    loans.used(chain[:50])  # the same goes on
-    assert loans.prefixes.marks == (chain[49], chain[31], chain[15], chain[7], chain[3])
-    for other in range(2 * MOST_CHAINS):
-        loans.used([(100 * other + place).to_bytes(16, "big") for place in range(30)])
+    loans.used(chain(2, 40, one[:21]), 35)
+    assert loans.prefixes.marks == (one[20], one[15], one[7], one[3])
+    loans.used(one, 45)  # the first goes on
+    assert loans.prefixes.marks == (one[20], one[15], one[7], one[3])
+    loans.used(chain(3, 50, one[:30]), 35)
+    assert loans.prefixes.marks == (one[29], one[15], one[7], one[3], one[20])
+    for other in range(MOST_CHAINS):
+        begins = chain(10 + other // 2, 30)
+        loans.used(chain(100 + other, 40, begins), 40)
     assert len(loans.prefixes.marks) == MOST_MARKS
     assert told == list(range(1, loans.prefixes.version + 1))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [chain(1, 30)],  # asked again
+        [chain(2, 40, chain(1, 30))],  # gone on with
+        [chain(2, 40, chain(1, 24))],  # answered otherwise
+        [chain(1, 12)],  # cut
+        [chain(2, 40, chain(1, 3)), chain(3, 40)],  # too short a beginning, and none
+        [chain(2, 40, chain(1, 26)), chain(3, 60, chain(2, 40, chain(1, 26)))],
+    ],
+)
+def test_one_conversation_is_told_to_none_but_the_node_that_asked(others: list[list[bytes]]) -> None:
+    loans, own = KvLoans(), chain(1, 30)
+    loans.used(own, 24, "member")
+    for other in others:
+        loans.used(other, max(24, len(other) - 6))
+    assert loans.prefixes.marks == loans.prefixes.marks_for("another") == ()
+    loans.used(own, 24, "member")
+    assert loans.prefixes.marks_for("member")[0] == own[-1]
+    assert loans.prefixes.marks == ()
 
 
 def test_what_is_computed_for_others_is_told_only_where_they_share() -> None:
@@ -121,7 +151,8 @@ def test_what_is_computed_for_others_is_told_only_where_they_share() -> None:
     bench.run(request("a", prompt, "guest"))
     assert not loans.prefixes.marks
     bench.run(request("b", prompt, "member", shares_kv=True))
-    assert loans.prefixes.marks[0] == keys_of(prompt)[-1]
+    assert not loans.prefixes.marks
+    assert loans.prefixes.marks_for("member")[0] == keys_of(prompt)[-1]
     assert bench.run(request("c", prompt))[RequestId("c"), 0].cached_tokens > 0
     assert bench.run(request("d", prompt, "other"))[RequestId("d"), 0].cached_tokens == 0
 

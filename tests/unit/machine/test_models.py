@@ -297,6 +297,26 @@ def test_unloading_waits_for_answers_and_is_refused_where_they_do_not_end(home: 
     run(work())
 
 
+def test_a_clients_wish_to_unload_takes_nothing_from_others(home: Home) -> None:
+    async def work() -> None:
+        async with models_of(home) as models:
+            whole = await tokens(asked(models, "a", 200))
+            stream = asked(models, "a", 200)
+            got = [token for chunk in await anext(stream) for token in chunk.token_ids]
+            await models.unload_idle("a")
+            await models.unload_idle("b")  # which is not loaded
+            assert await tokens(asked(models, "a", 200)) == whole  # beside a live one
+            assert got + await tokens(stream) == whole
+            wishes = [asyncio.create_task(models.unload_idle("a")) for _ in range(3)]
+            assert await tokens(asked(models, "a", 200)) == whole
+            await asyncio.gather(*wishes)
+            await models.unload_idle("a")
+            assert loaded(models) == set()
+            assert await tokens(asked(models, "a", 200)) == whole
+
+    run(work())
+
+
 def test_a_stop_ends_a_load_and_those_that_wait_for_it(home: Home) -> None:
     async def work() -> None:
         builds = Builds()

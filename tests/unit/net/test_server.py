@@ -10,6 +10,7 @@ import grpc.aio
 from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, until
 
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
 from paceline.net.trust.certificates import NODE_NAME
@@ -63,7 +64,9 @@ async def test_a_machine_that_vanished_keeps_no_connection() -> None:
     identity, caller = fleet.member("server-1"), fleet.member("alice-1")
     watch = ConnectionWatch(refusals, fleet.clock)
     guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
-    server = NodeServer(identity, guard, watch, RpcMeter(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS])
+    server = NodeServer(
+        identity, guard, watch, RpcMeter(), TrustPolicy(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS]
+    )
     port = await server.start("127.0.0.1", 0)
     try:
         async with Cable(port) as cable:

@@ -20,7 +20,7 @@ import pytest
 from tests.fakes.clock import FakeClock
 
 from paceline.store import kv_folder
-from paceline.store.kv_folder import KvFolder
+from paceline.store.kv_folder import KvFolder, _depths
 
 BLOCK = 4096
 FILE = BLOCK + 48
@@ -394,3 +394,18 @@ IN_NAMESPACE = ("unshare", "--map-root-user", "--mount")
 )
 def test_a_disk_that_turned_read_only_still_gives_and_takes_nothing(tmp_path: Path) -> None:
     subprocess.run([*IN_NAMESPACE, sys.executable, "-c", READ_ONLY, str(tmp_path)], check=True, timeout=60, cwd=Path(__file__).parents[3])
+
+
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_depths_of_a_long_chain_are_found_in_whatever_order_its_blocks_are_named(step: int) -> None:
+    chain: list[bytes | None] = [number.to_bytes(16, "big") for number in range(5000)]
+    order = [chain[place * step % 5000] for place in range(5000)]
+    assert _depths(order, dict(zip(chain[1:], chain, strict=False))) == {key: place for place, key in enumerate(chain)}
+
+
+def test_blocks_named_in_a_circle_have_depths_too() -> None:
+    a, b, c, d = (bytes([name]) * 16 for name in range(4))
+    depths = _depths([a, b, c, d], {a: b, b: c, c: a, d: a})
+    assert sorted(depths) == [a, b, c, d]
+    assert depths[d] == depths[a] + 1
+    assert _depths([a], {a: a}) == {a: 0}

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.core.background import Background, TaskSet, came_within, end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, PacelineError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
 from paceline.fleet.gossip import Gossip
@@ -344,8 +344,12 @@ def capability_service(gossip: GossipDriver, guard: PeerGuard, facts: Callable[[
     """
     servicer = CapabilityServicer(gossip, guard, facts)
     limits = {
-        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
-        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
-        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=wire.MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
+        "CapabilityService/ExchangeCapabilities": Limit(
+            MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB, least=Trust.GUEST
+        ),  # gossip has bounds of its own
+        "CapabilityService/GetNodeCapability": Limit(KIB, 64, least=Trust.GUEST),
+        "CapabilityService/MeasureLink": Limit(
+            MAX_MEASURE_BYTES + KIB, 8, bulk=wire.MeasureLinkRequest.PAYLOAD_FIELD_NUMBER, least=Trust.GUEST
+        ),
     }
     return Service(partial(add_CapabilityServiceServicer_to_server, servicer), limits)

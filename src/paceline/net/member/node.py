@@ -16,7 +16,7 @@ import grpc.aio
 
 from paceline.core.background import Background
 from paceline.core.clock import Clock, SteadyClock
-from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
+from paceline.core.errors import FleetError, MembershipError, NodeUnreachable, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
@@ -34,6 +34,7 @@ from paceline.net.member.reach import own_facts
 from paceline.net.member.state import Claim, RunningNode, Sight, control_service, fleet_id, forget_running, keep_running
 from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
 from paceline.net.server import NodeServer, RpcMeter, Service
+from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member, join_host
 from paceline.net.trust.connections import ConnectionWatch, Refusals
@@ -139,7 +140,7 @@ class FleetNode:
             *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
             *(self.gossip.revocation_of, self.trust_keeper.check_age),
         )
-        server = NodeServer(self.identity, guard, watch, self.rpcs)
+        server = NodeServer(self.identity, guard, watch, self.rpcs, self.trust)
         server.add(
             capability_service(self.gossip, guard, lambda: own_facts(self._clock, self._tensors.port if self._tensors is not None else 0)),
             control_service(self.identity, guard, self.sight),
@@ -249,6 +250,20 @@ class FleetNode:
             NotTrusted: it has expired.
         """
         return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
+
+    def tensor_addresses_of(self, node_id: NodeId, port: int) -> tuple[str, ...]:
+        """Return where a node's tensor streams are: on the hosts of its card, whatever hosts a caller names.
+
+        Args:
+            port: as the node, or a caller, says; this node's own port is known.
+
+        Raises:
+            NodeUnreachable: the node is not in view.
+        """
+        live = self.view().get(node_id)
+        if live is None:
+            raise NodeUnreachable(f"{node_id} is not in this node's view of the fleet")
+        return tensor_addresses(self.book.order(live.card.addresses), self.tensors.port if node_id == self.node_id else port)
 
     def eligible(self, use: U_co) -> Eligible[U_co]:
         return self.trust.eligible(self.view(), use)

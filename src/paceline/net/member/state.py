@@ -159,7 +159,9 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
 
 def control_service(identity: Identity, guard: PeerGuard, look: Look) -> Service:
     servicer = ControlServicer(identity, guard, look)
-    return Service(partial(add_ControlServiceServicer_to_server, servicer), {"ControlService/GetFleetView": Limit(KIB, 8)})
+    return Service(
+        partial(add_ControlServiceServicer_to_server, servicer), {"ControlService/GetFleetView": Limit(KIB, 8, least=Trust.GUEST)}
+    )
 
 
 @dataclass(frozen=True, slots=True)

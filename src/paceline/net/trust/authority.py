@@ -28,6 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.core.errors import IdentityError, NotTrusted, PacelineError
 from paceline.core.ids import NodeId, Trust
+from paceline.core.processes import python_command
 from paceline.net.trust.certificates import (
     BACKDATED,
     FORMAT,
@@ -254,8 +255,7 @@ class AuthorityProcess:
 
     def _ask(self, what: str, data: bytes, now: float, **more: str | int) -> bytes:
         asked = json.dumps({"what": what, "data": b64encode(data).decode(), "now": now, **more})
-        # Without the folder it is started in among the places that modules come from.
-        command = [sys.executable, "-P", "-m", __name__, str(self.file)]
+        command = python_command("-m", __name__, str(self.file))
         try:
             done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=BOUND_S, check=True)  # noqa: S603  our own
             said: dict[str, str] = json.loads(done.stdout)

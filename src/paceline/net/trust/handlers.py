@@ -3,8 +3,11 @@
 A message that protobuf can't parse would be an exception inside gRPC, logged with a traceback as if it were our bug. Here it is a refusal, in the
 log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so of some methods they are counted.
 
-gRPC would gather a single request before anybody looks whose it is, for as long as its sender likes. So here all requests are read as streams are:
-who calls is known first, and how many requests of a caller have begun to come, and for how long, is bounded.
+gRPC would gather a request before any code looks at its sender, for as long as the sender likes. So here all requests are read as streams are: the
+caller is known and trusted first, and of what it begins, both the bytes and the time are bounded. The same two bounds serve every method.
+
+While a read waits, gRPC gathers a whole message for it. Otherwise it holds one flow-control window of the call (64 KiB). So what a caller can make this
+node hold is the number of reads that wait for it, times the largest message. An open client stream always has a read that waits.
 
 Parts are counted before a message is decoded: an empty one takes two bytes on the wire and seventy in memory. Only the outermost fields are looked
 at; what is inside of them is bounded by their length, and where it is opened.
@@ -13,9 +16,9 @@ at; what is inside of them is bounded by their length, and where it is opened.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,14 +27,23 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge, PacelineError, PeerFloods
+from paceline.core.ids import Trust
+from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.net.rpc_faults import abort
+from paceline.net.trust.certificates import Member
 from paceline.net.trust.connections import Refusals, remote_of
 
 WHOLE_S = 60.0
-"""For a request to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a long prompt."""
+"""Seconds for the first message of a call to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a
+long prompt. Later messages of a stream have no clock: a stream may be silent, and holds one of its caller's `MOST_READS` meanwhile."""
 MOST_BEGUN = 32
-"""Requests of one node on their way at once, over all its connections. Raising it: memory that it can hold by finishing none, 2.3 MiB each;
-lowering it: bursts over a slow link are refused."""
+"""Calls of one node whose first message has not come, over all its connections. Raising it: each holds a flow-control window; lowering it: bursts over a
+slow link are refused."""
+MOST_READS = 9
+"""Reads that wait for messages of one node; further calls wait their turn. Raising it: memory that a caller can hold by finishing no message,
+`server.MAX_REQUEST_BYTES` each; lowering it: more calls of a node wait for its slow ones."""
+MOST_OPEN_STREAMS = 6
+"""Client streams of one node, which keep their reads. Raising it: fewer reads are left for its other calls."""
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 
 
@@ -109,6 +121,34 @@ class Limit:
     """In one of them, where it is not `bulk`: what is inside of it may be as many parts as it has room for."""
     bulk: int | None = None
     """The number of the field that may be long: it holds numbers, which take no more room decoded."""
+    least: Trust | Use = field(kw_only=True)
+    """The least trust of a caller: a level, or the use whose level the node's policy has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Lets callers in by the least trust of a method, before anything of a request is read.
+
+    Args:
+        peer: who calls, by a certificate that was checked.
+        policy: the least trust for each use.
+    """
+
+    peer: Callable[[Context], Member]
+    policy: TrustPolicy
+
+    def check(self, context: Context, least: Trust | Use) -> None:
+        """Raises NotTrusted where a caller is trusted less."""
+        self.policy.check_trust(self.peer(context), least)
+
+
+class _Caller:
+    """What is under way of one caller. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self.begun = self.streams = 0
+        """Calls whose first message has not come, and client streams."""
+        self.reads = asyncio.Semaphore(MOST_READS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,59 +193,81 @@ def told(behaviour: Behaviour) -> Behaviour:
 
 
 class WellFormed(grpc.aio.ServerInterceptor):
-    """Refuses requests that can't be read. The last interceptor of a server, next to its services.
+    """Refuses callers that are not trusted enough, and requests that can't be read. The last interceptor of a server, next to its services.
 
     Args:
         limits: by method (/package.Service/Method), what is read at most; others read what gRPC lets through.
+        admission: of callers, by the trust in `limits`; methods that have none there do not exist then. None: callers are strangers.
     """
 
-    def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None) -> None:
-        self._refusals, self._limits = refusals, {} if limits is None else limits
-        self._begun: Counter[str] = Counter()
-        """Requests that are on their way, by caller."""
+    def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None, admission: Admission | None = None) -> None:
+        self._refusals, self._limits, self._admission = refusals, {} if limits is None else limits, admission
+        self._callers: dict[str, _Caller] = {}
+        """Those with calls that have begun, or with client streams."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:  # no such method
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        limit = self._limits.get(method)
+        if handler is None or (limit is None and self._admission is not None):  # no such method
             return None
-        method = handler_call_details.method
-        return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, self._limits.get(method)))
+        return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, limit))
 
     def _checked(self, behaviour: Behaviour, handler: Handler, method: str) -> Behaviour:
-        async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
-            if handler.request_streaming:
-                return await behaviour(self._readable(requests, context, method), context)
-            return await behaviour(await self._whole(context, method), context)
+        async def checked(_: Any, context: Context) -> Any:
+            if self._admission is not None:
+                try:
+                    self._admission.check(context, self._limits[method].least)
+                except PacelineError as error:
+                    await abort(context, error)
+            async with self._reading(context, method, is_stream=handler.request_streaming) as request:
+                if handler.request_streaming:
+                    return await behaviour(self._messages(request, context, method), context)
+            if request is grpc.aio.EOF:  # its caller hung up
+                await abort(context, MalformedMessage("A call ended without its request"))
+            return await behaviour(request, context)
 
         return checked
 
-    async def _whole(self, context: Context, method: str) -> Any:
-        """The one request of a call."""
+    @asynccontextmanager
+    async def _reading(self, context: Context, method: str, *, is_stream: bool) -> AsyncGenerator[Any]:
+        """The time in which a call may have a read that waits, from its first message on."""
         # Of strangers, who may be many behind one address, each connection.
-        caller = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
-        if self._begun[caller] >= MOST_BEGUN:
-            await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
-        self._begun[caller] += 1
+        name = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
+        caller = self._callers.setdefault(name, _Caller())
         try:
-            async with asyncio.timeout(WHOLE_S):
-                request = await context.read()
-        except TimeoutError:
-            await self._refuse(context, MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s"), method)
+            if caller.begun >= MOST_BEGUN:
+                await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
+            if is_stream and caller.streams >= MOST_OPEN_STREAMS:
+                await self._refuse(context, PeerFloods(f"More than {MOST_OPEN_STREAMS} streams are open", retry_after_s=1), method)
+            caller.begun, caller.streams = caller.begun + 1, caller.streams + is_stream
+            try:
+                async with AsyncExitStack() as held:
+                    try:
+                        async with asyncio.timeout(WHOLE_S):
+                            await held.enter_async_context(caller.reads)
+                            request = await context.read()
+                    except TimeoutError:
+                        error = MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s")
+                        await self._refuse(context, error, method)
+                    finally:
+                        caller.begun -= 1
+                    if isinstance(request, _Unreadable):
+                        await self._refuse(context, request.error, method)
+                    yield request
+            finally:
+                caller.streams -= is_stream
         finally:
-            self._begun[caller] -= 1
-            if not self._begun[caller]:
-                del self._begun[caller]
-        if request is grpc.aio.EOF:  # its caller hung up
-            await abort(context, MalformedMessage("A call ended without its request"))
-        if isinstance(request, _Unreadable):
-            await self._refuse(context, request.error, method)
-        return request
+            if not caller.begun and not caller.streams:
+                self._callers.pop(name, None)
 
-    async def _readable(self, requests: AsyncIterator[Any], context: Context, method: str) -> AsyncIterator[Any]:
-        async for request in requests:
-            if isinstance(request, _Unreadable):
-                await self._refuse(context, request.error, method)
-            yield request
+    async def _messages(self, first: Any, context: Context, method: str) -> AsyncIterator[Any]:
+        """All messages of a stream."""
+        message = first
+        while message is not grpc.aio.EOF:
+            if isinstance(message, _Unreadable):
+                await self._refuse(context, message.error, method)
+            yield message
+            message = await context.read()
 
     async def _refuse(self, context: Context, error: GossipRefused, method: str) -> NoReturn:
         host, port = remote_of(context.peer())

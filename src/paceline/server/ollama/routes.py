@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from paceline.server.intake import Intake
 
 
-UNLOAD_S: Final = 30.0
-"""How long an unload waits for answers to end. Raising it: a model is refused to others for longer, and stays after all."""
 FOREVER: Final = "2300-01-01T00:00:00Z"
 """When a model that stays loaded is unloaded."""
 _BILLION, _MILLION = 1e9, 1e6
@@ -148,9 +146,9 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
             return "load"
         if asked.keep:
             await own.host_of(name)
-        elif own.is_loaded(name):
-            await own.unload(name, UNLOAD_S)
-        return "load" if asked.keep else "unload"
+            return "load"
+        await own.unload_idle(name)  # a wish: a client never takes a model from others
+        return "load" if own.is_loaded(name) else "unload"
 
     async def answer(request: Request, parse: Callable[[Intake, bytes], Call | LoadOnly]) -> Response:
         arrived_s = service.clock.monotonic()

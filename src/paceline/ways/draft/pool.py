@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
+from paceline.core.ids import Trust
 from paceline.engine.drafts import BlockProposal, DraftSession, Proposer, ProposerStats, open_session
 from paceline.net.mapper import Codec, Mapped, refuse_with
 from paceline.net.server import KIB, Service
@@ -320,9 +321,13 @@ def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockR
 
 def proposer_service(pool: ProposerPool, who: Callable[[Context], Member]) -> Service:
     limits = {
-        "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=wire.ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
+        "ProposerService/ProposeBlock": Limit(
+            2048 * KIB, 64, bulk=wire.ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER, least=Trust.GUEST
+        ),
         # All that is inside of a block is numbers.
-        "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=wire.ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
+        "ProposerService/ProposeBlocks": Limit(
+            2048 * KIB, 2 * MOST_SESSIONS, bulk=wire.ProposeBlocksRequest.BLOCK_FIELD_NUMBER, least=Trust.GUEST
+        ),
     }
     return Service(partial(add_ProposerServiceServicer_to_server, ProposerServicer(pool, who)), limits)
 

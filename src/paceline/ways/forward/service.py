@@ -16,7 +16,7 @@ from uuid import uuid4
 from paceline.core.background import end_tasks
 from paceline.core.errors import ContextOverflow, UnknownModel
 from paceline.core.generation import GenerationRequest
-from paceline.core.ids import RequestId
+from paceline.core.ids import RequestId, Trust
 from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.model import ModelRef
 from paceline.core.text import printable
@@ -151,8 +151,8 @@ def generate_service(models: LocalModels, shares_kv: Callable[[Context], bool] =
     """
     limits = {
         # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
-        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
-        "GenerateService/DescribeModel": Limit(4 * KIB, 8),
+        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER, least=Trust.GUEST),
+        "GenerateService/DescribeModel": Limit(4 * KIB, 8, least=Trust.GUEST),
     }
     return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models, shares_kv)), limits)
 

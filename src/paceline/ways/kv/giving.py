@@ -22,6 +22,7 @@ import grpc.aio
 from paceline.core.errors import FleetError, NotTrusted, PacelineError
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.kv_source import KvLoan
+from paceline.fleet.eligibility import Use
 from paceline.machine.kv_spans import KvMove, KvPart
 from paceline.net.mapper import split_bytes
 from paceline.net.rpc_faults import abort
@@ -110,7 +111,7 @@ class KvServicer(KvServiceServicer):
         try:
             while kv in self._owner.models():
                 prefixes, shares = kv.loans.prefixes, kv.shares
-                marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks if shares)
+                marks = b"".join(mark[:MARK_BYTES] for mark in prefixes.marks_for(caller.node_id) if shares)
                 said = wire.WatchPrefixesResponse(
                     version=prefixes.version,
                     block_tokens=kv.block_tokens,
@@ -329,8 +330,8 @@ async def _lent(kv: PeerKv, keys: Sequence[bytes]) -> KvLoan:
 def kv_service(servicer: KvServicer) -> Service:
     """What a node's server registers."""
     limits = {
-        "KvService/WatchPrefixes": Limit(KIB, 8),
-        "KvService/FetchBlocks": Limit(72 * KIB, 16),
-        "KvService/Prefill": Limit(1024 * KIB, 16, bulk=6),
+        "KvService/WatchPrefixes": Limit(KIB, 8, least=Use.SHARE_KV),
+        "KvService/FetchBlocks": Limit(72 * KIB, 16, least=Use.SHARE_KV),
+        "KvService/Prefill": Limit(1024 * KIB, 16, bulk=6, least=Use.SHARE_KV),
     }
     return Service(partial(add_KvServiceServicer_to_server, servicer), limits)

@@ -31,7 +31,7 @@ from paceline.machine.settings import PrefillRole
 from paceline.net.member.node import FleetNode
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import Service
-from paceline.net.tensor.dialling import dial, tensor_addresses
+from paceline.net.tensor.dialling import dial
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.wire import kv_pb2 as wire
@@ -181,10 +181,7 @@ class KvSharing:
 
     def dial(self, to: Member, port: int, ticket: bytes, offer: wire.NixlOffer | None, block_bytes: int) -> Callable[[], BlockSender]:
         """See `KvOwner`."""
-        live = self._fleet.view().get(to.node_id)
-        if live is None:
-            raise FleetError(f"{to.node_id} is not in this node's view of the fleet")
-        addresses = tensor_addresses(self._fleet.book.order(live.card.addresses), port)
+        addresses = self._fleet.tensor_addresses_of(to.node_id, port)
         identity, voids = self._fleet.identity, self._fleet.gossip.voids
         agent = self.nixl.agent
         own = self._fleet.node_id

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -24,7 +25,6 @@ from paceline.backends.options import DeviceKind
 from paceline.core.background import came_within, tell_loop
 from paceline.core.errors import (
     BadPipelineRequest,
-    NotTrusted,
     PacelineError,
     PlacementError,
     ShardUnavailable,
@@ -33,7 +33,7 @@ from paceline.core.errors import (
     WeightsMismatch,
     WrongBytes,
 )
-from paceline.core.ids import NodeId, Trust
+from paceline.core.ids import NodeId
 from paceline.core.manifest import ByteRuns, ModelManifest
 from paceline.core.model import BLOCK_TOKENS, ModelSpec
 from paceline.fleet.eligibility import Use
@@ -79,6 +79,8 @@ BUSY_TIMES, BUSY_S = 5, 0.5
 """Times that a node is asked again for weights, and how long after."""
 MOST_RANKS = 4
 """Of groups of others, side by side. Each is a process, and takes cores from the others."""
+MOST_RANKS_OF_ONE = MOST_RANKS // 2
+"""Of one node's groups. Raising it: one node may keep all others out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,6 @@ class RankHost:
     """Lives on one event loop.
 
     Args:
-        check_caller: raises NotTrusted for members that are not served.
         threads: of a rank; None: one a core.
         beside: models that lie elsewhere than in the home.
     """
@@ -121,13 +122,12 @@ class RankHost:
         self,
         fleet: FleetNode,
         home: Home,
-        check_caller: Callable[[Member], None],
         threads: int | None = None,
         beside: Sequence[ModelLocation] = (),
     ) -> None:
-        self._fleet, self._home, self._check, self._beside = fleet, home, check_caller, beside
+        self._fleet, self._home, self._beside = fleet, home, beside
         self._threads = threads or usable_cores()
-        self._open = 0
+        self._open = Counter[NodeId]()
         self._held: list[tuple[HostedRank, int]] = []
         """And the bytes that each needs."""
         self.left_bytes: Callable[[], int | None] = lambda: None
@@ -149,23 +149,13 @@ class RankHost:
         """Wait until all have ended, with the calls that opened them. Bounded; idempotent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                while self._open:
+                while self._open.total():
                     self._ended.clear()
                     await self._ended.wait()
 
     def service(self, guard: PeerGuard) -> Service:
-        limits = {"RankService/OpenRank": Limit(16 * KIB, 16)}
+        limits = {"RankService/OpenRank": Limit(16 * KIB, 16, least=Use.HAVE_RANKS_RUN)}
         return Service(partial(add_RankServiceServicer_to_server, RankServicer(self, guard.peer)), limits)
-
-    def admit(self, caller: Member) -> None:
-        """Check a caller before anything else is looked at.
-
-        Raises:
-            NotTrusted: this caller is not served.
-        """
-        self._check(caller)
-        if caller.trust is Trust.GUEST:
-            raise NotTrusted(f"{caller.node_id} is a guest of the fleet, and tensor ranks are run for members", who=caller.node_id)
 
     async def open(self, request: RankRequest, caller: Member) -> AsyncGenerator[RankEvent]:
         """A rank: how far its load is, opened, at worst a fault as the last. Closing it ends the rank.
@@ -173,15 +163,17 @@ class RankHost:
         Raises:
             PipelineError: it can't be had.
         """
-        if self._open >= MOST_RANKS:
-            raise ShardUnavailable(f"{self._open} tensor ranks of other machines run here, and no more are taken")
-        self._open += 1
+        if self._open.total() >= MOST_RANKS or self._open[caller.node_id] >= MOST_RANKS_OF_ONE:
+            raise ShardUnavailable(
+                f"{self._open.total()} tensor ranks of other machines run here, and no more are taken from {caller.node_id}"
+            )
+        self._open[caller.node_id] += 1
         try:
             async with AsyncExitStack() as ends:
                 async for event in self._rank(request, caller, ends):
                     yield event
         finally:
-            self._open -= 1
+            self._open[caller.node_id] -= 1
             self._ended.set()
 
     async def _rank(self, request: RankRequest, caller: Member, ends: AsyncExitStack) -> AsyncGenerator[RankEvent]:
@@ -217,7 +209,8 @@ class RankHost:
         ends.callback(expected.cancel)
         yield RankOpened(self._fleet.tensors.port, expected.ticket, rank.process.numerics_id)
         deadline, ended, loop = time.perf_counter() + CONNECT_S, asyncio.Event(), asyncio.get_running_loop()
-        way = partial(dial, request.addresses, caller, request.ticket, self._fleet.identity, self._fleet.gossip.voids, deadline)
+        addresses = self._fleet.tensor_addresses_of(caller.node_id, int(request.addresses[0].rpartition(":")[2]))
+        way = partial(dial, addresses, caller, request.ticket, self._fleet.identity, self._fleet.gossip.voids, deadline)
         accept = partial(expected.wait, deadline)
         await in_thread(partial(rank.connect, way, accept, caller.node_id, partial(tell_loop, loop, ended.set)), expected.cancel)
         while rank.gone is None and not await came_within(ended, LOOK_S):
@@ -339,8 +332,6 @@ class RankServicer(RankServiceServicer):
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def OpenRank(self, request: wire.OpenRankRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        caller = self._who(context)
-        self._host.admit(caller)
-        async with aclosing(self._host.open(read_open(request), caller)) as events:
+        async with aclosing(self._host.open(read_open(request), self._who(context))) as events:
             async for event in events:
                 await context.write(write_event(event))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from paceline.core.errors import ConfigError, ExecutorLost
+from paceline.core.processes import python_command
 from paceline.ways.tensor import rank as protocol
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.rank import RankOrder
@@ -106,7 +106,7 @@ class RankProcess:
             with theirs:
                 fds = (theirs.fileno(), memory_fd)
                 memory.say_done(order.rank, memory.number)
-                command = [sys.executable, "-m", protocol.__name__, *map(str, fds)]
+                command = python_command("-m", protocol.__name__, *map(str, fds))
                 self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)  # noqa: S603 - this program itself
         except OSError as error:
             why = f"A tensor rank can't be started: {error.strerror or error}"

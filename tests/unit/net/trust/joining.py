@@ -7,7 +7,7 @@ import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,12 +139,53 @@ async def begun_calls(
         writer.transport.abort()
 
 
-DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+async def hold_calls(port: int, count: int, caller: Identity, path: str, part: bytes, first: bytes = b"") -> asyncio.StreamWriter:
+    """Begin calls, and send `first`, and then `part` of each as far as the node's windows let it, until it lets nothing more come."""
+    context = client_context(caller)
+    context.set_alpn_protocols(["h2"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NODE_NAME)
+    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": NODE_NAME}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
+    whole = memoryview(first + part)
+    streams = range(1, 1 + 2 * count, 2)
+    windows, sent, initial = dict.fromkeys((0, *streams), 65535), dict.fromkeys(streams, 0), 65535
+    writer.write(
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, b"") + b"".join(_frame(HEADERS, each, block) for each in streams)
+    )
+    with suppress(TimeoutError):
+        while True:
+            for each in tuple(sent):
+                while (room := min(windows[0], windows[each], 16384, len(whole) - sent[each])) > 0:
+                    writer.write(_frame(DATA, each, bytes(whole[sent[each] : sent[each] + room])))
+                    sent[each], windows[0], windows[each] = sent[each] + room, windows[0] - room, windows[each] - room
+                    await writer.drain()
+            async with asyncio.timeout(0.3):
+                head = await reader.readexactly(9)
+                payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+            if kind == PING and not flags:
+                writer.write(_frame(PING, 0, payload, ACKNOWLEDGED))
+            elif kind == WINDOW_UPDATE and stream in windows:
+                windows[stream] += int.from_bytes(payload, "big")
+            elif kind == SETTINGS and not flags:
+                for at in range(0, len(payload), 6):
+                    if payload[at : at + 2] == b"\0\x04":
+                        now = int.from_bytes(payload[at + 2 : at + 6], "big")
+                        windows |= {each: windows[each] + now - initial for each in streams}
+                        initial = now
+                writer.write(_frame(SETTINGS, 0, b"", ACKNOWLEDGED))
+            elif kind == RST_STREAM or (kind == HEADERS and flags & 1):
+                sent.pop(stream, None)
+    return writer
+
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 ACKNOWLEDGED = 1
 
 
-def _frame(kind: int, stream: int, payload: bytes) -> bytes:
-    flags = 4 if kind == HEADERS else 0
+def _frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
+    flags |= 4 if kind == HEADERS else 0
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 

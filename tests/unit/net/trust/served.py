@@ -13,6 +13,7 @@ import grpc.aio
 from tests.fakes.fleets import TestFleet, sealed_card
 
 from paceline.core.clock import Clock
+from paceline.core.ids import Trust
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
@@ -109,7 +110,7 @@ class Served:
 
     def begun(self, caller: str) -> int:
         """Requests of a caller that are on their way."""
-        return self.well_formed._begun[caller]
+        return self.well_formed._callers[caller].begun if caller in self.well_formed._callers else 0
 
     @property
     def address(self) -> str:
@@ -130,7 +131,7 @@ async def served(fleet: TestFleet, name: str = "server-1", clock: Clock | None =
     refusals = Refusals()
     watch = ConnectionWatch(refusals, clock or fleet.clock, look_s=0.02)
     guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
-    well_formed = WellFormed(refusals, {CARD: Limit(1000, 64)})
+    well_formed = WellFormed(refusals, {CARD: Limit(1000, 64, least=Trust.GUEST)})
     server = grpc.aio.server(interceptors=[guard, well_formed])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +28,16 @@ SLOW = 1.0
 """Tokens of prompts a second, as cards say: slow enough that fetching pays from a block or two on."""
 
 
+class ToldLoans(KvLoans):
+    """Tells each prefix at once, as if another conversation had begun with it too."""
+
+    def used(self, keys: Sequence[bytes], n_prompt: int, caller: str = "") -> None:
+        super().used(keys, n_prompt, caller)
+        for chain in self._chains.values():
+            chain.n_shared = len(chain.keys)
+        self._tell()
+
+
 class Sharer:
     """A node with an engine."""
 
@@ -44,7 +54,7 @@ class Sharer:
     ) -> None:
         offer = ModelOffer("null", Role.VERIFIER, "bf16", 1.0, speed, DIGEST, warm=True, numerics_id="null")
         self.node = make_node(fleet, root, name, *peers, offers=(offer,), trust=trust)
-        self.loans = KvLoans()
+        self.loans = ToldLoans()
         self._came, self._turn = threading.Event(), threading.Lock()
         self.kv: PeerKv
         sizes = {"n_blocks": 64, "max_context": 200, "kv_check_every": check_every}

@@ -67,9 +67,6 @@ class Hosts:
         return {rank: RankPlace(NodeId(name), self.nodes[0], self.loop) for rank, name in enumerate(names, 1)}
 
 
-def every_member(_: object) -> None: ...
-
-
 @asynccontextmanager
 async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER, *, everywhere: bool = True) -> AsyncIterator[Hosts]:
     """Args: everywhere: the other nodes have the model, too."""
@@ -81,7 +78,7 @@ async def nodes(root: Path, model: Path, trust: Trust = Trust.MEMBER, *, everywh
         started.append(a)
         for name in ("b", "c"):
             node = make_node(fleet, root, name, a, preset=PATIENT)
-            host = RankHost(node, home, every_member, threads=1, beside=[resolve(str(model), home)] if everywhere else [])
+            host = RankHost(node, home, threads=1, beside=[resolve(str(model), home)] if everywhere else [])
             await node.start(host.service)
             started.append(node)
             made.append(node)

@@ -15,7 +15,7 @@ import asyncio
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar, cast
 
@@ -218,12 +218,24 @@ class TensorEnds:
     Args:
         listener: gives the node's tensor port; raises StreamClosed while there is none.
         member_of: by node id, what the certificate of a member in view says; raises BadPipelineRequest where there is none. Asked on the event loop.
+        addresses_of: where a node's card says that its streams are, by node id and port. Asked on the event loop.
     """
 
     def __init__(
-        self, listener: Callable[[], TensorListener], identity: Identity, voids: Voids, member_of: Callable[[NodeId], Member]
+        self,
+        listener: Callable[[], TensorListener],
+        identity: Identity,
+        voids: Voids,
+        member_of: Callable[[NodeId], Member],
+        addresses_of: Callable[[NodeId, int], Sequence[str]],
     ) -> None:
-        self._listener, self._identity, self._voids, self._member_of = listener, identity, voids, member_of
+        self._listener, self._identity, self._voids, self._member_of, self._addresses_of = (
+            listener,
+            identity,
+            voids,
+            member_of,
+            addresses_of,
+        )
 
     @property
     def port(self) -> int:
@@ -238,20 +250,22 @@ class TensorEnds:
         return ExpectedInput(self._listener().expect(ticket), dtype, width)
 
     def way(self, to: NextStage, dtype: ActivationDtype) -> Callable[[float], ActivationSink]:
-        """How to reach a node of the fleet. On the event loop; does not wait.
+        """How to reach a node of the fleet, at the hosts of its card: of what the caller names, the port alone counts. On the event loop; does not wait.
 
         Returns:
             Opens the stream; blocks until a deadline on the monotonic clock, and raises FleetError where the node can't be reached, or does not take the ticket.
 
         Raises:
             BadPipelineRequest: there is no such node.
+            NodeUnreachable: it is not in view.
             NotTrusted: it may not be reached.
         """
         member = self._member_of(to.node_id)
         check_callable(member, self._voids)
+        addresses = self._addresses_of(to.node_id, int(to.addresses[0].rpartition(":")[2]))
 
         def go(deadline: float, /) -> ActivationSink:
-            return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype)
+            return StreamSink(dial(addresses, member, to.ticket, self._identity, self._voids, deadline), dtype)
 
         return go
 
@@ -284,4 +298,4 @@ def tensor_ends(fleet: FleetNode) -> TensorEnds:
             raise BadPipelineRequest(f"There is no node {node_id} in this fleet's view")
         return member
 
-    return TensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, member_of)
+    return TensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, member_of, fleet.tensor_addresses_of)

@@ -29,6 +29,7 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import BLOCK_TOKENS
+from paceline.fleet.eligibility import Use
 from paceline.machine.kv_spans import KvMover
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
@@ -222,10 +223,10 @@ class NodeShardHost:
         session = found.session
         if session is None or found.connecting:
             raise BadPipelineRequest("This session is not open yet, or connected already")
-        go = self._ends.way(to, session.request.dtype)
-        found.connecting = True
         deadline = self._clock.monotonic() + self._limits.connect_s
         try:
+            go = self._ends.way(to, session.request.dtype)
+            found.connecting = True
             sink = await opened_in_thread(partial(go, deadline))
         except (NodeUnreachable, TensorStreamError) as error:
             found.connecting = False  # the caller may know another way
@@ -376,10 +377,10 @@ class ShardServicer(ShardServiceServicer):
 
 def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Service:
     limits = {
-        "ShardService/OpenStage": Limit(4 * KIB, 64),
-        "ShardService/ConnectStage": Limit(64 * KIB, 128),
-        "ShardService/WarmLayers": Limit(4 * KIB, 64),
-        "ShardService/KvBlocks": Limit(256 * KIB, 64),
-        "ShardService/EchoRows": Limit(KIB, 16),
+        "ShardService/OpenStage": Limit(4 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/KvBlocks": Limit(256 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
+        "ShardService/EchoRows": Limit(KIB, 16, least=Use.HAVE_LAYERS_RUN),
     }
     return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)

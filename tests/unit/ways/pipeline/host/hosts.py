@@ -27,6 +27,7 @@ from paceline.core.ids import BatchId, NodeId, SequenceId, Trust
 from paceline.core.model import ActivationDtype, LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import Int32, LayerRunner, RowPlan
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.machine.devices import LocalDevice
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import NodeServer, RpcMeter
@@ -175,7 +176,9 @@ class Net:
     def ends(self, identity: Identity) -> tuple[TensorListener, TensorEnds]:
         listener = TensorListener(identity, self.fleet.revocations.voids, self.fleet.clock, Refusals())
         listener.start("127.0.0.1")
-        return listener, TensorEnds(lambda: listener, identity, self.fleet.revocations.voids, self.member_of)
+        return listener, TensorEnds(
+            lambda: listener, identity, self.fleet.revocations.voids, self.member_of, lambda _, port: [f"127.0.0.1:{port}"]
+        )
 
 
 @dataclass(slots=True)
@@ -239,7 +242,7 @@ async def hosting(
     refusals = Refusals()
     watch = ConnectionWatch(refusals, net.fleet.clock, look_s=0.02)
     guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals, watch)
-    server = NodeServer(identity, guard, watch, RpcMeter())
+    server = NodeServer(identity, guard, watch, RpcMeter(), TrustPolicy())
     server.add(shard_service(host, guard.peer))
     port = await server.start("127.0.0.1", 0)
     host.start(Background(SystemClock()))

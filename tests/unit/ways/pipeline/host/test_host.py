@@ -708,3 +708,20 @@ async def test_activations_sent_before_a_stage_is_connected_wait() -> None:
         with pytest.raises(StreamClosed, match="ticket"):
             await in_thread(user.ends.way(a.next_stage(stage.opened.ticket), ActivationDtype.BF16), soon())
         source.close()
+
+
+@in_loop
+async def test_a_stage_dials_only_hosts_of_the_card_whatever_hosts_its_caller_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, dialled = Net(), list[tuple[str, ...]]()
+
+    def refuse(addresses: tuple[str, ...], *_: object) -> None:
+        dialled.append(tuple(addresses))
+        raise NodeUnreachable("refused")
+
+    monkeypatch.setattr("paceline.ways.pipeline.host.ends.dial", refuse)
+    async with hosting(net, "a") as a, User(net) as user:
+        for named in (("192.0.2.7:22",), ("localhost:6379", "10.0.0.1:22"), ("[fd00::1]:6379", "127.0.0.1:1")):
+            stage = await user.open(a)
+            with pytest.raises(ShardUnavailable):
+                await stage.connect(NextStage(user.identity.node_id, named, bytes(32)))
+    assert dialled == [("127.0.0.1:22",), ("127.0.0.1:6379",), ("127.0.0.1:6379",)]
