@@ -26,9 +26,26 @@ HI = [104, 105]
     ],
 )
 def test_what_is_sent_comes_back_as_tokens(shared: Served[ScriptedInference], fields: dict[str, Any]) -> None:
-    answer = shared.http.post("/tokenize", json=fields | {"with_pieces": True})
+    answer = shared.http.post("/tokenize", json=fields | {"with_letters": True})
     assert answer.json() == {"tokens": HI, "count": 2, "max_model_len": 4096}
-    assert answer.headers["x-paceline-ignored"] == "with_pieces"
+    assert answer.headers["x-paceline-ignored"] == "with_letters"
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"content": "h\u00e9", "with_pieces": True}, {"tokens": [{"id": 104, "piece": "h"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]}),
+        ({"prompt": "hi", "return_token_strs": True}, {"tokens": HI, "token_strs": ["h", "i"]}),
+        ({"prompt": "hi", "with_pieces": False, "return_token_strs": False}, {"tokens": HI}),
+        ({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}, {"tokens": HI}),
+    ],
+)  # fmt: skip
+def test_pieces_are_shown_where_they_are_asked_for(
+    shared: Served[ScriptedInference], fields: dict[str, Any], found: dict[str, Any]
+) -> None:
+    answer = shared.http.post("/tokenize", json=fields)
+    assert {name: value for name, value in answer.json().items() if name not in {"count", "max_model_len"}} == found
+    assert "x-paceline-ignored" not in answer.headers
 
 
 def test_tokens_come_back_as_text(shared: Served[ScriptedInference]) -> None:

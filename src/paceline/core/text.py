@@ -20,6 +20,8 @@ class Given:
     """What is remembered of this chat serves chats of the same salt alone."""
     continues: bool = False
     """The last message, the assistant's, is gone on with: the text ends behind its content."""
+    begins_turn: bool = True
+    """The text ends with the beginning of the assistant's turn."""
 
 
 NOTHING_GIVEN = Given()

@@ -25,7 +25,9 @@ from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
 from paceline.machine.models import Models
 from paceline.server import embeddings, own_paths, replies, tokenizing
+from paceline.server.aliases import Aliases
 from paceline.server.answer import Answer, until_gone
+from paceline.server.anthropic import models as anthropic_models
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
@@ -55,9 +57,11 @@ BODIES: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    tokenizing.TokenizeRequest,
+    tokenizing.DetokenizeRequest,
     *ollama_requests.BODIES,
 )
-"""Of all paths that write text, for the document."""
+"""Bodies that name a model that writes text, for the document."""
 EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
@@ -275,6 +279,7 @@ def create_app(
     app.state.service = service
     app.add_middleware(Guard, settings=service.settings, meter=service.meter)
     app.add_middleware(RequestLog, clock=service.clock)
+    app.add_middleware(Aliases)
     _add_faults(app)
     _add_routes(app, service)
 
@@ -360,25 +365,28 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
         return _listed(found.name, found.created, found.max_tokens, {})
 
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **key})
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
         data += [_listed(model.name, changed(model), model.context, None) for model in await service.loadable()]
-        return json_response({"object": "list", "data": data if encoder is None else [*data, encoder_entry(encoder)]})
+        data = data if encoder is None else [*data, encoder_entry(encoder)]
+        return json_response(anthropic_models.models_page(data) if anthropic_models.is_asked(request) else {"object": "list", "data": data})
 
     @app.get(
         "/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, **refusals(replies.ErrorReply, settings, 401, 404)}
     )
-    async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def model(model_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
-            return json_response(model_entry(find_model(model_id, service.inference, settings.served_names)))
+            entry = model_entry(find_model(model_id, service.inference, settings.served_names))
         except (UnknownModel, ModelAway):
             opened = None if service.models is None else await asyncio.to_thread(service.models.open, model_id)
             if opened is not None:
-                return json_response(model_entry(opened))
-            if encoder is None or not service.embedder.is_meant(model_id):
+                entry = model_entry(opened)
+            elif encoder is None or not service.embedder.is_meant(model_id):
                 raise
-            return json_response(encoder_entry(encoder))
+            else:
+                entry = encoder_entry(encoder)
+        return json_response(anthropic_models.model_entry(entry) if anthropic_models.is_asked(request) else entry)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})

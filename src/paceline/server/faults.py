@@ -127,6 +127,12 @@ class Refusal(Exception):
 
 STOPPING = Fault(503, "The server is stopping. Try again in a moment.", "server_error", code=SERVER_STOPPING, headers={"Retry-After": "2"})
 NOT_JSON = Fault(415, "The body should be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")
+COMPRESSED = Fault(
+    415,
+    "The body is compressed, which is not supported. Send it without Content-Encoding.",
+    code="unsupported_media_type",
+    headers={"Accept-Encoding": "identity"},
+)
 BAD_KEY = Fault(
     401,
     "Missing or wrong API key. Send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'.",

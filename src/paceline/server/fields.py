@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, fault_of_validation
@@ -111,11 +112,54 @@ def read_body(kind: type[Body], body: bytes) -> Body:
         Refusal: it does not fit it, or a field would change the answer that is not served.
     """
     try:
-        asked = kind.model_validate_json(body)
+        asked = _validated(kind, body)
     except ValidationError as error:
         raise Refusal(fault_of_validation(error)) from error
     check_fields(asked)
     return asked
+
+
+MOST_ROUNDS: Final = 4
+"""Times that whole floats are taken as integers in one body: a list names its first error alone. Raising it: more such bodies are taken, and a bad one costs more."""
+
+
+def _validated(kind: type[Body], body: bytes) -> Body:
+    """Check a body. A float without a fraction (`42.0`) is an integer where one is asked for, as JSON Schema has it.
+
+    Raises:
+        ValidationError: the body doesn't fit.
+    """
+    for _ in range(MOST_ROUNDS):
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            whole = [each for each in error.errors(include_url=False) if each["type"] == "int_type" and _is_whole(each["input"])]
+            if not whole:
+                raise
+        fields = from_json(body)
+        for each in whole:
+            _make_whole(fields, each["loc"])
+        body = to_json(fields)
+    return kind.model_validate_json(body)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2.0**63
+
+
+def _make_whole(fields: Any, place: tuple[int | str, ...]) -> None:
+    """Make the float at a place an integer. Names of a union's branches are part of a place and of no body."""
+    found: Any = fields
+    for name in place:
+        inner: Any = None
+        if isinstance(found, dict):
+            inner = cast("dict[object, Any]", found).get(name)
+        elif isinstance(found, list) and isinstance(name, int) and name < len(cast("list[Any]", found)):
+            inner = found[name]
+        if isinstance(inner, (dict, list)):
+            found = inner
+        elif _is_whole(inner):
+            cast("dict[object, Any]", found)[name] = int(inner)
 
 
 def inner_request(kind: type[Body], fields: Mapping[str, Any]) -> Body:

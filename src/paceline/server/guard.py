@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
 from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
-from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
+from paceline.server.faults import BAD_KEY, COMPRESSED, Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import REQUEST_ID, Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import OWNER_HEADER, ServerSettings
@@ -285,9 +285,11 @@ class BodyReader:
         """The request's body, charged to the budget while the context is open.
 
         Raises:
-            Refusal: 413 for a body that is too long, 429 when all bodies together are.
+            Refusal: 413 for a body that is too long, 415 for a compressed one, 429 when all bodies together are too long.
             ClientDisconnect: the client went away before its end.
         """
+        if any(name == b"content-encoding" and value.strip().lower() not in {b"", b"identity"} for name, value in scope["headers"]):
+            raise Refusal(COMPRESSED)
         longest = self._settings.max_body_bytes
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
         if declared.isdigit() and int(declared) > longest:

@@ -84,8 +84,12 @@ class Intake:
         """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
         return self.call_of(asked, self.prompt_of(asked))
 
-    def prompt_of(self, asked: ChatCompletionRequest) -> ChatPrompt:
-        """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing."""
+    def prompt_of(self, asked: ChatCompletionRequest, *, begins_turn: bool = True) -> ChatPrompt:
+        """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing.
+
+        Args:
+            begins_turn: end with the beginning of the assistant's turn.
+        """
         model = self.model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
@@ -100,7 +104,7 @@ class Intake:
         messages, given = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
         try:
             now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
-            ids = model.tokenizer.render_chat(messages, now, given)
+            ids = model.tokenizer.render_chat(messages, now, replace(given, begins_turn=begins_turn))
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
         return ChatPrompt(model, ids, tools, form.reading(model, tools, ids))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.server.faults import Fault
 from paceline.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 MAX_HEADER_BYTES = 64 << 10
 """Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
@@ -141,6 +144,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_repeated:
             self._in_headers = False
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0":
+                self.cycle.__class__ = _UntilClose
+                self.cycle.chunked_encoding = False
             self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
@@ -211,6 +217,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:  # pyright: ignore[reportUnnecessaryComparison]
             self.transport.write(whole_answer(fault))
         self.transport.close()
+
+
+class _UntilClose(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: the end of the connection ends it (RFC 9112, 6.1 and 6.3)."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Write a part of the answer; no length was announced that it could miss."""
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 def whole_answer(fault: Fault) -> bytes:

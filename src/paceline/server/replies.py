@@ -18,7 +18,7 @@ _REASONS = {
     403: "From a web page, or by a name, that was not allowed",
     404: "No such model here",
     413: "The body is too long",
-    415: "The body is not declared as JSON",
+    415: "The body is compressed, or not declared as JSON",
     429: "Too busy; see Retry-After",
     500: "The generation failed",
     503: "Stopping, or machines that the model takes are gone",

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fastapi import FastAPI, Request, Response
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.text import Tokenizer
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
+from paceline.server.replies import ErrorReply, body_of, refusals
 from paceline.server.requests import FIRST_SERVED, ChatCompletionRequest, ModelName, TokenId
 
 if TYPE_CHECKING:
@@ -33,14 +34,33 @@ class TokenizeRequest(Strict):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = Field(default=None, description="False: a chat's ids end with its last message.")
+    with_pieces: bool | None = Field(default=None, description="llama-server's: each token is an object with `id` and `piece`.")
+    return_token_strs: bool | None = Field(default=None, description="vLLM's: `token_strs` has the text of each token.")
     add_special_tokens: bool | None = Field(default=None, description="What the model wants around a text; default true for `prompt`.")
     add_special: bool | None = Field(default=None, description="The same, default false, for `content`.")
 
 
 class DetokenizeRequest(Strict):
-    model: ModelName | None = None
+    model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     tokens: list[TokenId]
+
+
+class TokenPiece(BaseModel):
+    id: int
+    piece: str | list[int] = Field(description="Its text, or its bytes where they are not UTF-8.")
+
+
+class Tokenized(BaseModel):
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = Field(default=None, description="With `return_token_strs`.")
+
+
+class Detokenized(BaseModel):
+    prompt: str
+    content: str
 
 
 def tokenize(intake: Intake, body: bytes) -> Response:
@@ -53,12 +73,31 @@ def tokenize(intake: Intake, body: bytes) -> Response:
         case None, str(text), None:
             ids = intake.ids_of(model, text, add_special=bool(asked.add_special))
         case None, None, list():
-            shared = {"messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
+            shared = {"messages", "tools", "chat_template_kwargs", "continue_final_message"}
+            if asked.add_generation_prompt:
+                shared.add("add_generation_prompt")
             chat = asked.model_dump(include=shared, exclude_none=True) | {"model": model.name}
-            ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat)).ids
+            ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat), begins_turn=asked.add_generation_prompt is not False).ids
         case _:
             raise InvalidRequest("prompt: send one of prompt, content and messages", field="prompt")
-    return json_response({"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}, ignored_fields(asked))
+    shown = _pieces(model.tokenizer, ids) if asked.with_pieces or asked.return_token_strs else []
+    tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, shown, strict=True)] if asked.with_pieces else list(ids)
+    strings = {"token_strs": [piece if isinstance(piece, str) else bytes(piece).decode("utf-8", "replace") for piece in shown]}
+    found: dict[str, Any] = {"tokens": tokens, "count": len(ids), "max_model_len": model.max_context}
+    return json_response(found | (strings if asked.return_token_strs else {}), ignored_fields(asked))
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | list[int]]:
+    """The text of each token, or its bytes where they are not UTF-8. A special token is what it spells."""
+    special = {token: text for text, token in tokenizer.special_tokens.items()}
+    pieces: list[str | list[int]] = []
+    for token in ids:
+        data = tokenizer.token_bytes(token)
+        try:
+            pieces.append(special.get(token) or data.decode())
+        except UnicodeDecodeError:
+            pieces.append(list(data))
+    return pieces
 
 
 def detokenize(intake: Intake, body: bytes) -> Response:
@@ -69,11 +108,13 @@ def detokenize(intake: Intake, body: bytes) -> Response:
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
-    @app.post("/tokenize", include_in_schema=False)
+    refused = refusals(ErrorReply, service.settings)
+
+    @app.post("/tokenize", responses={200: {"model": Tokenized}, **refused}, openapi_extra=body_of(TokenizeRequest))
     async def tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, tokenize)
 
-    @app.post("/detokenize", include_in_schema=False)
+    @app.post("/detokenize", responses={200: {"model": Detokenized}, **refused}, openapi_extra=body_of(DetokenizeRequest))
     async def text(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, detokenize)
 

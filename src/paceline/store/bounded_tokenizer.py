@@ -99,7 +99,13 @@ class BoundedTokenizer:
         if self.model.template is None:
             return self.model.render_chat(messages, now, given)  # which says so
         now = datetime.now().astimezone() if now is None else now
-        told = {"tools": list(given.tools), "switches": dict(given.switches), "salt": given.salt, "continues": given.continues}
+        told = {
+            "tools": list(given.tools),
+            "switches": dict(given.switches),
+            "salt": given.salt,
+            "continues": given.continues,
+            "begins_turn": given.begins_turn,
+        }
         return self._ask({"messages": list(messages), "now": write_time(now), "given": told})
 
     def begin(self) -> None:

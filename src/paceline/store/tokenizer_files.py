@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import ModelFileError
 from paceline.store.chats import ChatTemplate
+from paceline.store.cuts import CUTS, IGNORE_MERGES, NORMALIZED, STARTS
 from paceline.store.faults import damaged, reading, unsupported
 from paceline.store.gguf_header import GgufHeader
 from paceline.store.hf_folder import MAX_JSON_BYTES, JsonObject, load_object
@@ -151,36 +152,6 @@ def _template_source(folder: Path, settings: JsonObject) -> str | None:
 _BUILD: Final = "tokenizer 1"
 """Part of the cache's key: raise it when the same metadata is to give another tokenizer."""
 
-_GPT2_CUT: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_CUT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2_CUT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN_CUT: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O_CUT: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2")
-_QWEN2: Final = ("qwen2", "deepseek-r1-qwen", "kormo", "megrez")
-CUTS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "a.x-4.0", "mellum"), (_GPT2_CUT,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2_CUT)),
-    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
-    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3_CUT,)),
-    **dict.fromkeys(_QWEN2, (_QWEN2_CUT,)),
-    "tekken": (_TEKKEN_CUT,),
-    "gpt-4o": (_GPT4O_CUT,),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"),
-}
-"""Regular expressions that cut text one after the other, by llama.cpp's name. Source: `llama-vocab.cpp` and the models' own files."""
-_IGNORE_MERGES: Final = (*_LLAMA3, "tekken")
-"""A cut piece that is a token is taken whole, whatever merges would make of it."""
-_NORMALIZED: Final = _QWEN2
-"""Cuts of models whose own tokenizer first brings text to NFC."""
 _UNKNOWN_KIND, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 """Where llama.cpp writes them, behind `general.sampling.`."""
@@ -288,13 +259,13 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> tuple[Encoder, bool]:
         if not space or left not in vocab or right not in vocab or left + right not in vocab:
             raise damaged(header.path, f"its tokenizer has the impossible merge {line!r}")
         merges.append((left, right))
-    encoder = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut in _IGNORE_MERGES))
+    encoder = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut in IGNORE_MERGES))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[cut]]
     encoder.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     encoder.decoder = decoders.ByteLevel()
-    if cut in _NORMALIZED:
+    if cut in NORMALIZED:
         encoder.normalizer = normalizers.NFC()
-    return encoder, cut in _IGNORE_MERGES
+    return encoder, cut in STARTS
 
 
 def _sentencepiece(header: GgufHeader, tokens: list[str], kinds: list[float]) -> Encoder:

@@ -13,6 +13,7 @@ Strides and offsets are bytes. M rows: query heads of neighbouring positions tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llvmlite import binding, ir
 from numba.core import types
@@ -21,18 +22,17 @@ from numba.extending import intrinsic
 from paceline.backends.compiling import inner
 from paceline.backends.cpu import Lowering, lowering_in_use, sizes
 from paceline.backends.cpu.lowering import EMIT, lowered
-from paceline.backends.cpu.neon import Neon
 from paceline.backends.cpu.simd import F32, I32, I64, B, Emit, F, H, I, Value
-from paceline.backends.cpu.sizes import BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE
+from paceline.backends.cpu.sizes import ATTENTION_TILES, BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE, AttentionTile
 
 CAREFUL = 2
 """Of ways to compute products: right where results were flushed before they were rounded (`Emit.has_underflowed`)."""
 FUSED = int(lowering_in_use() is Lowering.AVX512_BF16 and binding.get_host_cpu_name().startswith("znver"))
 """1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors that have it; on Intel's it does half as much."""
 
-_FLUSHES_EARLY, WIDE = EMIT.flushes_early, EMIT is not Neon
-SCORES_4, SCORES_2, MIXES_4 = (4, 4, 2) if WIDE else (1, 2, 1)
-"""Blocks of keys, and slices of heads, that four (or two) rows take at once: as many as registers hold, of 128 bits four a sum."""
+_FLUSHES_EARLY = EMIT.flushes_early
+_TILES = ATTENTION_TILES[lowering_in_use() or Lowering.AVX2]
+_MOST_ROWS = _TILES[0].rows
 
 record_bytes = inner(sizes.record_bytes)
 scratch_bytes = inner(sizes.scratch_bytes)
@@ -221,9 +221,8 @@ def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
         below = b.fneg(top)
 
         def put(weight: Value, j: Value) -> None:
-            half = e.to_bf16(weight)
-            wide = half if fused.literal_value else b.shl(b.zext(half, I), e.const_i(16))
-            e.store(wide, scores, e.mul(j, 32 if fused.literal_value else 64))
+            rounded, size = (e.to_bf16(weight), 32) if fused.literal_value else (e.widened_weight(weight), 64)
+            e.store(rounded, scores, e.mul(j, size))
 
         with e.loop(full) as j:
             weight = e.exp2(e.fma(e.load(F, scores, e.mul(j, 64)), scale, below))
@@ -305,33 +304,23 @@ def first_seen(position, window):
     return max(0, position + 1 - window) if window else 0
 
 
-@inner
-def _products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
-    """Scores of M rows by keys at an address, or the mix of values there by their weights; of heads of `dim`."""
-    if rows == 8 and WIDE:
-        if scores:
-            score(FUSED, 8, 2, table, blocks, at, block_stride, q, dim, weights)
+def _products_in(tiles: Sequence[AttentionTile]) -> Any:
+    """Compile the products of M rows for each number of rows in a table: scores by keys at an address, or the mix of values there by their weights."""
+    (most, blocks_at_once, slices_at_once), fewer = tiles[0], _products_in(tiles[1:]) if tiles[1:] else None
+
+    @inner
+    def products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
+        if fewer is not None and rows < most:
+            fewer(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride)
+        elif scores:
+            score(FUSED, most, blocks_at_once, table, blocks, at, block_stride, q, dim, weights)
         else:
-            mix(FUSED, 8, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
-    elif rows == 4:
-        if scores:
-            score(FUSED, 4, SCORES_4, table, blocks, at, block_stride, q, dim, weights)
-        else:
-            mix(FUSED, 4, MIXES_4, table, blocks, at, block_stride, weights, dim, out, out_stride)
-    elif rows == 3:
-        if scores:
-            score(FUSED, 3, SCORES_4, table, blocks, at, block_stride, q, dim, weights)
-        else:
-            mix(FUSED, 3, MIXES_4, table, blocks, at, block_stride, weights, dim, out, out_stride)
-    elif rows == 2:
-        if scores:
-            score(FUSED, 2, SCORES_2, table, blocks, at, block_stride, q, dim, weights)
-        else:
-            mix(FUSED, 2, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
-    elif scores:
-        score(FUSED, 1, 4, table, blocks, at, block_stride, q, dim, weights)
-    else:
-        mix(FUSED, 1, 2, table, blocks, at, block_stride, weights, dim, out, out_stride)
+            mix(FUSED, most, slices_at_once, table, blocks, at, block_stride, weights, dim, out, out_stride)
+
+    return products
+
+
+_products = _products_in(_TILES)
 
 
 @inner
@@ -386,7 +375,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, h
         i = 0
         while i < n:
             left = n - i
-            take = 8 if left >= 8 and WIDE else min(4, left)
+            take = _MOST_ROWS if left >= _MOST_ROWS else min(4, left)
             seen = first + (i + take - 1) // heads - key + 1
             lowest = first_seen(first + i // heads, window)
             if seen > 0 and lowest < key + SEGMENT:

@@ -31,6 +31,8 @@ _FLUSH = 0x8040
 """Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
 _ALL_LANES, _CURRENT_ROUNDING = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
 _LOW, _HIGH = range(8), range(8, 16)
+_ROUNDER = 1.5 * 2.0**23
+"""Between 2**23 and 2**24 the numbers of fp32 are the whole ones."""
 
 
 class _X86(Emit):
@@ -110,19 +112,17 @@ class _Avx2(_Halves):
         return self.b.bitcast(self.whole(found), I)
 
     def exp2(self, x: Value) -> Value:
-        """As the arithmetic has it. Above 200 it is infinite anyway, and x - n would not be a number there where x is infinite.
+        """The arithmetic's exp2. Up to 128, n added to the exponent of the power is the product, and that of 128 is infinite.
 
-        Times 2**n in two factors, each of them a number of fp32: no product is denormal, so that only the last may be rounded, to infinity.
+        Adding `_ROUNDER` rounds x to n, ties to even, and leaves n in the low bits of the sum.
         """
         b = self.b
-        bounded = b.select(b.fcmp_ordered(">", x, self.const(200.0)), self.const(200.0), x)
-        whole = self.call("llvm.rint.v16f32", F, bounded)
-        power = self.power(b.fsub(bounded, whole))
-        n = self.to_int(whole)
-        half = b.ashr(n, self.const_i(1))
-        for part in (half, b.sub(n, half)):
-            power = b.fmul(power, b.bitcast(b.shl(b.add(part, self.const_i(127)), self.const_i(23)), F))
-        return b.select(b.fcmp_unordered(">=", x, self.const(-126.0)), power, self.const(0.0))
+        bounded = b.select(b.fcmp_ordered(">", x, self.const(128.0)), self.const(128.0), x)
+        rounded = b.fadd(bounded, self.const(_ROUNDER))
+        power = b.bitcast(self.power(b.fsub(bounded, b.fsub(rounded, self.const(_ROUNDER)))), I)
+        power = b.bitcast(b.add(power, b.shl(b.bitcast(rounded, I), self.const_i(23))), F)
+        small = b.select(b.fcmp_ordered(">", self.const(0.0), x), self.const(0.0), x)  # also what is not a number
+        return b.select(b.fcmp_ordered(">=", x, self.const(-126.0)), power, small)
 
 
 class _WordSums:
@@ -201,6 +201,9 @@ class _Avx512Bf16(_Avx512):
 
     def to_bf16(self, value: Value) -> Value:
         return self.b.bitcast(self.b.fptrunc(value, B16), ir.VectorType(I16, 16))
+
+    def widened_weight(self, value: Value) -> Value:
+        return self.b.shl(self.b.zext(self.to_bf16(value), I), self.const_i(16))
 
 
 _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {

@@ -261,6 +261,13 @@ class Emit(ABC):
         rounded = b.select(b.icmp_signed(">", size, self.const_i(0x7F800000)), b.or_(upper, self.const_i(0x40)), rounded)
         return b.trunc(rounded, ir.VectorType(I16, 16))
 
+    def widened_weight(self, value: Value) -> Value:
+        """What `exp2` gave, rounded as by `to_bf16` and widened again: I. It is zero, or normal, or infinite, or not a number: rounding needs no cases."""
+        b = self.b
+        bits = b.bitcast(value, I)
+        odd = b.and_(b.lshr(bits, self.const_i(16)), self.const_i(1))
+        return b.and_(b.add(b.add(bits, self.const_i(0x7FFF)), odd), self.const_i(-0x10000))
+
     @abstractmethod
     def to_int(self, value: Value) -> Value:
         """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""

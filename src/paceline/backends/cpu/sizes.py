@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import MOST_HEAD_DIM
+from paceline.backends.cpu import MOST_HEAD_DIM, Lowering
 
 BLOCK = 16
 """Tokens a KV block: the lanes of a vector."""
@@ -23,6 +25,30 @@ WEIGHT_STRIDE = 4 * SEGMENT + 64
 
 TILE = 8
 """M rows (query heads of neighbouring positions that share one KV head) a product of attention takes at once."""
+
+
+class AttentionTile(NamedTuple):
+    """The sums that a product of attention keeps in registers: those of `rows` M rows, each with `blocks` blocks of keys or `slices` slices of 16 values."""
+
+    rows: int
+    blocks: int
+    slices: int
+
+
+_IN_32_WIDE = (AttentionTile(8, 2, 2), AttentionTile(4, 4, 2), AttentionTile(3, 4, 2), AttentionTile(2, 4, 2), AttentionTile(1, 4, 2))
+"""For 32 registers of 512 bits: a sum of 16 lanes takes one."""
+_IN_16_WIDE = (AttentionTile(4, 1, 1), AttentionTile(3, 1, 1), AttentionTile(2, 2, 2), AttentionTile(1, 4, 2))
+"""For 16 registers of 256 bits, or 32 of 128: a sum takes an eighth of half of them. More sums at once go through memory, at half the speed."""
+
+ATTENTION_TILES: Final = {
+    Lowering.AVX512_BF16: _IN_32_WIDE,
+    Lowering.AVX512_VNNI: _IN_32_WIDE,
+    Lowering.AVX_VNNI: _IN_16_WIDE,
+    Lowering.AVX2: _IN_16_WIDE,
+    Lowering.NEON_I8MM: _IN_16_WIDE,
+    Lowering.NEON: _IN_16_WIDE,
+}
+"""The tiles of each instruction set, most rows first. `TILE` bounds their rows. They change no byte."""
 
 EXPANDED_BYTES = 704
 """Of a group of one block of unpacked weights, at most."""

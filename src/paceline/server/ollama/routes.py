@@ -180,6 +180,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response(await service.read(request, show_of, declared=False))
 
+    @app.head("/api/tags", include_in_schema=False)
     @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
     async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response(
@@ -197,6 +198,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         away = set[str]() if own is None else {model.name for model in own.models() if not own.is_loaded(model.name)}
         return json_response({"models": [loaded_entry(model) for model in models() if model.name not in away]})
 
+    @app.head("/api/version", include_in_schema=False)
     @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"version": VERSION, "paceline": __version__})

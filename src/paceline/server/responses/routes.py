@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.intake import Intake
 from paceline.server.replies import Documented, ErrorReply, body_of, event_stream, refusals
+from paceline.server.requests import ChatCompletionRequest
 from paceline.server.responses import shape as replies
 from paceline.server.responses.conversation import (
     Kept,
@@ -27,12 +29,13 @@ from paceline.server.responses.conversation import (
     translate_error,
     write_messages,
 )
-from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
+from paceline.server.responses.requests import AnyItem, MessageItem, ReferenceItem, ResponsesRequest
 from paceline.server.responses.shape import AnswerTurn
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
 
+Read = TypeVar("Read")
 PATH = "/v1/responses"
 MAX_LISTED = 100
 """Items in one answer."""
@@ -48,6 +51,21 @@ class Responses:
     def call(self, intake: Intake, body: bytes) -> Call:
         """A response; raises as `Intake.chat` does."""
         asked = intake.parse(ResponsesRequest, body)
+        before, items, call = self._read(asked, intake.chat_of)
+        kept = [one if isinstance(one, KeptItem) else keep_item(one) for one in items]
+        turn = AnswerTurn(asked, before, kept, None if asked.store is False else self.kept, self.clock)
+        return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
+
+    def input_tokens(self, intake: Intake, body: bytes) -> Response:
+        """Count the tokens of a prompt without answering it; raises as `Intake.chat` does."""
+        asked = intake.parse(ResponsesRequest, body)
+        _, _, prompt = self._read(asked, intake.prompt_of)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored_fields(asked))
+
+    def _read(
+        self, asked: ResponsesRequest, read: Callable[[ChatCompletionRequest], Read]
+    ) -> tuple[list[KeptItem], list[AnyItem | KeptItem], Read]:
+        """Read a request as a chat. Returns: the items before it, its own items, and what `read` makes of the chat."""
         before = self._before(asked.previous_response_id)
         is_list = not isinstance(asked.input, str)
         given = asked.input if not isinstance(asked.input, str) else [MessageItem(role="user", content=asked.input)]
@@ -64,12 +82,9 @@ class Responses:
         if not written.messages:
             raise InvalidRequest("input: has nothing for the model to read", "Send a message.", field="input")
         try:
-            call = intake.chat_of(chat_request_of(asked, written.messages))
+            return before, items, read(chat_request_of(asked, written.messages))
         except InvalidRequest as error:
             raise translate_error(error, written.origins) from error
-        kept = [one if isinstance(one, KeptItem) else keep_item(one) for one in items]
-        turn = AnswerTurn(asked, before, kept, None if asked.store is False else self.kept, self.clock)
-        return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
 
     def _before(self, response_id: str | None) -> list[KeptItem]:
         if response_id is None:
@@ -111,6 +126,10 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     @app.post(PATH, responses=streamed, openapi_extra=body_of(ResponsesRequest))
     async def create(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, responses.call)
+
+    @app.post(PATH + "/input_tokens", responses={200: {"model": replies.InputTokens}, **refused}, openapi_extra=body_of(ResponsesRequest))
+    async def count(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await service.read(request, responses.input_tokens)
 
     @app.get(PATH + "/{response_id}", responses=response)
     async def retrieve(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]

@@ -142,6 +142,11 @@ class ItemList(BaseModel):
     has_more: bool
 
 
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Deleted(BaseModel):
     id: str
     object: Literal["response"]

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.backends.cpu.attention_reference import attend as reference
 
 from paceline.backends import cpu
+from paceline.backends.cpu import Lowering
 
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
@@ -20,7 +21,7 @@ from numba import njit
 from paceline.backends.cpu import attention
 from paceline.backends.cpu.attention import SEGMENT, flush_denormals, mix, restore_denormals, score
 from paceline.backends.cpu.pages import write_key, write_value
-from paceline.backends.cpu.sizes import BLOCK, aligned, record_bytes, scratch_bytes
+from paceline.backends.cpu.sizes import ATTENTION_TILES, BLOCK, TILE, aligned, record_bytes, scratch_bytes
 from paceline.backends.cpu.weights import sink_records
 
 Bits = npt.NDArray[np.uint16]
@@ -207,6 +208,14 @@ def test_tiles_and_pieces_change_nothing(heads: int, window: int, value_dim: int
             at += count
         for head in range(heads):
             np.testing.assert_array_equal(run(kv, q_THD[:, head : head + 1].copy(), first, window=window)[:, 0], whole[:, head])
+
+
+@pytest.mark.parametrize("lowering", Lowering)
+def test_each_instruction_set_has_tiles_for_any_number_of_rows(lowering: Lowering) -> None:
+    rows = [tile.rows for tile in ATTENTION_TILES[lowering]]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-4:] == [4, 3, 2, 1]
+    assert rows[0] <= TILE
 
 
 def test_pairs_of_bf16_are_two_fused_multiplications() -> None:
