@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
+from paceline.fleet.links import may_be_reached
 from paceline.net.trust.certificates import join_host
 
 if TYPE_CHECKING:
@@ -176,9 +177,9 @@ class Discovery:
         said = info.decoded_properties
         if said.get("fleet") != self._fleet_id or said.get("node") == self._node_id or not info.port:
             return
+        own = [ipaddress.ip_address(each) for each in own_hosts()]
         for host in info.parsed_addresses():
-            ip = ipaddress.ip_address(host)
-            if not ip.is_link_local and not ip.is_unspecified and not ip.is_multicast:
+            if may_be_reached(ipaddress.ip_address(host), own):
                 self._found(join_host(host, info.port))
 
 
@@ -276,8 +277,11 @@ def own_hosts() -> tuple[str, ...]:
 
 
 def rank(hosts: Iterable[str]) -> tuple[str, ...]:
-    """Private IPv4 first, then other IPv4, then IPv6. Link-local ones are left out: they need the name of the caller's own interface."""
+    """Sort addresses: private IPv4 first, then other IPv4, IPv6, and last link-local IPv4 (a cable without DHCP), which only neighbours can reach.
+
+    Link-local IPv6 is left out: a caller would have to add the name of its own interface.
+    """
     addresses = [ipaddress.ip_address(host) for host in dict.fromkeys(hosts)]
-    outside = [one for one in addresses if not one.is_loopback and not one.is_link_local and not one.is_unspecified]
+    outside = [one for one in addresses if not one.is_loopback and may_be_reached(one, addresses)]
     kept = outside or [one for one in addresses if one.is_loopback]
-    return tuple(str(one) for one in sorted(kept, key=lambda one: (one.version, not one.is_private)))
+    return tuple(str(one) for one in sorted(kept, key=lambda one: (one.is_link_local, one.version, not one.is_private)))
