@@ -221,6 +221,8 @@ class AddressBook:
     def __init__(self) -> None:
         self._failures: dict[str, Failure] = {}
         self._works: dict[str, None] = {}
+        self._worked: dict[str, None] = {}
+        """Addresses that worked at some time, newest last."""
         self._best: set[str] = set()
 
     def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
@@ -229,9 +231,11 @@ class AddressBook:
 
     def worked(self, address: str) -> None:
         self._failures.pop(address, None)
-        self._works[address] = None
-        if len(self._works) > MAX_FAILURES:
-            del self._works[next(iter(self._works))]
+        for known in (self._works, self._worked):
+            known.pop(address, None)
+            known[address] = None
+            if len(known) > MAX_FAILURES:
+                del known[next(iter(known))]
 
     def failed(self, address: str, error: str, now: float) -> None:
         before = self._failures.pop(address, None)
@@ -239,6 +243,9 @@ class AddressBook:
         self._failures[address] = Failure(address, printable(error, 500), now if before is None else before.since)
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
+
+    def has_worked(self, address: str) -> bool:
+        return address in self._worked
 
     def is_failing(self, address: str) -> bool:
         return address in self._failures
