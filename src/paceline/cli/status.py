@@ -18,7 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
-from paceline.fleet.placement import headline
+from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
 from paceline.fleet.plan import PlanRequest
 from paceline.machine.config_file import read_trust_policy
 from paceline.net.member.state import Looked, Sight, look
@@ -107,6 +107,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
         "running": [{"model": name, "plan": line} for name, line in looked.sight.plans],
         "plans": [{"model": name, "plan": line} for name, line in _plans(looked)],
         "drafts": [asdict(use) for use in looked.sight.drafts],
+        "different_models": [{"model": name, "which": words} for name, words in different_models(view.cards)],
         "clashes": [asdict(clash) for clash in view.clashes],
         "revoked": list(view.revoked),
         "revocations_as_of": looked.sight.revocations_as_of,
@@ -173,6 +174,8 @@ def _show(looked: Looked, console: Console) -> None:
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
+    for name, words in different_models(view.cards):
+        console.print(Text(f"{name}: {words}. {ONE_NAME_HINT}", "yellow"))
     if view.revoked:
         print_lines(console, f"revoked: {', '.join(view.revoked)}")
     for text, is_bad in _trust(looked.sight, time.time()):

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.fleets import TestFleet
+from tests.unit.fleet import cards
 from tests.unit.net.member.nodes import Still, in_loop, make_node, running, until_seen
 
 from paceline.core.ids import NodeId
+from paceline.fleet.eligibility import Revocations
+from paceline.fleet.registry import CardRegistry, Merged
 from paceline.net.discovery import AddressBook
 from paceline.net.member import presence
 from paceline.net.member.gossip import CapabilityServicer, GossipDriver
@@ -102,3 +105,20 @@ async def test_a_killed_node_leaves_at_once_and_a_stopped_one_is_reported(tmp_pa
             seen = await a.look()
             assert seen.view.ids == ("a", "c")
             assert not {failure.address for failure in seen.failures} & set(c.addresses)
+
+
+def test_a_node_that_was_lost_comes_back_by_its_own_word_or_a_newer_card() -> None:
+    own = CardRegistry(NodeId("own"), Revocations())
+
+    def told(version: int, beat: int) -> Merged:
+        return own.merge(cards.passed(cards.card("bee", version), beat=beat), 1.0)
+
+    assert told(1, 1) is Merged.NEW
+    own.end(NodeId("bee"), 1.0)
+    assert [card.node_id for card in own.sweep(1.0)] == ["bee"]
+    assert told(1, 2) is Merged.STALE, "others pass on what it said just before it ended"
+    own.heard(NodeId("bee"))
+    assert told(1, 2) is Merged.NEW
+    own.end(NodeId("bee"), 1.0)
+    own.sweep(1.0)
+    assert told(2, 0) is Merged.NEW
