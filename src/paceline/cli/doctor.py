@@ -35,6 +35,7 @@ from paceline.core.model import ARITHMETIC
 from paceline.core.ports import hold_port
 from paceline.core.text import printable, shown
 from paceline.fleet.card import NodeCard
+from paceline.fleet.placement import ONE_NAME_HINT, different_models
 from paceline.fleet.presets import FLEET_PORT
 from paceline.machine.config_file import CONFIG_FILE, read_settings
 from paceline.machine.devices import usable_cores
@@ -316,6 +317,7 @@ async def _others(identity: Identity, folder: FleetFolder, looked: Looked | None
             continue
         level = Level.PROBLEM if address in peers else Level.NOTE
         findings.append(Finding("port.grpc", level, address, one.why, _todo(one, "that machine", "--fleet-port")))
+    findings += [Finding("models", Level.NOTE, name, words, ONE_NAME_HINT) for name, words in different_models(cards.values())]
     if len(cards.keys() - {own}) == 0 and not addresses:
         todo = "Start paceline up on them, or name one: paceline doctor --peer host:port."
         findings.append(Finding("fleet", Level.NOTE, own, "no other machine is known here", todo))

@@ -54,14 +54,14 @@ def init(
     ttl_s = seconds(ttl, "--ttl")
     folder = enrolment.open_folder()
     identity = enrolment.start_fleet(folder, name, join_port)
-    made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [])
-    print_lines(
-        console,
-        f"Started a fleet; this machine is {identity.node_id}.",
-        f"\nNow, here:\n  paceline up\nAnd on {_machines(uses)}, {_until(ttl_s)}:\n  paceline join\nwhich asks for this token:\n\n{made.text}\n",
-    )
-    if uses == 1:
-        print_lines(console, "For further machines: paceline token --uses N")
+    print_lines(console, f"Started a fleet; this machine is {identity.node_id}.", "\nNow, here:\n  paceline up")
+    if address or enrolment.reachable_hosts():
+        made = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=address or [])
+        print_lines(console, f"And on {_machines(uses)}, {_until(ttl_s)}:\n  paceline join\nwhich asks for this token:\n\n{made.text}\n")
+        if uses == 1:
+            print_lines(console, "For further machines: paceline token --uses N")
+    else:
+        print_lines(console, f"\n{enrolment.NO_ADDRESS}.\n{enrolment.NO_ADDRESS_HINT}\n")
     print_lines(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
 
 

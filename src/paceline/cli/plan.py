@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -12,16 +12,16 @@ from rich.text import Text
 from paceline.cli.running import fleet_homes, loaded_here, running
 from paceline.cli.terminal import Terminal, print_json, print_lines, table_of
 from paceline.core.errors import MembershipError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.choices import seconds
 from paceline.fleet.placement import basis, headline, parts
 from paceline.fleet.plan import Choice, PlanRequest
 from paceline.node.ways import Explained, View, explained
 from paceline.store.home import Home
 
-Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]]]
-"""The live cards of those that may answer, who of them may share KV, and how models are served that run here; a None where this machine is to be looked at
-alone."""
+Seen = tuple[View | None, Collection[NodeId] | None, Sequence[tuple[str, str]], Mapping[NodeId, Trust]]
+"""The live cards of nodes that may answer, which of them may share KV, how models are served that run here, and each node's trust level. None stands
+where only this machine is looked at."""
 
 
 MEANINGS: Final = {
@@ -35,8 +35,8 @@ MEANINGS: Final = {
 
 def run_plan(request: PlanRequest, seen: Seen, *, as_json: bool) -> None:
     """Plan, then print it for a person or as JSON; raises PlacementError where no machine can run it."""
-    view, sharers, runs = seen
-    made = explained(request, view, sharers, loaded_here() if view is None else ())
+    view, sharers, runs, trust = seen
+    made = explained(request, view, sharers, loaded_here() if view is None else (), trust)
     if as_json:
         print_json(made.as_json())
     else:
@@ -86,7 +86,7 @@ def fleet_view() -> Seen:
             missing = missing or error
     if missing is not None:
         print(f"note: {missing.message}, so this is about this machine alone", file=sys.stderr)
-    return None, None, ()
+    return None, None, (), {}
 
 
 def _seen(home: Home) -> Seen:
@@ -99,4 +99,5 @@ def _seen(home: Home) -> Seen:
 
     policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
     cards = policy.eligible(sight.view, Use.ANSWER).cards
-    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}, sight.plans
+    trust = {live.card.node_id: live.trust for live in sight.view.nodes}
+    return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}, sight.plans, trust

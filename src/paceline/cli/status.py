@@ -18,13 +18,13 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
-from paceline.fleet.placement import headline
+from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
 from paceline.fleet.plan import PlanRequest
-from paceline.machine.config_file import read_trust_policy
+from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
 from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
-from paceline.node.ways import plan
+from paceline.node.ways import as_configured, plan
 from paceline.store.home import Home
 from paceline.ways.draft.sources import FLEET
 from paceline.ways.pipeline.routes.fleet_access import typical_request
@@ -107,6 +107,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
         "running": [{"model": name, "plan": line} for name, line in looked.sight.plans],
         "plans": [{"model": name, "plan": line} for name, line in _plans(looked)],
         "drafts": [asdict(use) for use in looked.sight.drafts],
+        "different_models": [{"model": name, "which": words} for name, words in different_models(view.cards)],
         "clashes": [asdict(clash) for clash in view.clashes],
         "revoked": list(view.revoked),
         "revocations_as_of": looked.sight.revocations_as_of,
@@ -173,6 +174,8 @@ def _show(looked: Looked, console: Console) -> None:
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
+    for name, words in different_models(view.cards):
+        console.print(Text(f"{name}: {words}. {ONE_NAME_HINT}", "yellow"))
     if view.revoked:
         print_lines(console, f"revoked: {', '.join(view.revoked)}")
     for text, is_bad in _trust(looked.sight, time.time()):
@@ -251,13 +254,15 @@ def _lost(looked: Looked) -> frozenset[NodeId]:
 def _plans(looked: Looked) -> list[tuple[str, str]]:
     """Who would run each model that others serve, were it planned now, without nodes that do not answer."""
     eligible, lost = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER), _lost(looked)
+    settings, trust = read_pipeline_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
     cards = [card for card in eligible.cards if card.node_id not in lost]
     offers = [offer for card in cards for offer in card.models if offer.warm and offer.runs_whole]
     context = {offer.model_id: offer.shape.max_context for offer in offers if offer.shape is not None}
     lines: list[tuple[str, str]] = []
     for name in sorted(context.keys() - {name for name, _ in looked.sight.plans}):
         try:
-            lines.append((name, headline(plan(cards, PlanRequest(name, "", *typical_request(context[name]))).chosen)))
+            request = as_configured(PlanRequest(name, "", *typical_request(context[name])), settings)
+            lines.append((name, headline(plan(cards, request, trust).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -50,3 +51,18 @@ class SteadyClock:
 
     def wall(self) -> float:
         return self._clock.wall()
+
+
+def deadline_once_ready(prepare: Callable[[], object], within_s: float) -> float:
+    """Prepare this side of something that two sides wait for, then start the clock.
+
+    A first call may compile kernels or read files, which takes minutes on a slow machine. That time must not count against the other side.
+
+    Args:
+        within_s: how long the other side may take.
+
+    Returns:
+        The deadline, on the clock of `time.perf_counter`.
+    """
+    prepare()
+    return time.perf_counter() + within_s

@@ -137,6 +137,7 @@ class Gossip:
 
     def on_request(self, request: ExchangeRequest, peer: NodeId, now: float) -> Answered:
         """Answer a peer; its request was admitted and its signatures hold."""
+        self._registry.heard(peer)
         effects = self._intake.sweep(now)
         effects += self._intake.take(request.revocations, request.cards, request.stamps, peer, now)
         self._revocations.complete(request.revocation_list)
@@ -158,6 +159,7 @@ class Gossip:
             self._peers.is_at(peer, exchange.peer.addresses)
         if peer == self.own:
             return ()
+        self._registry.heard(peer)
         effects = self._intake.sweep(now)
         effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
         self._revocations.complete(reply.revocation_list)
@@ -180,6 +182,11 @@ class Gossip:
     def on_failure(self, call: int) -> None:
         """A call did not come back, or was refused. The peer is called again when its turn comes; its card expires by itself."""
         self._exchanges.pop(call, None)
+
+    def lose(self, node_id: NodeId, now: float) -> tuple[Effect, ...]:
+        """Drop the card of a node that is proven not to run any more."""
+        self._registry.end(node_id, now)
+        return self._intake.sweep(now)
 
     def lacks_certificate(self, node_id: NodeId) -> None:
         """A card of this node came without a certificate that is not known here: the next exchange asks for both."""

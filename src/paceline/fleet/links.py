@@ -328,12 +328,11 @@ def may_share_a_plan(one: NodeCard, other: NodeCard) -> bool:
 def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:
     """Addresses of another node that may lead to it from here, in the order it gave.
 
-    Unspecified and link-local IPv6 addresses lead nowhere by themselves, and loopback leads to another machine's node only if
-    there is nothing else: then both are on one machine, as they are where they share another address.
+    Loopback leads to another machine's node only if there is nothing else: then both are on one machine, as they are where they share another address.
     """
     hosts = {address: _host(address) for address in dict.fromkeys(card.addresses)}
-    usable = {address: host for address, host in hosts.items() if host is not None and not _leads_nowhere(host)}
     mine = {host for address in own.addresses if (host := _host(address)) is not None and not _is_loopback(host)}
+    usable = {address: host for address, host in hosts.items() if host is not None and may_be_reached(host, mine)}
     apart = [address for address, host in usable.items() if not _is_loopback(host)]
     if apart and not mine & set(usable.values()):
         return tuple(apart[:MOST_ADDRESSES])
@@ -372,7 +371,13 @@ def _is_loopback(host: IPv4Address | IPv6Address | str) -> bool:
     return host == "localhost" if isinstance(host, str) else host.is_loopback
 
 
-def _leads_nowhere(host: IPv4Address | IPv6Address | str) -> bool:
+def may_be_reached(host: IPv4Address | IPv6Address | str, own: Iterable[IPv4Address | IPv6Address | str]) -> bool:
+    """Return whether a machine with the addresses `own` may reach a host by this address alone.
+
+    Link-local IPv6 also needs the name of an interface. Link-local IPv4 (169.254.0.0/16) needs a link-local address at both ends.
+    """
     if isinstance(host, str):
+        return True
+    if host.is_unspecified or host.is_multicast or (isinstance(host, IPv6Address) and host.is_link_local):
         return False
-    return host.is_unspecified or host.is_multicast or (isinstance(host, IPv6Address) and host.is_link_local)
+    return not host.is_link_local or any(isinstance(each, IPv4Address) and each.is_link_local for each in own)

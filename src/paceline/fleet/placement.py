@@ -396,6 +396,24 @@ def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, 
     return tuple(source for source in sources if source.files or not beside)
 
 
+ONE_NAME_HINT = "Machines share no work between them. Keep one of them everywhere, or rename a file."
+
+
+def different_models(cards: Iterable[NodeCard]) -> list[tuple[str, str]]:
+    """Return each name that means different models on different nodes, and in words which node has which."""
+    named: dict[str, dict[str, set[NodeId]]] = {}
+    for card in cards:
+        for offer in card.models:
+            if offer.runs_whole and offer.digest:
+                named.setdefault(offer.model_id, {}).setdefault(offer.digest, set()).add(card.node_id)
+    said: list[tuple[str, str]] = []
+    for name, digests in sorted(named.items()):
+        if len(digests) > 1:
+            having = "; ".join(f"{digest[:DIGEST_DIGITS]} on {', '.join(sorted(nodes))}" for digest, nodes in sorted(digests.items()))
+            said.append((name, f"different files have this name: {having}"))
+    return said
+
+
 def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
     """What nodes mean by a name: digests, and a name in full for each."""
     return {offer.digest: offer.model_id for _, offer in _whole(givers) if _is_named(offer, model)}

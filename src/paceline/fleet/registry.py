@@ -10,7 +10,7 @@ A card as a registry holds it, what may become of one that is offered, and what 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from paceline.core.ids import NodeId
@@ -62,6 +62,8 @@ class Entry:
     first_seen: float
     """When this very (version, beat) came."""
     expires_at: float
+    is_over: bool = False
+    """The node is proven not to run any more."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -119,6 +121,8 @@ def change(held: Entry | None, card: NodeCard) -> Merged:
     return Merged.NEWER if before.instance == card.instance else Merged.RESTARTED
 
 
+_NO_BEAT = 1 << 62
+"""Above every stamp of a version."""
 CLOCKS_APART_S = 86400
 """Between a node's clock, by which it numbers its cards, and the CA's, by which its certificate begins."""
 
@@ -254,6 +258,22 @@ class CardRegistry:
         self.soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
         return cards
 
+    def end(self, node_id: NodeId, now: float) -> None:
+        """Let the card of a node that does not run any more expire now. A newer card brings the node back, and so does its own word (`heard`).
+
+        Stamps that others still pass on do not: the node may have made them just before it ended.
+        """
+        held = self._entries.get(node_key(node_id))
+        if held is not None and node_id != self.own:
+            held.expires_at, held.is_over = min(now, held.expires_at), True
+            self.soonest = min(self.soonest, held.expires_at)
+
+    def heard(self, node_id: NodeId) -> None:
+        """A node called or answered: whatever `end` was told, it runs."""
+        floor = self._floors.get(node_key(node_id))
+        if floor is not None and floor.rank[1] == _NO_BEAT:
+            self._floors[node_key(node_id)] = replace(floor, rank=(floor.rank[0], 0))
+
     def drop_revoked(self) -> None:
         """Drop the cards of nodes that were revoked since. This node's own stays, for others to refuse."""
         void = [
@@ -351,7 +371,8 @@ class CardRegistry:
         self._lacking.discard(key)
         self.members.pop(held.sealed.card.node_id, None)
         self._floors.pop(key, None)
-        self._floors[key] = Floor(held.rank, held.sealed.card.node_id, held.sealed.issued_at)
+        rank = (held.digest.version, _NO_BEAT) if held.is_over else held.rank
+        self._floors[key] = Floor(rank, held.sealed.card.node_id, held.sealed.issued_at)
         if len(self._floors) > 4 * self._max_nodes:
             del self._floors[next(iter(self._floors))]
         return held

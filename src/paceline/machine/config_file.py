@@ -7,6 +7,7 @@ and says what is allowed; no file means the defaults. docs/configuration.md has 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -16,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.ids import Trust
 from paceline.core.model import ActivationDtype
 from paceline.fleet.eligibility import TrustPolicy
+from paceline.fleet.plan import PlanRequest
 from paceline.machine.settings import PrefillRole
 from paceline.store.home import Home
 
@@ -109,6 +111,10 @@ class PipelineSettings(_Table):
     def shard_age_s(self) -> float:
         """What a card says of loaded layers is not believed when it is older."""
         return 4 * self.shard_health_timeout_seconds
+
+    def constrained(self, request: PlanRequest) -> PlanRequest:
+        """Return a plan request with what these settings say of the machines that may run layers."""
+        return replace(request, min_host_trust=self.min_host_trust, allows_unlike=self.allow_unlike, max_shards=self.max_shards_per_request)
 
     def overridden(
         self,

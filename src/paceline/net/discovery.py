@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
+from paceline.fleet.links import may_be_reached
 from paceline.net.trust.certificates import join_host
 
 if TYPE_CHECKING:
@@ -176,9 +177,9 @@ class Discovery:
         said = info.decoded_properties
         if said.get("fleet") != self._fleet_id or said.get("node") == self._node_id or not info.port:
             return
+        own = [ipaddress.ip_address(each) for each in own_hosts()]
         for host in info.parsed_addresses():
-            ip = ipaddress.ip_address(host)
-            if not ip.is_link_local and not ip.is_unspecified and not ip.is_multicast:
+            if may_be_reached(ipaddress.ip_address(host), own):
                 self._found(join_host(host, info.port))
 
 
@@ -220,6 +221,8 @@ class AddressBook:
     def __init__(self) -> None:
         self._failures: dict[str, Failure] = {}
         self._works: dict[str, None] = {}
+        self._worked: dict[str, None] = {}
+        """Addresses that worked at some time, newest last."""
         self._best: set[str] = set()
 
     def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
@@ -228,9 +231,11 @@ class AddressBook:
 
     def worked(self, address: str) -> None:
         self._failures.pop(address, None)
-        self._works[address] = None
-        if len(self._works) > MAX_FAILURES:
-            del self._works[next(iter(self._works))]
+        for known in (self._works, self._worked):
+            known.pop(address, None)
+            known[address] = None
+            if len(known) > MAX_FAILURES:
+                del known[next(iter(known))]
 
     def failed(self, address: str, error: str, now: float) -> None:
         before = self._failures.pop(address, None)
@@ -238,6 +243,9 @@ class AddressBook:
         self._failures[address] = Failure(address, printable(error, 500), now if before is None else before.since)
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
+
+    def has_worked(self, address: str) -> bool:
+        return address in self._worked
 
     def is_failing(self, address: str) -> bool:
         return address in self._failures
@@ -276,8 +284,11 @@ def own_hosts() -> tuple[str, ...]:
 
 
 def rank(hosts: Iterable[str]) -> tuple[str, ...]:
-    """Private IPv4 first, then other IPv4, then IPv6. Link-local ones are left out: they need the name of the caller's own interface."""
+    """Sort addresses: private IPv4 first, then other IPv4, IPv6, and last link-local IPv4 (a cable without DHCP), which only neighbours can reach.
+
+    Link-local IPv6 is left out: a caller would have to add the name of its own interface.
+    """
     addresses = [ipaddress.ip_address(host) for host in dict.fromkeys(hosts)]
-    outside = [one for one in addresses if not one.is_loopback and not one.is_link_local and not one.is_unspecified]
+    outside = [one for one in addresses if not one.is_loopback and may_be_reached(one, addresses)]
     kept = outside or [one for one in addresses if one.is_loopback]
-    return tuple(str(one) for one in sorted(kept, key=lambda one: (one.version, not one.is_private)))
+    return tuple(str(one) for one in sorted(kept, key=lambda one: (one.is_link_local, one.version, not one.is_private)))

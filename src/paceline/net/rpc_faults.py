@@ -37,6 +37,7 @@ _DIALLED = "Failed to connect to remote host: "
 """What gRPC puts before a socket's own error, behind the address and how many it has tried."""
 _WORDS = (
     ("refused", "nothing listens there"),
+    (r"handshake.*(endpoint closing|time(d )?out|deadline)", "it does not answer"),
     ("handshake", "it is in another fleet, or no node"),
     ("time(d )?out|deadline", "it does not answer"),
     ("socket closed|connection reset|broken pipe|stream removed|goaway|end of file", "the connection broke off"),

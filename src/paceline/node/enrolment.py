@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from paceline.core.clock import SystemClock
@@ -19,6 +20,7 @@ from paceline.core.errors import ConfigError, MembershipError, NotTrusted
 from paceline.core.files import WRITABLE_HINT, nearest_folder, write_file
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.eligibility import Revocations
+from paceline.fleet.links import may_be_reached
 from paceline.fleet.presets import FLEET_PORT
 from paceline.net.discovery import own_hosts
 from paceline.net.join_client import join
@@ -82,11 +84,11 @@ def invite(
 
     Args:
         folder: of the machine with the CA.
-        addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
+        addresses: host or host:port where this machine can be reached; empty: `reachable_hosts`.
         join_port: where machines join from now on; None: where they did, or at a free one where something else has taken that.
 
     Raises:
-        MembershipError: the CA is on another machine.
+        MembershipError: the CA is on another machine, or no other machine can reach this one.
         ConfigError: an argument makes no sense.
     """
     if not 1 <= ttl_s <= MAX_TTL_S:
@@ -95,11 +97,39 @@ def invite(
         raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 4")
     issuer = _issuer(folder)
     port = usable_join_port(issuer, join_port)
-    named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
+    hosts = addresses or reachable_hosts()[:MAX_TOKEN_ADDRESSES]
+    if not hosts:
+        raise MembershipError(NO_ADDRESS, NO_ADDRESS_HINT)
+    named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in hosts)
     for one in named:
         if not is_address(one):
-            raise ConfigError(f"{one} is no address", "Give host, host:port or [IPv6]:port")
+            raise ConfigError(f"{one} is not an address", "Give host, host:port or [IPv6]:port")
+        if not _can_be_dialled(one):
+            raise ConfigError(
+                f"{one} is not an address that another machine can call", "Give one that it can reach. Default: leave out --address"
+            )
     return issuer.mint(named, ttl_s=ttl_s, uses=uses, trust=trust)
+
+
+NO_ADDRESS = "This machine is on no network: there is no address by which another machine could join"
+NO_ADDRESS_HINT = (
+    "Connect it to a network or by a cable to the other machine, then run paceline token. To try several nodes on this machine alone: "
+    "--address 127.0.0.1"
+)
+
+
+def reachable_hosts() -> tuple[str, ...]:
+    """Addresses of this machine that other machines may reach, the likeliest first."""
+    return tuple(host for host in own_hosts() if not ip_address(host).is_loopback)
+
+
+def _can_be_dialled(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return True  # a name
+    return may_be_reached(ip, (ip,))
 
 
 async def wait_for_joins(
@@ -116,9 +146,12 @@ async def wait_for_joins(
     Raises:
         MembershipError: the port is taken.
     """
-    # Other nodes are on their way here as soon as they have joined; what they are told is where this one will be.
-    peers = [join_host(host, FLEET_PORT) for host in own_hosts()]
-    host = JoinHost(folder, SystemClock(), Refusals(), peers=lambda: [*folder.peers(), *peers], on_joined=on_joined)
+
+    def peers() -> list[str]:
+        """Return the addresses that joiners call next: this machine's node will be there."""
+        return [*folder.peers(), *(join_host(host, FLEET_PORT) for host in own_hosts())]
+
+    host = JoinHost(folder, SystemClock(), Refusals(), peers=peers, on_joined=on_joined)
     if not host.claim():
         on_open(False)
         return False

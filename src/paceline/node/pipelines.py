@@ -34,8 +34,9 @@ from paceline.fleet.plan import ALONE, Choice, Plan, Way
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.node.build import BuiltNode, build_node
-from paceline.node.planning import SPREAD, Constraints, Idle, plan_here, plan_once_shown
+from paceline.node.planning import Constraints, Idle, plan_here, plan_once_shown
 from paceline.node.serving import FleetServing
+from paceline.node.ways import SPREAD
 from paceline.store.catalog import ModelLocation, resolve
 from paceline.store.home import Home
 from paceline.ways.draft.sources import NodeDrafts

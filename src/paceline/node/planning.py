@@ -9,19 +9,15 @@ from paceline.core.clock import Clock
 from paceline.fleet.card import Device, NodeCard
 from paceline.fleet.plan import Choice, Plan, PlannedStage, Way
 from paceline.machine.settings import NodeSettings
-from paceline.node.ways import plan
+from paceline.node.ways import SPREAD, plan
 from paceline.ways.pipeline.routes.build import PipelineOrder, check_layers, request_of
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
-from paceline.ways.pipeline.splits import PIPELINE
-from paceline.ways.tensor.price import TENSOR
 
 SHOWN_S = 5.0
 """Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
 
-SPREAD = frozenset({PIPELINE, TENSOR})
-"""Ways in which other machines run layers, or parts of them."""
 Idle = tuple[str, int]
 """A model that is loaded and makes way for another: the format of its weights, and what it has taken of memory."""
 

@@ -18,6 +18,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
+from paceline.machine.config_file import CONFIG_FILE, PipelineSettings
 from paceline.store.catalog import ModelLocation, locations, open_weights, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
@@ -26,7 +27,7 @@ from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.splits import PIPELINE
-from paceline.ways.tensor.price import Shared
+from paceline.ways.tensor.price import TENSOR, Shared
 
 WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
 
@@ -34,6 +35,25 @@ WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
 def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None = None) -> Plan:
     """As `fleet.placement.plan`, over all ways."""
     return placement.plan(view, request, WAYS, trust)
+
+
+SPREAD: Final = frozenset({PIPELINE, TENSOR})
+"""Ways in which other machines run layers, or parts of them."""
+
+
+def as_configured(request: PlanRequest, settings: PipelineSettings) -> PlanRequest:
+    """Return a plan request within what config.toml allows, as `paceline up` plans.
+
+    Raises:
+        ConfigError: no way is left.
+    """
+    ways = frozenset(each.way for each in WAYS) if request.ways is None else request.ways
+    allowed = ways if settings.enabled else ways - SPREAD
+    if ways and not allowed:
+        raise ConfigError(
+            f"{CONFIG_FILE} switches off {' and '.join(sorted(ways))}", "Set enabled = true in its table [pipeline], or allow other ways."
+        )
+    return replace(settings.constrained(request), ways=allowed)
 
 
 View = Callable[[], Sequence[NodeCard]]
@@ -50,7 +70,11 @@ class Explained:
 
 
 def explained(
-    request: PlanRequest, view: View | None = None, sharers: Collection[NodeId] | None = None, loaded: Collection[str] = ()
+    request: PlanRequest,
+    view: View | None = None,
+    sharers: Collection[NodeId] | None = None,
+    loaded: Collection[str] = (),
+    trust: Mapping[NodeId, Trust] | None = None,
 ) -> Explained:
     """Plan a request and say why.
 
@@ -59,6 +83,7 @@ def explained(
         view: the fleet; default: this machine alone, as it sees itself.
         sharers: nodes that may share KV with one another; None: all.
         loaded: models that run on this machine now, where there is no view.
+        trust: what certificates say of nodes; those left out are members.
 
     Raises:
         PlacementError, UnsupportedModel: there is no plan; only this machine has it, and can't run it.
@@ -74,7 +99,7 @@ def explained(
                 table.choose(open_weights(found.path, DigestCache(Home.from_environment())).spec, WeightsFormat.STORED)
         elif not isinstance(found, ModelNotFound) or is_path(request.model):
             raise found
-    made = plan(cards, request)
+    made = plan(cards, request, trust)
     lines = [*explain(made)]
     if len(made.chosen.stages) == 1:
         able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}

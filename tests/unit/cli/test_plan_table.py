@@ -52,7 +52,7 @@ def test_a_plan_as_a_person_reads_it() -> None:
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan(PlanRequest("[red]m[/red]"), (lambda: FLEET, None, ()), as_json=True)
+    run_plan(PlanRequest("[red]m[/red]"), (lambda: FLEET, None, (), {}), as_json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["chosen"]["way"] == "pipeline"
     assert said["constraint"] == "memory"

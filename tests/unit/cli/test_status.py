@@ -194,7 +194,7 @@ async def test_nodes_that_are_tried_here_are_shown_in_a_fleet_or_out_of_it(
                 monkeypatch.setenv("PACELINE_HOME", str(mine))
                 await look()
                 assert "seen by local-1" in capsys.readouterr().out
-                view, _, _ = await asyncio.to_thread(fleet_view)
+                view, _, _, _ = await asyncio.to_thread(fleet_view)
                 assert view is not None
                 assert [card.node_id for card in view()] == ["local-1"]
                 first, second, *_ = [each async for each in doctor._fleet(Home(mine), (), SystemClock())]
@@ -204,7 +204,7 @@ async def test_nodes_that_are_tried_here_are_shown_in_a_fleet_or_out_of_it(
                 folder.write_secret(folder.identity_file, fleet.member("desk").to_pem())
                 await look()
                 assert "seen by local-1" in capsys.readouterr().out
-        assert await asyncio.to_thread(fleet_view) == (None, None, ())
+        assert await asyncio.to_thread(fleet_view) == (None, None, (), {})
         assert "(desk) does not run, so this is about this machine alone" in capsys.readouterr().err
         with announced(served.url, has_key=False, certificate=None, owner_key=None):
             with pytest.raises(MembershipError, match="desk"):

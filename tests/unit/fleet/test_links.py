@@ -267,11 +267,29 @@ def card(name: str, *addresses: str, models: tuple[ModelOffer, ...] = (), memory
         ((CABLE, CABLE), (CABLE,)),
         (("10.9.9.9:8", "127.0.0.1:8"), ("10.9.9.9:8", "127.0.0.1:8")),
         (tuple(f"10.0.0.{number}:1" for number in range(20)), tuple(f"10.0.0.{number}:1" for number in range(8))),
+        (("169.254.9.2:1", "10.0.0.2:1"), ("10.0.0.2:1",)),
         ((), ()),
     ],
 )
 def test_which_addresses(addresses: tuple[str, ...], expected: tuple[str, ...]) -> None:
     assert addresses_to_measure(card("own", "10.9.9.9:7", "127.0.0.1:7"), card("bee", *addresses)) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (("169.254.9.1:7",), ("169.254.9.2:1",)),
+        (("10.9.9.9:7", "169.254.9.1:7"), ("10.0.0.2:1", "169.254.9.2:1")),
+        (("10.9.9.9:7", "[fe80::9]:7"), ("10.0.0.2:1",)),
+        (("169.254.9.2:7",), ("169.254.9.2:1", "127.0.0.1:1")),
+    ],
+    ids=["cable alone", "cable and network", "network alone", "same machine"],
+)
+def test_link_local_addresses_are_measured_from_machines_that_have_one(own: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    others = [
+        address for address in ("10.0.0.2:1", "169.254.9.2:1", "[fe80::2]:1", "127.0.0.1:1") if address in expected or "10.0" not in address
+    ]
+    assert addresses_to_measure(card("own", *own), card("bee", *others)) == expected
 
 
 def model(role: Role = Role.VERIFIER, digest: str = "d", weights: str = "int4", vocabulary: str = "v") -> ModelOffer:

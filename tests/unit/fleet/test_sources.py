@@ -11,7 +11,7 @@ from paceline.core.errors import ModelNotFound
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.fleet.placement import weights_sources
+from paceline.fleet.placement import different_models, weights_sources
 
 ONE, TWO = "1" * 64, "2" * 64
 
@@ -68,3 +68,23 @@ def test_the_address_that_was_measured_best_comes_first() -> None:
     me = card("me", links=(link("a", 1e9, "a:2"), link("a", 1e6, "gone:1")))
     (source,) = weights_sources(Eligible(Use.GIVE_WEIGHTS, NodeId("me"), (me, card("a", offer()))), "org/m")
     assert source.addresses == ("a:2", "a:1")
+
+
+@pytest.mark.parametrize(
+    ("cards", "names"),
+    [
+        ([card("a", offer()), card("b", offer(digest=TWO))], ["org/m"]),
+        ([card("a", offer()), card("b", offer())], []),
+        ([card("a", offer()), card("b", offer(digest=""))], []),
+        ([card("a", offer()), card("b", offer(digest=TWO, role=Role.SHARD))], []),
+        ([card("a", offer(), offer(digest=TWO)), card("b", offer("org/n", TWO))], ["org/m"]),
+    ],
+    ids=["two files", "one file", "not read yet", "layers of another machine's file", "on one machine"],
+)
+def test_two_files_under_one_name_are_named_with_their_machines(cards: list[NodeCard], names: list[str]) -> None:
+    said = different_models(cards)
+    assert [name for name, _ in said] == names
+    for _, words in said:
+        assert ONE[:12] in words
+        assert TWO[:12] in words
+        assert "a" in words

@@ -15,7 +15,8 @@ from zeroconf import ServiceStateChange, Zeroconf
 from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.net.discovery import MOST_RESOLVING, SERVICE, Discovery, _hear_zeroconf
+from paceline.net import discovery
+from paceline.net.discovery import MOST_RESOLVING, SERVICE, Discovery, _hear_zeroconf, rank
 
 
 def test_of_a_flood_of_services_only_some_are_looked_at() -> None:
@@ -90,6 +91,52 @@ def test_the_longest_node_id_can_be_announced() -> None:
         assert all(len(label) <= 63 for label in (*info.name.split("."), *(info.server or "").split(".")))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (("127.0.0.1", "::1", "169.254.9.1", "fe80::1"), ("169.254.9.1",)),
+        (
+            ("169.254.9.1", "fd00::1", "8.8.8.8", "10.0.0.1", "2001:4860::1"),
+            ("10.0.0.1", "8.8.8.8", "fd00::1", "2001:4860::1", "169.254.9.1"),
+        ),
+        (("::1", "127.0.0.1", "0.0.0.0", "fe80::1"), ("127.0.0.1", "::1")),
+        (("10.0.0.1", "10.0.0.1"), ("10.0.0.1",)),
+        ((), ()),
+    ],
+)
+def test_a_machine_announces_what_others_can_reach_and_cables_last(hosts: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    assert rank(hosts) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (("169.254.9.1",), ["169.254.9.2:8154", "10.0.0.2:8154"]),
+        (("10.0.0.1", "169.254.9.1"), ["169.254.9.2:8154", "10.0.0.2:8154"]),
+        (("10.0.0.1",), ["10.0.0.2:8154"]),
+    ],
+)
+def test_an_address_of_a_cable_is_heard_by_a_machine_on_a_cable(
+    own: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Info:
+        def __init__(self, *_: object) -> None:
+            self.port, self.decoded_properties = 8154, {"fleet": "f" * 16, "node": "b"}
+
+        async def async_request(self, *_: object) -> bool:
+            return True
+
+        def parsed_addresses(self) -> list[str]:
+            return ["169.254.9.2", "fe80::2", "10.0.0.2", "0.0.0.0"]
+
+    found: list[str] = []
+    monkeypatch.setattr("zeroconf.asyncio.AsyncServiceInfo", Info)
+    monkeypatch.setattr(discovery, "own_hosts", lambda: own)
+    here = Discovery("f" * 16, NodeId("a"), "", found.append, Background(SystemClock()))
+    asyncio.run(here._resolve(None, SERVICE, f"b.{SERVICE}"))  # type: ignore[arg-type]
+    assert found == expected
 
 
 def test_what_the_library_says_of_sockets_is_said_once_and_in_our_words(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,6 +133,12 @@ def test_a_node_that_is_gone_is_unreachable(code: grpc.StatusCode) -> None:
             "last error: UNKNOWN: ipv4:127.0.0.1:9: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:CERTIFICATE",
             "it is in another fleet, or no node",
         ),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "last error: UNAVAILABLE: ipv4:127.0.0.1:9: Handshake read failed (Endpoint closing)",
+            "it does not answer",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "last error: UNKNOWN: ipv6:[::1]:9: Handshaker timed out", "it does not answer"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "it did not answer in time"),
         (grpc.StatusCode.CANCELLED, "", "the connection was closed"),
         (grpc.StatusCode.UNAVAILABLE, "Too many pings", "Too many pings"),

@@ -203,9 +203,32 @@ def test_addresses_are_checked_and_get_the_join_port(first: FleetFolder) -> None
     token = enrolment.invite(first, ttl_s=60, uses=1, addresses=["10.0.0.1", "10.0.0.1:9", "fd00::1", "host.lan"])
     port = token.addresses[0].rpartition(":")[2]
     assert token.addresses == (f"10.0.0.1:{port}", "10.0.0.1:9", f"[fd00::1]:{port}", f"host.lan:{port}")
-    with pytest.raises(ConfigError, match="is no address"):
-        enrolment.invite(first, ttl_s=60, uses=1, addresses=["a b"])
-    assert enrolment.invite(first, ttl_s=60, uses=1).addresses
+    for wrong in ("a b", "0.0.0.0", "[::]:8155", "224.0.0.1", "fe80::1", "[fe80::1]:8155"):
+        with pytest.raises(ConfigError, match="is not an address"):
+            enrolment.invite(first, ttl_s=60, uses=1, addresses=[wrong])
+    assert enrolment.invite(first, ttl_s=60, uses=1, addresses=["127.0.0.1"]).addresses  # a person tries several nodes on one machine
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (["169.254.9.1"], ["169.254.9.1"]),
+        (["10.0.0.1", "169.254.9.1"], ["10.0.0.1", "169.254.9.1"]),
+        (["127.0.0.1", "::1"], None),
+        ([], None),
+    ],
+)
+def test_a_token_names_only_addresses_that_others_can_reach(
+    first: FleetFolder, monkeypatch: pytest.MonkeyPatch, own: list[str], expected: list[str] | None
+) -> None:
+    monkeypatch.setattr(enrolment, "own_hosts", lambda: tuple(own))
+    if expected is not None:
+        assert [address.rpartition(":")[0] for address in enrolment.invite(first, ttl_s=60, uses=1).addresses] == expected
+        return
+    with pytest.raises(MembershipError) as refused:
+        enrolment.invite(first, ttl_s=60, uses=1)
+    assert refused.value.hint
+    assert not enrolment.list_tokens(first)
 
 
 def test_names(second: FleetFolder) -> None:

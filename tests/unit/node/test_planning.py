@@ -8,12 +8,14 @@ import pytest
 from tests.fakes.seeded_models import write_gguf
 
 from paceline.core.errors import ConfigError, ModelFileError, ModelNotFound, PlacementError, UnsupportedModel
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.plan import ALONE, Pin, PlanRequest
-from paceline.node.ways import explained, parse_pin
+from paceline.fleet.plan import ALONE, Pin, PlanRequest, Way
+from paceline.machine.config_file import PipelineSettings
+from paceline.node.ways import as_configured, explained, parse_pin
 from paceline.ways.draft.price import DRAFT
+from paceline.ways.pipeline.routes.build import PipelineOrder, request_of
 from paceline.ways.pipeline.splits import PIPELINE
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
@@ -114,3 +116,27 @@ def test_a_live_view_is_planned_over() -> None:
     assert said["chosen"]["stages"][0]["instance"] == "01"
     assert said["request"]["ways"] == ["alone", "draft", "pipeline", "tensor"]
     assert said["explanation"] == list(made.lines)
+
+
+@pytest.mark.parametrize(
+    ("ways", "enabled", "expected"),
+    [
+        (None, True, {"alone", "draft", "pipeline", "tensor"}),
+        (None, False, {"alone", "draft"}),
+        ({"alone", "pipeline"}, False, {"alone"}),
+        ({"pipeline"}, True, {"pipeline"}),
+        ({"pipeline", "tensor"}, False, None),
+    ],
+)
+def test_every_plan_keeps_to_the_settings_file(ways: set[str] | None, enabled: bool, expected: set[str] | None) -> None:
+    asked = PlanRequest("m", ways=None if ways is None else frozenset(map(Way, ways)))
+    settings = PipelineSettings(enabled=enabled, min_host_trust=Trust.TRUSTED, allow_unlike=True, max_shards_per_request=3)
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"config\.toml"):
+            as_configured(asked, settings)
+        return
+    made = as_configured(asked, settings)
+    assert made.ways == expected
+    assert (made.min_host_trust, made.allows_unlike, made.max_shards) == (Trust.TRUSTED, True, 3)
+    ordered = request_of(PipelineOrder(settings), "m", "", NodeId("a"), 1024)
+    assert (ordered.min_host_trust, ordered.allows_unlike, ordered.max_shards) == (Trust.TRUSTED, True, 3), "as up asks"

@@ -144,6 +144,10 @@ class GossipDriver:
         self._gossip.add_seed(address, self._clock.monotonic())
         self._wake.set()
 
+    def lose(self, node_id: NodeId) -> None:
+        """Drop the card of a node that does not run any more."""
+        self._do(self._gossip.lose(node_id, self._clock.monotonic()))
+
     def learn(self, revocations: tuple[SealedRevocation, ...]) -> None:
         """Revocations from elsewhere than gossip, checked."""
         self._do(self._gossip.learn(revocations, self._clock.monotonic()))

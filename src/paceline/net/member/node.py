@@ -30,6 +30,7 @@ from paceline.net.join_client import renewal_service
 from paceline.net.member.gossip import GossipDriver, capability_service
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
+from paceline.net.member.presence import Presence
 from paceline.net.member.reach import own_facts
 from paceline.net.member.state import Claim, RunningNode, Sight, control_service, fleet_id, forget_running, keep_running
 from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
@@ -93,6 +94,7 @@ class FleetNode:
         )
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused, self.trust_keeper.check_age)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
+        self._presence = Presence(self.pool, self.gossip.opener, self.book, clock, self.gossip.lose)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed, self.background)
         self._upkeep = Upkeep(
             settings.host,
@@ -143,7 +145,7 @@ class FleetNode:
         server = NodeServer(self.identity, guard, watch, self.rpcs, self.trust)
         server.add(
             capability_service(self.gossip, guard, lambda: own_facts(self._clock, self._tensors.port if self._tensors is not None else 0)),
-            control_service(self.identity, guard, self.sight),
+            control_service(self.identity, guard, self.look),
             renewal_service(self._issuer, guard),
             *(service(guard) for service in services),
         )
@@ -216,6 +218,11 @@ class FleetNode:
 
     def view(self) -> FleetView:
         return self.gossip.view()
+
+    async def look(self) -> Sight:
+        """Ask every node in view for a sign of life, then return `sight`."""
+        await self._presence.look([card for card in self.view().cards if card.node_id != self.node_id])
+        return self.sight()
 
     def sight(self) -> Sight:
         """The same, and how it goes."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, Final
@@ -59,7 +59,7 @@ class Sight:
     """By model: what runs it, in words."""
 
 
-Look = Callable[[], Sight]
+Look = Callable[[], Awaitable[Sight]]
 
 
 def fleet_id(identity: Identity) -> str:
@@ -77,7 +77,7 @@ class ControlServicer(ControlServiceServicer):
         del request
         if self._guard.peer(context).certificate != self._identity.member.certificate:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a node tells its view to its own machine only")
-        return write_sight(fleet_id(self._identity), self._look())
+        return write_sight(fleet_id(self._identity), await self._look())
 
 
 _REFUSE: Final = refuse_with(FleetError)

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from paceline.backends.cpu import crossing
+from paceline.core.clock import deadline_once_ready
 from paceline.core.errors import ExecutorLost, FleetError, NodeStopping, NodeUnreachable, PacelineError, StreamClosed
 from paceline.fleet.eligibility import Use
 from paceline.machine.fetch import in_thread
@@ -106,6 +107,7 @@ class AwayRank:
         fleet, node_id = self._place.fleet, self._place.node_id
         expected = None
         try:
+            await in_thread(crossing.prepare)  # before the other node begins to wait for streams, which it does once its rank is loaded
             expected, live = fleet.tensors.expect(), fleet.view().get(node_id)
             if live is None:
                 raise NodeUnreachable(f"{node_id} is not in view")
@@ -160,14 +162,12 @@ class AwayRank:
         raise NodeUnreachable("its node ended the call")
 
     async def _connect(self, opened: RankOpened, addresses: Sequence[str], expected: ExpectedStream) -> None:
-        fleet, node_id, deadline = self._place.fleet, self._place.node_id, time.perf_counter() + CONNECT_S
+        fleet, node_id = self._place.fleet, self._place.node_id
         member = fleet.member(node_id)
         if member is None:
             raise NodeUnreachable(f"{node_id} is not in view any more")
         ways = tensor_addresses(fleet.book.order(addresses), opened.tensor_port)
-        open_both = partial(
-            _opened, partial(dial, ways, member, opened.ticket, fleet.identity, fleet.gossip.voids, deadline), expected, deadline
-        )
+        open_both = partial(_opened, partial(dial, ways, member, opened.ticket, fleet.identity, fleet.gossip.voids), expected)
         sender, receiver = await in_thread(open_both, expected.cancel)
         self._pump = GroupPump(self._memory, self.order.rank, sender, receiver, self._lose)
         if receiver.peer != node_id:
@@ -177,10 +177,10 @@ class AwayRank:
         self._changed.set()
 
 
-def _opened(dials: Callable[[], TensorSender], expected: ExpectedStream, deadline: float) -> tuple[TensorSender, TensorReceiver]:
-    """Both streams, and what moves bytes over them at hand. Blocks. Raises FleetError."""
-    crossing.prepare()
-    sender = dials()
+def _opened(dials: Callable[[float], TensorSender], expected: ExpectedStream) -> tuple[TensorSender, TensorReceiver]:
+    """Open both streams. Blocks. Raises FleetError."""
+    deadline = deadline_once_ready(crossing.prepare, CONNECT_S)
+    sender = dials(deadline)
     try:
         return sender, expected.wait(deadline)
     except PacelineError:

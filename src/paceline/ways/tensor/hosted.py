@@ -84,6 +84,10 @@ class HostedRank:
             raise ShardUnavailable(f"The process of a tensor rank {gone}", "What it printed says why.")
         return process.is_ready
 
+    def prepare(self) -> None:
+        """Compile what `connect` needs. The other side waits for streams from then on."""
+        crossing.prepare()
+
     def connect(
         self,
         dial: Callable[[], TensorSender],
@@ -101,7 +105,6 @@ class HostedRank:
             FleetError: they can't be opened.
         """
         assert self._memory is not None, "it was started"
-        crossing.prepare()
         sender = dial()
         try:
             receiver = accept()

@@ -1,10 +1,12 @@
-"""Where a pipeline's next route comes from, once it has none: other nodes, for as long as the limits allow looking; then this one, if it may, until
-others are back. And the limits of its waits, and how long batches may take before they count as stalled.
+"""Finds a pipeline's next route once it has none: over other nodes, or, if that is permitted, on this machine alone until others are back. Also the limits
+of its waits, and how long batches may take before they count as stalled.
 
 Laws:
 - A search is bounded by silence: it lasts as long as nodes load further bytes, however many there are. One that found none is over, and the next request
-  begins another, which ends at once where still none can, and waits for those that are getting ready; a fallback, once begun, is seen through.
-- Nothing is loaded before it is wanted, and what was loaded in vain is closed.
+  begins another, which ends at once where still none can, and waits for those that are getting ready.
+- After a loss this machine loads the layers while it searches, if it may run alone: at once if no other machine has them, after `PipelineLimits.open_s`
+  if others are loading them. The first route that is ready is used. At the start of a pipeline the search comes first, because no answer waits.
+- What was loaded in vain is closed.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class PipelineLimits:
     prepare_s: float = 300.0
     """How long machines may go on that have no bytes to count, before the first or behind the last: kernels are read or compiled. Raising it: one
     that hangs there is given up later."""
+    open_s: float = 1.0
+    """How long other machines may take to open a route after a loss before this machine loads the layers too, if it may run alone. Raising it: answers
+    wait longer for machines that have much to load; lowering it: memory is taken here for nothing more often."""
     alone_s: float = 30.0
     """How long this machine goes on alone, once it has to, before it looks for others again. Raising it: machines that come back are used later, and
     those that come and go hold up answers less often."""
@@ -138,7 +143,10 @@ class Fallback:
     def __init__(self, load: Callable[[], Route], after: int | None, clock: Clock) -> None:
         self._load, self._after, self._clock = load, after, clock
         self._losses: deque[float] = deque(maxlen=after or 1)
+        self._lock = threading.Lock()
         self._loading: Future[Route] | None = None
+        self._is_wanted = False
+        """A load that nothing waits for any more goes on, because it can't be stopped half way. What it loaded is then closed."""
 
     def lost(self) -> None:
         self._losses.append(self._clock.monotonic())
@@ -150,20 +158,26 @@ class Fallback:
 
     @property
     def has_begun(self) -> bool:
-        return self._loading is not None
+        return self._loading is not None and self._is_wanted
 
     def wait(self, seconds: float) -> Route | None:
-        """The route, or None while it is being loaded.
+        """Load the route if no load is under way, and wait for it.
+
+        Returns:
+            The route, or None while it is being loaded.
 
         Raises:
-            PacelineError: it can't be had.
+            PacelineError: it can't be loaded.
         """
-        if self._loading is None:
-            self._loading = Future()
-            threading.Thread(target=self._run, args=(self._loading,), name="paceline-fallback", daemon=True).start()
-        if not wait((self._loading,), seconds).done:
+        with self._lock:
+            self._is_wanted = True
+            loading = self._loading
+            if loading is None:
+                loading = self._loading = Future()
+                threading.Thread(target=self._run, args=(loading,), name="paceline-fallback", daemon=True).start()
+        if not wait((loading,), seconds).done:
             return None
-        loading, self._loading = self._loading, None
+        self._loading = None
         if loading.exception() is not None:
             self._losses.clear()  # others are to be looked for after all
         try:
@@ -172,16 +186,25 @@ class Fallback:
             raise PacelineError(f"The layers can't be loaded here: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Idempotent; does not wait."""
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            loading.add_done_callback(_discard)
+        """Close what is loaded, or will be, unless `wait` asks for it before. Idempotent; does not wait."""
+        with self._lock:
+            self._is_wanted = False
+            loading = self._loading
+            if loading is None or not loading.done():
+                return
+            self._loading = None
+        _discard(loading)
 
     def _run(self, loading: Future[Route]) -> None:
         try:
             loading.set_result(self._load())
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             loading.set_exception(error)
+        with self._lock:
+            if self._is_wanted or self._loading is not loading:
+                return
+            self._loading = None
+        _discard(loading)
 
 
 def _discard(loading: Future[Route]) -> None:
@@ -269,6 +292,12 @@ class Search:
         self._until: float | None = None
         self._found_none = False
         """The search before this one."""
+        self._answers_wait = False
+        """A route was lost: this is not the start of a pipeline."""
+        self._load_here_at = 0.0
+        """From then on this machine loads the layers too, whatever others do."""
+        self._not_here: PacelineError | None = None
+        """Why this machine could not load the layers during this search."""
         self.opening: Opening | None = None
         """What the last look saw of a route on its way."""
         self._advanced = 0
@@ -294,7 +323,7 @@ class Search:
         return self._clock.monotonic() - self._since
 
     def lost(self, fault: PipelineFault) -> None:
-        self._since, self._broke = self._clock.monotonic(), fault
+        self._since, self._broke, self._answers_wait = self._clock.monotonic(), fault, True
         if fault.code == ShardCorrupt.code:
             self._router.forget_kv()  # of those behind it, too: it was computed from what is wrong
         self._router.quarantine(fault)
@@ -343,14 +372,13 @@ class Search:
         """
         self.is_alone = False
         now, fallback = self._clock.monotonic(), self._fallback
-        if fallback is not None and fallback.has_begun:
-            return self._alone(fallback)
         begins = self._until is None
         if self._until is None:
-            self._until = now + self._limits.search_s
+            self._until, self._not_here = now + self._limits.search_s, None
+            self._load_here_at = now + self._limits.open_s
         if fallback is not None and fallback.is_due:
             self.reason = "they were lost too often"
-            return self._alone(fallback)
+            return self._alone(fallback, self._limits.look_s)
         self.reason, self._hint, self._code, any_left = "none answered in time", "", ShardUnavailable.code, True
         try:
             found = self._router.find(self._limits.look_s)
@@ -362,18 +390,26 @@ class Search:
             if not isinstance(found, Opening):
                 self._until, self._found_none, self._broke = None, False, None
                 self._forget_opening()
+                if fallback is not None:
+                    fallback.close()
                 return found
             self._heed(found)
+        if fallback is not None and self._loads_here(fallback, any_left) and (route := self._alone(fallback, 0.0)) is not None:
+            return route
         if self._clock.monotonic() < (self._prepares_until or self._until) and (any_left or not self._found_none):
             if begins and not any_left:
                 logger.warning("looking for machines for layers %s for %g s: %s", self._layers, self._limits.search_s, self._said)
             return None
         if fallback is None and not self._found_none:
             logger.warning("no machines are left for layers %s: %s", self._layers, self._said)
+        if fallback is not None and self._not_here is None:
+            route = self._alone(fallback, self._limits.look_s)
+            if route is not None or self._not_here is None:
+                return route
         self._until, self._found_none = None, True
-        if fallback is not None:
-            return self._alone(fallback)
-        raise self._unavailable(self.reason)
+        raise self._unavailable(
+            self.reason if self._not_here is None else f"{self.reason}; and not here: {self._not_here}"
+        ) from self._not_here
 
     def lacks(self) -> str | None:
         """Why no request could be served now; None: one may. Any thread may look."""
@@ -411,15 +447,27 @@ class Search:
     def _forget_opening(self) -> None:
         self.opening, self._advanced, self._prepares_until = None, 0, None
 
-    def _alone(self, fallback: Fallback) -> Route | None:
+    def _loads_here(self, fallback: Fallback, any_left: bool) -> bool:
+        """Return whether this machine is to load the layers now.
+
+        Args:
+            any_left: other machines may still open a route.
+        """
+        if self._not_here is not None or not self._answers_wait:
+            return False
+        return fallback.has_begun or not any_left or self._clock.monotonic() >= self._load_here_at
+
+    def _alone(self, fallback: Fallback, wait_s: float) -> Route | None:
+        """Return the route that stays here, once it is loaded; note in `_not_here` if it can't be."""
         try:
-            route = fallback.wait(self._limits.look_s)
+            route = fallback.wait(wait_s)
         except PacelineError as error:
-            if self._until is not None and self._clock.monotonic() < self._until:
-                logger.warning("layers %s can't run here: %s", self._layers, error)
-                return None
-            raise self._unavailable(f"{self.reason}; and not here: {error}") from error
+            self._not_here = error
+            logger.warning("layers %s can't run here: %s", self._layers, error)
+            return None
         if route is not None:
+            if self.opening is not None and self.opening.nodes:
+                self.reason = f"{' and '.join(self.opening.nodes)} still loaded them ({self.opening.percent} % done)"
             logger.warning("no machines are left for layers %s (%s): they run here until others are back", self._layers, self.reason)
             self._until, self._found_none, self._broke, self.is_alone = None, False, None, True
             self._router.forget_kv()

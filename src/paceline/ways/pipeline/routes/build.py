@@ -105,7 +105,7 @@ def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId, cont
     """
     prompt, answer = typical_request(context)
     settings = order.settings
-    return PlanRequest(
+    request = PlanRequest(
         model,
         weights,
         prompt,
@@ -115,10 +115,8 @@ def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId, cont
         objective=order.objective,
         orchestrator=own,
         orchestrator_layers=0 if order.own_layers is None and not settings.allow_self_as_shard else order.own_layers,
-        min_host_trust=settings.min_host_trust,
-        allows_unlike=settings.allow_unlike,
-        max_shards=settings.max_shards_per_request,
     )
+    return settings.constrained(request)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

@@ -313,11 +313,11 @@ class RouteOpener:
             expected = self._ends.expect(ticket, dtype, self._width)
         except FleetError as error:
             raise NotOpened({self._fleet.node_id: error}) from error
-        until = time.perf_counter() + CONNECT_S
         sink: ActivationSink | None = None
         try:
             nexts = [*sessions[1:], sessions[-1]]
             await asyncio.gather(*map(_connected, sessions, [*ways[1:], back], nexts))
+            until = time.perf_counter() + CONNECT_S  # the stages have bounds of their own
             with _blaming(sessions[0]):
                 sink = await opened_in_thread(partial(self._ends.way(ways[0], dtype), until))
             with _blaming(sessions[-1]):

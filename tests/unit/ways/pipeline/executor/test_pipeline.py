@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, Self
@@ -380,6 +380,7 @@ class Counted:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.steps = 0
+        self.on_fell_back: Callable[[], None] = lambda: None
         self.hops = Counter[str]()
 
     def constructed(self, seconds: float, *, failover: bool) -> None:
@@ -398,6 +399,7 @@ class Counted:
 
     def fell_back(self) -> None:
         self.told.append("fell back")
+        self.on_fell_back()
 
 
 class Alone(Bench):
@@ -449,13 +451,16 @@ def test_where_it_may_this_machine_goes_on_alone_with_the_same_bytes(
 
 
 class AloneAWhile(Alone):
-    """Who went away is back once this machine has what it needs to go on alone."""
+    """The machine that went away is back once this machine goes on alone."""
 
-    def load(self, own: int) -> LocalRoute:
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.counted.on_fell_back = self._come_back
+
+    def _come_back(self) -> None:
         one = self.machines["one"]
         one.alive, one.dies_at = True, None
         self.router.quarantined.clear()
-        return super().load(own)
 
 
 @pytest.mark.parametrize("n_blocks", [BLOCKS, BLOCKS // 2])

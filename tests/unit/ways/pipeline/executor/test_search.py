@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
 import pytest
 from tests.fakes.clock import FakeClock
 
-from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
+from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
 from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, PipelineLimits, Search
@@ -247,6 +248,94 @@ def go_on_alone(search: Search) -> None:
     search.lost(GONE)
     look_to_the_end(search)
     assert search.is_alone
+
+
+class Loading(Fallback):
+    """One that stands after a number of looks, or fails then."""
+
+    def __init__(self, clock: FakeClock, looks: int, error: PacelineError | None = None) -> None:
+        self.loaded, self.looks, self.error, self.begun_at, self.closed = cast(Route, Opened()), looks, error, -1.0, False
+        self.clock = clock
+        super().__init__(lambda: self.loaded, None, clock)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.begun_at >= 0
+
+    def wait(self, seconds: float) -> Route | None:
+        self.clock.advance(seconds)
+        self.begun_at = self.clock.monotonic() if self.begun_at < 0 else self.begun_at
+        self.looks -= 1
+        if self.looks > 0:
+            return None
+        if self.error is not None:
+            raise self.error
+        return self.loaded
+
+    def close(self) -> None:
+        self.closed = True
+
+
+MOMENT_S = 2 * LIMITS.look_s
+
+
+def loses(router: Router, fallback: Fallback) -> tuple[Search, float]:
+    """A search that begins with a loss, and when that was."""
+    search = Search(router, fallback, "3 to 5", LIMITS, router.clock)
+    search.lost(GONE)
+    return search, router.clock.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("answer", "begins_s"),
+    [
+        (NOBODY, 0.0),
+        (WeightsMismatch("b has others"), 0.0),
+        (Opening(), LIMITS.open_s),
+        (Opening(9, 99, 9, None, (NodeId("b"),)), LIMITS.open_s),
+    ],
+    ids=["no machine", "an unlike machine", "a machine that says nothing", "a machine that loads"],
+)
+def test_after_a_loss_this_machine_loads_while_it_searches(router: Router, answer: PipelineError | Opening, begins_s: float) -> None:
+    fallback = Loading(router.clock, looks=12)
+    search, began = loses(router, fallback)
+    router.answer = answer
+    look_to_the_end(search)
+    assert search.is_alone
+    assert fallback.begun_at - began == pytest.approx(begins_s, abs=MOMENT_S)
+    assert router.clock.monotonic() - began < begins_s + 12 * LIMITS.look_s + MOMENT_S
+
+
+def test_machines_that_are_ready_first_are_used_and_what_is_loaded_here_is_closed(router: Router) -> None:
+    fallback = Loading(router.clock, looks=1000)
+    search, _ = loses(router, fallback)
+    assert search.look_for_route() is None
+    router.answer = ROUTE
+    assert search.look_for_route() is ROUTE
+    assert not search.is_alone
+    assert fallback.closed
+
+
+@pytest.mark.parametrize("search_s", [0.0, 30.0])
+def test_a_search_goes_on_for_its_time_though_this_machine_can_t_load_the_layers(router: Router, search_s: float) -> None:
+    fallback = Loading(router.clock, looks=3, error=PacelineError("9 GiB are missing"))
+    search = Search(router, fallback, "3 to 5", replace(LIMITS, search_s=search_s), router.clock)
+    search.lost(GONE)
+    began = router.clock.monotonic()
+    with pytest.raises(ExecutorUnavailable, match=r"No machine can run m; and not here: .*9 GiB"):
+        look_to_the_end(search)
+    assert router.clock.monotonic() - began == pytest.approx(max(search_s, 3 * LIMITS.look_s), abs=1.0)
+    assert fallback.looks == 0, "it is tried once a search"
+    router.answer = ROUTE
+    assert search.look_for_route() is ROUTE
+
+
+def test_at_its_start_a_pipeline_looks_for_machines_first(router: Router) -> None:
+    fallback = Loading(router.clock, looks=1)
+    search = Search(router, fallback, "3 to 5", LIMITS, router.clock)
+    began = router.clock.monotonic()
+    look_to_the_end(search)
+    assert fallback.begun_at - began == pytest.approx(LIMITS.search_s, abs=1.0)
 
 
 def fits(route: Route) -> bool:
