@@ -14,7 +14,7 @@ from paceline.backends.memory import human
 from paceline.backends.table import mlx_lacks, torch_refuses
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal, own_command, print_json, print_lines, table_of
-from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
+from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub, PacelineError
 from paceline.store.catalog import LocalModel, list_models, locations, resolve
 from paceline.store.families import FAMILIES
 from paceline.store.hf_folder import JsonObject, spec_from_config
@@ -130,6 +130,9 @@ def run_models(*, as_json: bool) -> None:
             table.add_row(model.name, human(model.nbytes), model.format, model.family, str(model.context))
     if models:
         console.print(table)
+    for model in models:
+        if model.problem is None and (why := _why_calls_are_unread(model)):
+            print_lines(console, f"{model.name}: {why}", style="dim")
     for part in parts:
         layers = ", ".join(map(str, part.layers))
         what = f"layers {layers} of {part.n_layers}, {human(part.nbytes)}" if part.problem is None else f"damaged: {part.problem}"
@@ -139,6 +142,17 @@ def run_models(*, as_json: bool) -> None:
         print_lines(console, f"{model.name} can't be used: {model.problem}", style="yellow")
     if unusable:
         print_lines(console, f"Pull again to repair; to forget one, delete its folder under {home.models}")
+
+
+def _why_calls_are_unread(model: LocalModel) -> str | None:
+    """Return why the model's own form of tool calls is not used; None if it is, or if its template can't be read."""
+    from paceline.server.formats.format import find_format
+    from paceline.store.tokenizer_files import template_text
+
+    try:
+        return find_format(template_text(model.path)).why_unread
+    except PacelineError:
+        return None
 
 
 _SIZES = {

@@ -2,7 +2,8 @@
 
 Reads the answers of a call: chunks of text in, parts out (`formats.parts`).
 
-A chunk's text says where the answer ends. Special tokens spell nothing in it: those that are markers of the format are put where their tokens stand.
+A chunk's text says where the answer ends. Special tokens spell nothing in it: those that are markers of the format are put where their tokens stand,
+and the names of the others between two characters that no text has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.inference import ServedModel
 from paceline.core.text import Vocabulary
+from paceline.server.formats.cursor import PLAIN, SPECIAL
 from paceline.server.formats.format import CallArguments, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 
@@ -38,6 +40,10 @@ class Reading:
     """An answer may have several calls."""
     spelled: Mapping[int, bytes]
     """The special tokens among the format's markers."""
+    unnamed: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The names of the other special tokens."""
+    required: bool = False
+    """An answer has to be calls."""
 
 
 class Reader(Protocol):
@@ -64,9 +70,18 @@ class ChoiceReader:
     """Reads one answer, token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
 
     def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest) -> None:
-        self._reader = AnswerReader(reading.format, reading.tools, in_reasoning=reading.in_reasoning, parallel=reading.parallel)
-        self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | vocabulary.eos_ids
         self._spelled = {token: spelled.decode() for token, spelled in reading.spelled.items()}
+        self._reader = AnswerReader(
+            reading.format,
+            reading.tools,
+            in_reasoning=reading.in_reasoning,
+            parallel=reading.parallel,
+            special=self._spelled.values(),
+            required=reading.required,
+        )
+        self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | vocabulary.eos_ids
+        if reading.tools:  # without calls such a token would spell nothing anywhere
+            self._spelled |= {token: f"{SPECIAL}{name}{PLAIN}" for token, name in reading.unnamed.items() if token not in self._ends}
         self._token_bytes = vocabulary.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._waiting: deque[tuple[int, str]] = deque()
@@ -95,7 +110,7 @@ class ChoiceReader:
             self._feed(text, parts)
             for _ in self._waiting:  # a stop string took their text
                 self._count()
-            _join(parts, self._reader.end())
+            _join(parts, self._reader.end(is_cut=chunk.finish_reason is FinishReason.LENGTH))
         return parts
 
     def _expected(self, token: int) -> tuple[int, str]:
@@ -122,8 +137,8 @@ def _join(parts: list[Part], more: Sequence[Part]) -> None:
                 parts[-1] = Content(before + text)
             case (Reasoning(before), Reasoning(text)):
                 parts[-1] = Reasoning(before + text)
-            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
-                parts[-1] = CallArguments(index, before + text)
+            case (CallArguments(index, before), CallArguments(other, text, is_open)) if index == other:
+                parts[-1] = CallArguments(index, before + text, is_open)
             case _:
                 parts.append(part)
 

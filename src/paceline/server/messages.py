@@ -215,10 +215,20 @@ def check_messages(messages: Sequence[Message]) -> str | None:
     return None
 
 
+_OPENING = frozenset({"additionalProperties", "patternProperties", "required", "$ref", "anyOf", "oneOf", "allOf", "minProperties"})
+"""Keywords with which a schema without properties may still allow some."""
+
+
+def parameters_of(function: Function) -> dict[str, Any]:
+    """Return the JSON schema of a function's arguments; that of `{}` alone if it has none."""
+    schema = function.parameters or {"type": "object", "properties": {}}
+    return {**schema, "additionalProperties": False} if schema.get("properties") == {} and not _OPENING & schema.keys() else schema
+
+
 def tool_for_template(tool: Tool) -> dict[str, Any]:
     """A tool as templates take it: what says how it is to be served is left out."""
     described: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
-    described["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    described["parameters"] = parameters_of(tool.function)
     return {"type": "function", "function": described}
 
 

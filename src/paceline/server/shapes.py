@@ -43,6 +43,17 @@ class CalledTool:
     name: str
     id: str = field(default_factory=new_call_id)
     arguments: list[str] = field(default_factory=list[str])
+    is_open: bool = False
+    """It was not read to its end. One that stays open was cut off, and is not a call that a client may run."""
+
+    def add(self, piece: CallArguments) -> None:
+        self.arguments.append(piece.text)
+        self.is_open = piece.is_open
+
+    @property
+    def as_text(self) -> str:
+        """The call as a text, as far as it goes: for APIs that have no other way to show one that was cut off."""
+        return f'{{"name": {orjson.dumps(self.name).decode()}, "arguments": {"".join(self.arguments)}'
 
 
 @dataclass(slots=True)
@@ -57,6 +68,11 @@ class Collected:
     transfer: Mapping[str, object] | None = None
     """Of a request that a router parted: what it is told of the KV."""
 
+    @property
+    def has_called(self) -> bool:
+        """There are calls, and each is whole."""
+        return bool(self.calls) and not any(call.is_open for call in self.calls)
+
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
         for part in parts:
             match part:
@@ -64,10 +80,10 @@ class Collected:
                     self.content.append(text)
                 case Reasoning(text):
                     self.reasoning.append(text)
-                case CallBegun(_, name):
-                    self.calls.append(CalledTool(name))
-                case CallArguments(index, text):
-                    self.calls[index].arguments.append(text)
+                case CallBegun(_, name, is_open):
+                    self.calls.append(CalledTool(name, is_open=is_open))
+                case CallArguments(index):
+                    self.calls[index].add(part)
         self.logprobs.extend(logprobs)
         self.finish = finish
 
@@ -144,7 +160,7 @@ class OpenAIShape(Shape):
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         listed = [
-            {"index": index, **self.choice(index, collected), "finish_reason": finish_reason(collected.finish, bool(collected.calls))}
+            {"index": index, **self.choice(index, collected), "finish_reason": finish_reason(collected.finish, collected.has_called)}
             for index, collected in enumerate(choices)
         ]
         transfer = next(({"kv_transfer_params": one.transfer} for one in choices if one.transfer is not None), {})
@@ -188,6 +204,8 @@ class ChatShape(OpenAIShape):
         self._delta_heads = [self._head + b'{"index":%d,"delta":' % index for index in range(count)]
         self._text_heads = [head + b'{"content":' for head in self._delta_heads]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._open_calls = [set[int]() for _ in range(count)]
+        """Calls of each choice that were not read to their end."""
         self._has_called = [False] * count
 
     def first_events(self) -> bytes:
@@ -209,7 +227,7 @@ class ChatShape(OpenAIShape):
             else:
                 out += self._delta_heads[index] + orjson.dumps(self._delta(index, part))[:-1] + self._tail
         if finish is not None:
-            reason = finish_reason(finish, self._has_called[index]) or ""
+            reason = finish_reason(finish, self._has_called[index] and not self._open_calls[index]) or ""
             ending = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}' % (index, reason.encode())
             out += self._head + ending + self._close
         return out
@@ -220,12 +238,17 @@ class ChatShape(OpenAIShape):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
-            case CallBegun(call, name):
+            case CallBegun(call, name, is_open):
                 self._has_called[index] = True
+                self._note(index, call, is_open=is_open)
                 begun = {"index": call, "id": new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
                 return {"tool_calls": [begun]}
-            case CallArguments(call, text):
+            case CallArguments(call, text, is_open):
+                self._note(index, call, is_open=is_open)
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+    def _note(self, index: int, call: int, *, is_open: bool) -> None:
+        (self._open_calls[index].add if is_open else self._open_calls[index].discard)(call)
 
     def choice(self, index: int, collected: Collected) -> dict[str, object]:
         del index

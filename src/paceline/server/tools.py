@@ -4,6 +4,7 @@ of a schema, an expression, a grammar, or calls of tools that are valid by const
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from paceline.server.messages import (
     json_object,
     messages_for_template,
     messages_without_tools,
+    parameters_of,
     tool_for_template,
 )
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 
+_LOG = logging.getLogger(__name__)
 OWN_SWITCHES: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "continue_final_message", "documents"})
 """What templates are given here already."""
 TAIL_TOKENS: Final = 64
@@ -60,7 +63,7 @@ class Tools:
         tools = {tool.function.name: tool for tool in asked.tools or ()}
         if len(tools) < len(asked.tools or ()):
             raise InvalidRequest("tools: two have the same name", "Give each its own.", field="tools")
-        names, required = set(tools), False
+        names, required, parallel = set(tools), False, asked.parallel_tool_calls is not False
         match asked.tool_choice:
             case None | "auto":
                 pass
@@ -69,7 +72,7 @@ class Tools:
             case "required":
                 required = True
             case NamedTool(function=named):
-                names, required = {named.name}, True
+                names, required, parallel = {named.name}, True, False
             case AllowedToolChoice(allowed_tools=allowed):
                 names, required = {tool.function.name for tool in allowed.tools}, allowed.mode == "required"
         if unknown := names - set(tools):
@@ -78,12 +81,12 @@ class Tools:
             raise InvalidRequest("tool_choice: a call is required, and there are no tools", "Send tools.", field="tool_choice")
         may = {name: tool for name, tool in tools.items() if name in names}
         shown = [tool_for_template(tool) for tool in tools.values()] if may else []
-        return cls(shown, may, required, asked.parallel_tool_calls is not False)
+        return cls(shown, may, required, parallel)
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """Of the parameters of those that may be called."""
-        return {name: tool.function.parameters or {} for name, tool in self.callable.items()}
+        return {name: parameters_of(tool.function) for name, tool in self.callable.items()}
 
 
 class WrittenChat(NamedTuple):
@@ -145,6 +148,8 @@ class ModelFormat:
     described: Format
     spelled: Mapping[int, bytes]
     """The special tokens among its markers, which spell nothing in a text."""
+    unnamed: Mapping[int, str]
+    """The names of the other special tokens."""
 
     def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
         """How the answer to a prompt is read; None where it is all content."""
@@ -152,7 +157,7 @@ class ModelFormat:
             return None
         tail = b"".join(self.spelled.get(token) or model.tokenizer.token_bytes(token) for token in prompt[-TAIL_TOKENS:])
         in_reasoning = self.described.begins_in_reasoning(tail.decode("utf-8", "replace"))
-        return Reading(self.described, tools.schemas, in_reasoning, tools.parallel, self.spelled)
+        return Reading(self.described, tools.schemas, in_reasoning, tools.parallel, self.spelled, self.unnamed, tools.required)
 
 
 class ModelFormats:
@@ -166,6 +171,8 @@ class ModelFormats:
         found = self._found.get(model.fingerprint)
         if found is None:
             found = self._found[model.fingerprint] = _format_of(model.tokenizer)
+            if (why := found.described.why_unread) is not None:
+                _LOG.warning("%s: %s", model.name, why)
             while len(self._found) > KEPT:
                 self._found.popitem(last=False)
         return found
@@ -177,16 +184,14 @@ def _format_of(tokenizer: Tokenizer) -> ModelFormat:
     thinking = described.thinking
     if thinking is not None and not any(mark.strip() in template for mark in (*thinking.open, *thinking.close)):
         described = replace(described, thinking=None)  # a model that was never shown the marks means what it says with them
-    return ModelFormat(described, _special_tokens(described, tokenizer))
-
-
-def _special_tokens(described: Format, tokenizer: Tokenizer) -> dict[int, bytes]:
     markers = _markers(described)
-    return {
-        token: name.encode()
-        for name, token in tokenizer.special_tokens.items()
-        if token not in tokenizer.eos_ids and any(name in marker for marker in markers)
-    }
+    special = {token: name for name, token in tokenizer.special_tokens.items() if token not in tokenizer.eos_ids}
+    named = {token for token, name in special.items() if any(name in marker for marker in markers)}
+    return ModelFormat(
+        described,
+        {token: special[token].encode() for token in named},
+        {token: name for token, name in special.items() if token not in named},
+    )
 
 
 def _markers(described: Format) -> set[str]:
@@ -196,6 +201,7 @@ def _markers(described: Format) -> set[str]:
         found.update(described.thinking.open, described.thinking.close)
     for calls in described.calls:
         found.update(calls.begin, calls.end, calls.open, calls.at_start, calls.head_end, calls.name_prefix, calls.name_cut, calls.close)
+        found.update(calls.closed_head)
         found.add(calls.delimiter)
         if calls.parameters is not None:
             found.update(calls.parameters.open, calls.parameters.key_end, calls.parameters.close)
@@ -259,16 +265,15 @@ def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading 
         return form
     content: Mapping[str, Any] = {} if form is None else json_object(form.text) or {}
     if not tools.callable:
-        thinking = reading.format.thinking
-        if form is None or thinking is None:
+        if form is None or (reading.format.thinking is None and not reading.format.content_begin):
             return form
-        return content_grammar(thinking, content, token_id=special.get, in_reasoning=reading.in_reasoning)
+        return content_grammar(reading.format, content, token_id=special.get, in_reasoning=reading.in_reasoning)
     choice = BranchChoice.REQUIRED if tools.required else BranchChoice.AUTO if form is None else BranchChoice.OR_CONTENT
     try:
         made = calls_grammar(
             reading.format,
             {
-                name: _followed(tool.function.parameters or {}, f"tools[{(asked.tools or []).index(tool)}].function.parameters")
+                name: _followed(parameters_of(tool.function), f"tools[{(asked.tools or []).index(tool)}].function.parameters")
                 if tool.function.strict or choice is not BranchChoice.AUTO
                 else {}
                 for name, tool in tools.callable.items()

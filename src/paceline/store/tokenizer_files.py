@@ -15,7 +15,7 @@ from paceline.core.errors import ModelFileError
 from paceline.store.chats import ChatTemplate
 from paceline.store.cuts import CUTS, IGNORE_MERGES, NORMALIZED, STARTS
 from paceline.store.faults import damaged, reading, unsupported
-from paceline.store.gguf_header import GgufHeader
+from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import MAX_JSON_BYTES, JsonObject, load_object
 from paceline.store.home import Home, identity_key, write_cache
 from paceline.store.tokenizer import SPACE_MARK, ModelTokenizer, is_library_failure
@@ -133,6 +133,17 @@ def _text(path: Path) -> str:
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise damaged(path, "it is not UTF-8") from error
+
+
+def template_text(path: Path) -> str | None:
+    """Return the chat template of a model's GGUF file or folder, without its vocabulary; None if it has none.
+
+    Raises:
+        ModelFileError: it can't be read.
+    """
+    if path.is_file():
+        return read_header(path).text("tokenizer.chat_template")
+    return _template_source(path, _optional(path / "tokenizer_config.json"))
 
 
 def _template_source(folder: Path, settings: JsonObject) -> str | None:

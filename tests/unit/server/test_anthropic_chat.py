@@ -9,7 +9,6 @@ import pytest
 from paceline.core.errors import InvalidRequest
 from paceline.server.anthropic.requests import MessagesRequest
 from paceline.server.anthropic.routes import chat_of
-from paceline.server.anthropic.shape import input_of
 from paceline.server.messages import Message, NamedTool, without_headers
 from paceline.server.requests import ChatCompletionRequest, JsonSchemaFormat
 
@@ -126,21 +125,6 @@ def test_sampling_thinking_and_forms() -> None:
         assert isinstance(asked.response_format, JsonSchemaFormat)
         assert asked.response_format.json_schema.schema_ == {"type": "object"}
     assert chat(hello, output_config={"effort": "max"}).reasoning_effort == "xhigh"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ('{"a": 1}', {"a": 1}),
-        ('{"a": 1, "b": "cu', {"a": 1}),
-        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
-        ("", {}),
-        ("[1]", {}),
-        ("no json", {}),
-    ],
-)
-def test_inputs(arguments: str, expected: dict[str, Any]) -> None:
-    assert input_of(arguments) == expected
 
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.{}; cch={};"

@@ -12,15 +12,14 @@ from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel
-from pydantic_core import from_json
 
 from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
 from paceline.engine.sequence import TextStream
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.messages import json_bytes
-from paceline.server.shapes import Collected, Shape, Streamed, new_call_id
+from paceline.server.messages import json_bytes, json_object
+from paceline.server.shapes import CalledTool, Collected, Shape, Streamed, new_call_id
 
 
 class MessageUsage(BaseModel):
@@ -114,6 +113,8 @@ class MessageShape(Shape):
         self._pieces: list[str] = []
         self._open: type[Part] | None = None
         """What the block that was begun last is of."""
+        self._called: CalledTool | None = None
+        """The call whose arguments are being read."""
         self._finish: FinishReason | None = None
         self._stop: StopReader | None = None
 
@@ -137,21 +138,46 @@ class MessageShape(Shape):
         for part in parts:
             match part:
                 case Content(text) | Reasoning(text):
-                    if self._open is not type(part):
-                        out += self._begin(type(part), {"type": "text", "text": ""} if isinstance(part, Content) else _thinking(""))
-                    piece = _PIECES[type(part)] + orjson.dumps(text)
-                case CallBegun(_, name):
-                    out += self._begin(CallBegun, _tool_use(name, {}))
-                    continue
-                case CallArguments(_, text):
-                    piece = b'{"type":"input_json_delta","partial_json":' + orjson.dumps(text)
-            self._pieces.append(text)
-            head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
-            out += head % (len(self._blocks) - 1) + piece + b"}}\n\n"
+                    out += self._call_ended() + self._told(type(part), text)
+                case CallBegun(_, name, is_open):
+                    out += self._call_ended()
+                    self._called = CalledTool(name, is_open=is_open)
+                case CallArguments():
+                    out += self._argued(part)
         if finish is not None:
             self._finish = finish
-            out += self._end()
+            out += self._call_ended() + self._end()
         return out
+
+    def _told(self, kind: type[Content | Reasoning], text: str) -> bytes:
+        """A text, or a thought, as a delta of the block that is open, or of a new one."""
+        out = b""
+        if self._open is not kind:
+            out = self._begin(kind, {"type": "text", "text": ""} if kind is Content else _thinking(""))
+        return out + self._delta(_PIECES[kind], text)
+
+    def _argued(self, piece: CallArguments) -> bytes:
+        """The block of a call, once its arguments are whole: what came before could not be taken back if the call is cut off."""
+        if self._called is None:
+            return b""
+        self._called.add(piece)
+        return b"" if piece.is_open else self._call_ended()
+
+    def _call_ended(self) -> bytes:
+        """The call that was begun; as text if it was cut off, or its arguments are not an object."""
+        called, self._called = self._called, None
+        if called is None:
+            return b""
+        arguments = "".join(called.arguments) or "{}"
+        if called.is_open or json_object(arguments) is None:
+            return self._told(Content, called.as_text)
+        begun = self._begin(CallBegun, _tool_use(called.name, {}))
+        return begun + self._delta(b'{"type":"input_json_delta","partial_json":', arguments) + self._end()
+
+    def _delta(self, head: bytes, text: str) -> bytes:
+        self._pieces.append(text)
+        event = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":' % (len(self._blocks) - 1)
+        return event + head + orjson.dumps(text) + b"}}\n\n"
 
     def ending(self, usage: Usage) -> bytes:
         delta = {"stop_reason": self._reason(), "stop_sequence": self._stop and self._stop.found}
@@ -185,7 +211,7 @@ class MessageShape(Shape):
                 block |= {"thinking": text, "signature": SIGNATURE}
                 out = _event("content_block_delta", index | {"delta": {"type": "signature_delta", "signature": SIGNATURE}})
             case _:
-                block["input"] = input_of(text)
+                block["input"] = json_object(text)
         self._open, self._pieces = None, []
         return out + _event("content_block_stop", index)
 
@@ -207,15 +233,6 @@ class MessageShape(Shape):
         if self._stop and self._stop.found is not None:
             return "stop_sequence"
         return "tool_use" if any(block["type"] == "tool_use" for block in self._blocks) else "end_turn"
-
-
-def input_of(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object: of arguments that were cut short, what the official client makes of a stream that is."""
-    try:
-        read = from_json(arguments, allow_partial=True)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _thinking(text: str) -> dict[str, Any]:

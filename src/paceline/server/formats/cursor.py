@@ -16,6 +16,10 @@ import re
 from collections.abc import Callable, Generator, Iterable
 
 BLANKS = " \t\r\n"
+SPECIAL = "\ud800"
+"""Stands before the name of a special token that is not a mark of the format. No text that was decoded has it."""
+PLAIN = "\udfff"
+"""Stands behind that name."""
 
 
 class Marks:
@@ -42,7 +46,7 @@ class Cursor:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._ended = False
+        self._ended = self.is_cut = False
         self._held: list[str] | None = None
         """What was taken since `hold`."""
         self.looked = 0
@@ -52,8 +56,13 @@ class Cursor:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
-        self._ended = True
+    def end(self, *, is_cut: bool = False) -> None:
+        """End the text.
+
+        Args:
+            is_cut: more would have come.
+        """
+        self._ended, self.is_cut = True, is_cut
 
     def more(self, ahead: int = 0) -> Generator[None, None, bool]:
         """Wait for the character here, or some characters ahead. False: the text ends before it."""
@@ -83,18 +92,34 @@ class Cursor:
         self.looked += len(taken)
         return taken
 
-    def mark(self, marks: Marks) -> Generator[None, None, str]:
-        """The longest literal that stands here, not gone over; empty: none does."""
+    def at(self, ahead: int) -> Generator[None, None, str]:
+        """Return the character some characters ahead; empty if the text ends before it."""
+        self.looked += 1
+        return self._text[self._at + ahead] if (yield from self.more(ahead)) else ""
+
+    def mark(self, marks: Marks, ahead: int = 0) -> Generator[None, None, str]:
+        """The longest literal that stands here, or some characters ahead, not gone over; empty: none does."""
         found, length = "", 0
-        while (yield from self.more(length)):
+        while (yield from self.more(ahead + length)):
             length += 1
             self.looked += 1
-            text = self._text[self._at : self._at + length]
+            text = self._text[self._at + ahead : self._at + ahead + length]
             if not marks.begun(text):
                 break
             if text in marks.literals:
                 found = text
         return found
+
+    def breaks_off(self, marks: Marks, ahead: int) -> bool:
+        """Return whether the text ends here, or within one of the literals. Call it behind `mark` with the same place."""
+        rest = self._text[self._at + ahead :]
+        return self._ended and (not rest or marks.begun(rest))
+
+    def behind_blanks(self, ahead: int = 0) -> Generator[None, None, int]:
+        """Return how far ahead the next character is that is not a blank, or the end."""
+        while (c := (yield from self.at(ahead))) and c in BLANKS:
+            ahead += 1
+        return ahead
 
     def text(self, marks: Marks, say: Callable[[str], None]) -> Generator[None, None, tuple[str, str]]:
         """Go over text up to one of the marks, or to the end. Returns the blanks before it, which were not said, and the mark."""

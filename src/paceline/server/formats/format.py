@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,8 @@ class Body(StrEnum):
     """The same with bare keys, and strings between delimiters of their own."""
     PARAMETERS = "parameters"
     """Each argument between tags of its own, strings as they are."""
+    PYTHON = "python"
+    """Keyword arguments of Python between parentheses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Parameters:
     """What stands between key and value."""
     close: tuple[str, ...]
     pad: str = ""
-    """What stands around a value and is no part of it, once on each side."""
+    """Stands on each side of a value and is not part of it. A value that begins with it is bound to its lines: it ends with it, too."""
     string: str = ""
     """Where the tag has it behind the key, the value is a string."""
     json: str = ""
@@ -57,6 +59,8 @@ class Written:
     end: str = ""
     """Behind the last one."""
     parameter: str = ""
+    heads: tuple[str, ...] = ()
+    """Other texts that a model may write between name and arguments."""
     trigger: str = ""
     """What of `begin` and `call` only calls have, where that is not their mark: from there on a text is a call."""
 
@@ -87,6 +91,8 @@ class Calls:
     """Where the name ends, if anything stands behind it and before `head_end`."""
     close: tuple[str, ...] = ()
     """Closes a call."""
+    closed_head: tuple[str, ...] = ()
+    """Stands in place of `head_end` and closes a call without arguments."""
     name_keys: tuple[str, ...] = ("name",)
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     delimiter: str = ""
@@ -103,9 +109,59 @@ class Thinking:
     anywhere: bool = False
     """Also behind the answer's start."""
     ended_by_calls: bool = False
-    """A call ends it too."""
+    """A call ends it even if its mark is not a special token."""
     behind: str = ""
     """What stands between it and a call, for a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The head of each message of an answer, for models that head their messages: [start role] [recipient] [channel name] [constraint] message.
+
+    Each part may be missing. The recipient may stand before the channel or behind it, and the constraint with its mark or without.
+    """
+
+    start: str
+    """Mark before the role. The prompt ends behind mark and role."""
+    role: str
+    channel: str
+    constraint: str
+    message: str
+    """Mark between head and text."""
+    ends: tuple[str, ...]
+    """Marks behind the text."""
+    thoughts: str
+    """The channel of reasoning."""
+    answers: str
+    calls: str
+    recipient: str = "to="
+    tools: str = "functions."
+    """Stands before a tool's name in a recipient."""
+
+    def write(self, channel: str, constraint: str = "", recipient: str = "") -> str:
+        """Return the head of a message, behind its role."""
+        to = f" {self.recipient}{recipient}" if recipient else ""
+        return f"{self.channel}{channel}{to}{f' {self.constraint}{constraint}' if constraint else ''}{self.message}"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.start, self.channel, self.constraint, self.message, *self.ends
+
+    def format(self, name: str) -> Format:
+        """Return the format of a model whose messages have such heads."""
+        turn, thought = self.start + self.role, self.write(self.thoughts)
+        call = self.write(self.calls, "json", self.tools + "{name}") + "{arguments}"
+        to_tool = f" {self.recipient}{self.tools}"
+        heads = (
+            f"{self.constraint}json{self.message}",
+            self.message,
+            *(self.write(self.calls, constraint) for constraint in ("json", "")),
+            self.write(f"{self.calls} json"),
+        )
+        written = Written(call, heads=heads, trigger=to_tool)
+        way = Calls(Body.JSON, written, open=(self.channel + self.calls + to_tool,), close=self.ends)
+        thinking = Thinking((thought, turn + thought), self.ends[:1], anywhere=True, behind=turn)
+        return Format(name, (way,), thinking, self.marks, header=self, content_begin=self.write(self.answers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +175,21 @@ class Format:
     skipped: tuple[str, ...] = ()
     """Marks that are no part of the content."""
     knows_tools: bool = False
-    """The model's chat template renders `tools`."""
+    """The model's chat template renders `tools`, and the calls that it asks for can be read."""
+    header: Header | None = None
+    """The head of each message, for models that write several in an answer."""
+    content_begin: str = ""
+    """What a model writes before its content."""
+    unread: str | None = None
+    """The mark of the calls that the template asks for and no description knows; empty if it has no mark. None: it asks for none."""
+
+    @property
+    def why_unread(self) -> str | None:
+        """Why the template's own calls are not used; None: they are, or it has none."""
+        if self.unread is None:
+            return None
+        mark = f" ({self.unread})" if self.unread else ""
+        return f"calls of tools in the form that the chat template asks for{mark} can't be read; tools are described to the model in plain text"
 
     def begins_in_reasoning(self, prompt_tail: str) -> bool:
         """Whether the answer to this prompt begins inside an open reasoning block."""
@@ -151,12 +221,26 @@ def find_format(template: str | None, response_template: Mapping[str, Any] | Non
 
     families = _families()
     plain = families[PLAIN].format
-    found = next((family.format for family in families.values() if template and family.fits(template)), plain)
+    family = next((family.format for family in families.values() if template and family.fits(template)), None)
+    found, is_read = family or plain, family is not None
     if response_template is not None and (own := from_response_template(response_template)) and not _says_as_much(found, own):
-        found = replace(own, calls=own.calls or found.calls)
+        found, is_read = replace(own, calls=own.calls or found.calls), is_read or bool(own.calls)
     if not template or not _renders_tools(template):
         return replace(found, calls=plain.calls if found is plain else (*plain.calls, *found.calls), knows_tools=False)
+    if not is_read:
+        return replace(found, knows_tools=False, unread=_call_mark(template))
     return replace(found, knows_tools=True)
+
+
+_MARK = re.compile(r"<[|｜/]?[\w▁:|｜ -]{2,40}[|｜]?>|\[[A-Z_]{3,30}\]|<[\w:]{2,30}=")
+"""What looks like a mark in a template."""
+
+
+def _call_mark(template: str) -> str:
+    """Return the first mark that a template writes where it writes calls; empty if it writes none there."""
+    _, found, rest = template.partition("tool_calls")
+    match = _MARK.search(rest if found else template)
+    return match.group() if match else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +267,8 @@ def _families() -> Mapping[str, _Family]:
 
 
 def _family(name: str, data: dict[str, Any]) -> _Family:
+    if "header" in data:
+        return _Family(Header(**_frozen(data["header"])).format(name), tuple(map(tuple, data["templates"])), data.get("rank", 0))
     calls = tuple(_calls(each) for each in data.get("calls", ()))
     thinking = data.get("thinking")
     format_ = Format(
@@ -198,7 +284,7 @@ def _calls(data: dict[str, Any]) -> Calls:
     fields = _frozen(data)
     fields["body"] = Body(data["body"])
     if "written" in data:
-        fields["written"] = Written(**data["written"])
+        fields["written"] = Written(**_frozen(data["written"]))
     if "parameters" in data:
         fields["parameters"] = Parameters(**_frozen(data["parameters"]))
     return Calls(**fields)
@@ -251,6 +337,8 @@ class CallBegun:
     index: int
     """Of the calls of this answer, from 0 on."""
     name: str
+    is_open: bool = field(default=False, compare=False)
+    """Arguments follow: if none do, the call was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +347,8 @@ class CallArguments:
 
     index: int
     text: str
+    is_open: bool = field(default=False, compare=False)
+    """The arguments are not whole with this piece: if no other follows, the call was cut off."""
 
 
 Part = Content | Reasoning | CallBegun | CallArguments

@@ -17,6 +17,7 @@ from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.formats.cursor import json_escaped
 from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
 from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
+from paceline.server.formats.python_grammar import python_arguments
 from paceline.server.formats.tagged import alternatives, leaf_types
 
 
@@ -58,7 +59,8 @@ def calls_grammar(
         case BranchChoice.REQUIRED:
             start = f"{thinking} {calls.all_from(calls.begin)}"
         case BranchChoice.OR_CONTENT:
-            start = f"{thinking} ({calls.all_from(calls.begin)} | {calls.lark.json(content)})"
+            text = _content(calls.lark, format.content_begin, content)
+            start = f"{thinking} ({calls.all_from(calls.begin)} | {text})"
         case BranchChoice.AUTO:
             thought = (*format.thinking.open, *format.thinking.close) if format.thinking else ()
             start = f"{thinking} {calls.in_text(calls.lark.specials((*format.skipped, *thought, way.written.call, way.written.end)))}"
@@ -66,13 +68,21 @@ def calls_grammar(
 
 
 def content_grammar(
-    thinking: Thinking, content: Mapping[str, Any], *, token_id: Callable[[str], int | None], in_reasoning: bool
+    format: Format,  # noqa: A002  (callers name it so)
+    content: Mapping[str, Any],
+    *,
+    token_id: Callable[[str], int | None],
+    in_reasoning: bool,
 ) -> Grammar:
     """The form of answers that are JSON of a schema behind their reasoning; arguments as those of `calls_grammar`."""
     lark = Lark(token_id)
-    return Grammar(
-        GrammarKind.FORM, lark.text(f"{_thinking(lark, thinking, in_reasoning=in_reasoning, required=True)} {lark.json(content)}")
-    )
+    thinking = _thinking(lark, format.thinking, in_reasoning=in_reasoning, required=True)
+    return Grammar(GrammarKind.FORM, lark.text(f"{thinking} {_content(lark, format.content_begin, content)}"))
+
+
+def _content(lark: Lark, begin: str, schema: Mapping[str, Any]) -> str:
+    """Return an expression for JSON of a schema, behind what a model writes before its content."""
+    return f"{lark.literal(begin)} {lark.json(schema)}" if begin else lark.json(schema)
 
 
 def _thinking(lark: Lark, thinking: Thinking | None, *, in_reasoning: bool, required: bool) -> str:
@@ -98,6 +108,8 @@ class _Calls:
         middle, _, tail = rest.partition("{arguments}")
         self._around = (middle, tail)
         """What is written between name and arguments, and behind these."""
+        self._heads = (middle, *written.heads)
+        """Every text that may stand between name and arguments."""
         self._named = lark.rule(" | ".join(self._call(name, schema) for name, schema in tools.items()))
         """A call behind `head`."""
 
@@ -109,7 +121,7 @@ class _Calls:
     def in_text(self, specials: Sequence[int]) -> str:
         """Any text, with such calls, and with special tokens that mean something else."""
         written = self._written
-        if self._way.body is Body.OBJECT and not written.begin:
+        if self._way.at_start and not any(self.begin.startswith(mark) for mark in self._way.begin if mark):
             return self._at_start()
         if written.trigger:
             begun = {written.trigger: self.begin.partition(written.trigger)[1] + self.begin.partition(written.trigger)[2]}
@@ -142,18 +154,27 @@ class _Calls:
         """Calls, or a text that does not begin as one. A call has no mark: it is one from its arguments on."""
         middle, tail = self._around
         first = [
-            f"{self.lark.lazy(self.lark.quoted(self.begin + json_escaped(name) + middle))} {self._arguments(schema)} {self.lark.literal(tail)}"
+            f"{self.lark.lazy(self.lark.quoted(self.begin + self._named_as(name) + middle))} {self._arguments(schema)} {self.lark.literal(tail)}"
             for name, schema in self._tools.items()
         ]
         more = "" if self._between is None else f"({self.lark.literal(self._between + self._head)} {self._named})*"
-        names = "|".join(re.escape(json_escaped(name)) for name in self._tools)
-        keys = "|".join(self._way.arguments_keys)
-        likeness = rf'\s*\{{\s*"name"\s*:\s*"({names})"\s*(\}}|,\s*"({keys})"\s*:)(.|\n)*'
-        return f"({self.lark.rule(' | '.join(first))} {more} | {self.lark.terminal(f'{ANY} & ~/{in_regex(likeness)}/')})"
+        names = "|".join(re.escape(self._named_as(name)) for name in self._tools)
+        if self._way.body is Body.OBJECT:
+            keys = "|".join(self._way.arguments_keys)
+            likeness = rf'\s*\{{\s*"name"\s*:\s*"({names})"\s*(\}}|,\s*"({keys})"\s*:)(.|\n)*'
+        else:
+            likeness = rf"\s*{re.escape(self.begin)}\s*({names})\s*{re.escape(middle)}(.|\n)*"
+        text = self.lark.terminal(f"{ANY} & ~/{in_regex(likeness)}/")
+        return f"({self.lark.rule(' | '.join(first))} {more} {self.lark.literal(self._written.end)} | {text})"
+
+    def _named_as(self, name: str) -> str:
+        """Return a tool's name as a call has it."""
+        return json_escaped(name) if self._way.body is Body.OBJECT else name
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> str:
-        written = self.lark.quoted(json_escaped(name) if self._way.body is Body.OBJECT else name)
-        middle, tail = (" /[0-9]{1,3}/ ".join(map(self.lark.literal, text.split("{index}"))) for text in self._around)
+        written = self.lark.quoted(self._named_as(name))
+        *heads, tail = (" /[0-9]{1,3}/ ".join(map(self.lark.literal, text.split("{index}"))) for text in (*self._heads, self._around[1]))
+        middle = heads[0] if len(heads) == 1 else f"({' | '.join(heads)})"
         return f"{written} {middle} {self._arguments(schema)} {tail}"
 
     def _arguments(self, schema: Mapping[str, Any]) -> str:
@@ -164,6 +185,8 @@ class _Calls:
                 return lax_value(self.lark, _object(schema), self._way.delimiter)
             case Body.PARAMETERS:
                 return self._parameters(schema)
+            case Body.PYTHON:
+                return python_arguments(self.lark, schema)
 
     # ------------------------------------------------------------------------------------------------------- between tags
 

@@ -1,8 +1,7 @@
-"""Arguments that are not written as JSON, said as JSON while they are read: between tags, or with bare keys and delimiters of their own.
+"""Return what a tool's schema says of one argument's type, and a value written without JSON's quotes as JSON of that type.
 
-Strings are said as they come. A value of another type is said once it is whole. Where the text ends within a value, so does the JSON.
-
-What a tool's schema says of one argument's type, and a value written without JSON's quotes as JSON of that type.
+Arguments with bare keys, and strings between delimiters of their own, are said as JSON while they are read. Strings are said as they come, a value
+of another type once it is whole. Where the text ends within a value, so does the JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 from paceline.server.formats.cursor import BLANKS, Cursor, Marks, json_escaped, read_json_string
-from paceline.server.formats.format import Parameters
 
 STRING = frozenset({"string"})
 _DEEP = 8
@@ -120,92 +118,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return bare
 
 
-MAX_HEAD = 256
-"""Characters of a name or a key."""
-
-
-def read_head(cursor: Cursor, ends: Marks, stays: frozenset[str]) -> Generator[None, None, str | None]:
-    """Go over a name or a key, and over the mark behind it if that is none that stays. None: none stands here."""
-    text: list[str] = []
-    yield from cursor.blanks()
-    while len(text) <= MAX_HEAD:
-        if end := (yield from cursor.mark(ends)):
-            if end not in stays:
-                cursor.take(len(end))
-            return "".join(text)
-        if (yield from cursor.peek()) in {"", "\n"}:
-            return None
-        text.append(cursor.take())
-    return None
-
-
-def read_parameters(
-    cursor: Cursor,
-    tags: Parameters,
-    ends: tuple[str, ...],
-    begin: Callable[[], None],
-    say: Callable[[str], None],
-    types: Callable[[str], frozenset[str]],
-) -> Generator[None, None, bool]:
-    """Go over arguments between tags, up to what ends the call. False: there is neither an argument nor an end.
-
-    Args:
-        cursor: at the first tag, or at the end of a call without arguments.
-        tags: how an argument is written.
-        ends: end the call. One is gone over.
-        begin: said before anything else.
-        say: gets the JSON.
-        types: the types of an argument, by its key.
-    """
-    opens, key_ends, closes, all_ends = Marks(tags.open), Marks(tags.key_end), Marks(tags.close), Marks(ends)
-    marks, n = opens | all_ends, 0
-    while True:
-        cursor.hold()
-        yield from cursor.blanks()
-        mark = yield from cursor.mark(marks)
-        key = None
-        if mark in opens.literals:
-            cursor.take(len(mark))
-            key = yield from read_head(cursor, key_ends, frozenset())
-        elif mark:
-            cursor.take(len(mark))
-            if not n:
-                begin()
-            cursor.release()
-            say("}" if n else "{}")
-            return True
-        if key is None:
-            say("}" if n else "")
-            return n > 0
-        if not n:
-            begin()
-        cursor.release()
-        one = STRING if tags.string and tags.string in key else frozenset[str]() if tags.json and tags.json in key else None
-        key = key.replace(tags.string, "").replace(tags.json, "").strip() if one is not None else key.strip()
-        say(("{" if not n else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        if not (yield from _value(cursor, closes, tags.pad, types(key) if one is None else one, say)):
-            return True
-        n += 1
-
-
-def _value(cursor: Cursor, closes: Marks, pad: str, types: frozenset[str], say: Callable[[str], None]) -> Generator[None, None, bool]:
-    """Go over a value and its closing tag. False: the text ends in it."""
-    if pad and (yield from cursor.peek()) == pad:
-        cursor.take()
-    if types == STRING:
-        say('"')
-        blanks, mark = yield from cursor.text(closes, lambda text: say(json_escaped(text)))
-        say(json_escaped(blanks.removesuffix(pad) if mark else blanks) + ('"' if mark else ""))
-    else:
-        pieces: list[str] = []
-        blanks, mark = yield from cursor.text(closes, pieces.append)
-        text = "".join(pieces) + blanks
-        say(as_json(text.removesuffix(pad), types) if mark else text)
-    cursor.take(len(mark))
-    return bool(mark)
-
-
-_KEY = re.compile(r'[^,:{}\[\]"<\s]+')
+_KEY = re.compile(r'[^,:{}\[\]"<\r\n\t]+')
 _WORD = re.compile(r'[^,{}\[\]"<\r\n\t]+')
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -234,7 +147,7 @@ def read_lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) 
             say(json_escaped(blanks) + ('"' if mark else ""))
             cursor.take(len(mark))
         elif word := (yield from _word(cursor, _KEY if in_key else _WORD)):
-            say(json.dumps(word, ensure_ascii=False) if in_key else as_json(word, _BARE) if (yield from cursor.more()) else word)
+            say(json.dumps(word, ensure_ascii=False) if in_key else as_json(word, BARE) if (yield from cursor.more()) else word)
         else:
             return False
         if not closing:
@@ -242,7 +155,7 @@ def read_lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) 
     return False
 
 
-_BARE = frozenset({"number", "integer", "boolean", "null"})
+BARE = frozenset({"number", "integer", "boolean", "null"})
 
 
 def _word(cursor: Cursor, pattern: re.Pattern[str]) -> Generator[None, None, str]:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import orjson
 from pydantic import BaseModel
 
 from paceline.core.generation import FinishReason, TokenLogprob
@@ -168,7 +167,7 @@ class OllamaShape(Shape):
         for part in parts:
             if isinstance(part, CallArguments):
                 if self._open is not None:
-                    self._open.arguments.append(part.text)
+                    self._open.add(part)
                 continue
             gained += self._close()
             match part:
@@ -176,8 +175,8 @@ class OllamaShape(Shape):
                     gained.append(self.gained(text))
                 case Reasoning(text):
                     gained.append(self.gained(thinking=text))
-                case CallBegun(_, name):
-                    self._open = CalledTool(name)
+                case CallBegun(_, name, is_open):
+                    self._open = CalledTool(name, is_open=is_open)
         if finish is not None:
             gained += self._close()
         if logprobs:
@@ -265,9 +264,8 @@ class OllamaTextShape(OllamaShape):
 
 
 def _written(called: CalledTool, index: int) -> Fields | str:
-    """A call as Ollama has it; as text where its arguments are no whole object."""
-    text = "".join(called.arguments)
-    arguments = json_object(text or "{}")
+    """A call as Ollama has it; as text if it was cut off, or its arguments are not an object."""
+    arguments = json_object("".join(called.arguments) or "{}") if not called.is_open else None
     if arguments is None:
-        return f'{{"name": {orjson.dumps(called.name).decode()}, "arguments": {text}'
+        return called.as_text
     return {"id": f"call_{called.id}", "function": {"index": index, "name": called.name, "arguments": arguments}}

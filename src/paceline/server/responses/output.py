@@ -36,6 +36,8 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self.finish: FinishReason | None = None
         self._open = False
+        self._is_cut = False
+        """The call that was begun last was not read to its end."""
         self._texts: list[str] = []
         """Of the open item."""
         self._entries: list[object] = []
@@ -59,10 +61,12 @@ class Output:
                     self._texts.append(text)
                     name, index = ("reasoning_summary_text", "summary_index") if self._summarised else ("reasoning_text", "content_index")
                     events.append(self._event(f"{name}.delta", {index: 0, "delta": text}))
-                case CallBegun(_, name):
+                case CallBegun(_, name, is_open):
+                    self._is_cut = is_open
                     events += [*self._close("completed"), *self._begin_call(name)]
-                case CallArguments(_, text):
+                case CallArguments(_, text, is_open):
                     self._texts.append(text)
+                    self._is_cut = is_open
                     events.append(self._event("function_call_arguments.delta", {"delta": text}))
         if parts and not isinstance(parts[-1], Content):
             self._waiting.clear()  # they are of tokens that are no part of the text
@@ -127,7 +131,8 @@ class Output:
         if not self._open:
             return []
         item, text = self.items[-1], "".join(self._texts)
-        item["status"] = status
+        is_cut = item["type"] == "function_call" and self._is_cut
+        item["status"] = "incomplete" if is_cut else status
         if self._carried and item["type"] == "reasoning":
             item["encrypted_content"] = seal_reasoning(text)
         events: list[Event] = []

@@ -195,7 +195,7 @@ SPOKEN: list[tuple[Format, str, list[Part]]] = [
     (
         HARMONY,
         "<|channel|>analysis to=python code<|message|>1<|call|>",
-        [Content("<|channel|>analysis to=python code1<|call|>")],
+        [Reasoning("1")],
     ),
     (
         spelled("<start_function_call>"),
@@ -266,6 +266,58 @@ SPOKEN: list[tuple[Format, str, list[Part]]] = [
         [CallBegun(0, "now"), CallArguments(0, "{}"), CallBegun(1, "now"), CallArguments(1, '{"a": 1}')],
     ),
     (spelled("[ARGS]"), "[TOOL_CALLS]now{}", [CallBegun(0, "now"), CallArguments(0, "{}")]),
+    (
+        spelled("[func_name1(params_name1"),
+        "[write_file(path='it\\'s', text=\"a\\n'b'\", tags=['x', 'y',], append=True, more={'k': None, 1: (2, 3)}), now()]",
+        [
+            CallBegun(0, "write_file"),
+            CallArguments(
+                0, '{"path": "it\'s", "text": "a\\n\'b\'", "tags": ["x", "y"], "append": true, "more": {"k": null, "1": [2, 3]}}'
+            ),
+            CallBegun(1, "now"),
+            CallArguments(1, "{}"),
+        ],
+    ),
+    (spelled("[func_name1(params_name1"), "[1] says f(x)", [Content("[1] says f(x)")]),
+    (
+        spelled("<|header_start|>", "<|header_end|>"),
+        "<|python_start|>[now(), write_file('a b', mode = 7)]<|python_end|>",
+        [CallBegun(0, "now"), CallArguments(0, "{}"), CallBegun(1, "write_file"), CallArguments(1, '{"path": "a b", "mode": 7}')],
+    ),
+    (
+        spelled("<|header_start|>", "<|header_end|>"),
+        '{"name": "now", "parameters": {}}',
+        [CallBegun(0, "now"), CallArguments(0, "{}")],
+    ),
+    (
+        spelled("<|tool_call_start|>"),
+        "<|tool_call_start|>[write_file(path='it's', text='a, b')]<|tool_call_end|>So.",
+        [CallBegun(0, "write_file"), CallArguments(0, '{"path": "it\'s", "text": "a, b"}'), Content("So.")],
+    ),
+    (
+        spelled("<|tool_call_start|>"),
+        '<|tool_call_start|>[{"name": "now", "arguments": {}, "id": "1"}]<|tool_call_end|>',
+        [CallBegun(0, "now"), CallArguments(0, "{}")],
+    ),
+    (
+        spelled("<function_calls>"),
+        'I look. <function_calls>\nnow()\nwrite_file(path="a", append=false, more=null)\n</function_calls>',
+        [
+            Content("I look."),
+            CallBegun(0, "now"),
+            CallArguments(0, "{}"),
+            CallBegun(1, "write_file"),
+            CallArguments(1, '{"path": "a", "append": false, "more": null}'),
+        ],
+    ),
+    (
+        spelled("｜DSML｜", " invoke name="),
+        (
+            '<｜DSML｜ calls>\n<｜DSML｜ invoke name="write_file">\n<｜DSML｜ parameter name="path" string="true">a</｜DSML｜ parameter>\n'
+            '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="now"/>\n</｜DSML｜ calls>'
+        ),
+        [CallBegun(0, "write_file"), CallArguments(0, '{"path": "a"}'), CallBegun(1, "now"), CallArguments(1, "{}")],
+    ),
 ]
 
 
@@ -307,6 +359,8 @@ def test_no_text_breaks_a_reader_nor_is_lost(family: str, data: st.DataObject) -
 
 def without_marks(format_: Format, text: str) -> str:
     """A text without what marks reasoning and channels."""
+    if format_.header:  # heads are not part of a text
+        return ""
     for mark in sorted([*format_.skipped, *(format_.thinking.open + format_.thinking.close if format_.thinking else ())], key=len)[::-1]:
         text = text.replace(mark.strip(), "")
     return text

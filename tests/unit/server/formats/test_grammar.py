@@ -52,6 +52,8 @@ NO_BYTES = [
         "<|message|>",
         "<|start|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
         "<|constrain|>",
         "[TOOL_CALLS]",
         "[ARGS]",
@@ -78,6 +80,8 @@ NO_BYTES = [
         "<|tool_call_end|>",
     ),
     *(
+        "<|tool_call_start|>",
+        "<|python_start|>",
         "<|tool_call_argument_begin|>",
         "<arg_key>",
         "</arg_key>",
@@ -165,6 +169,11 @@ def walk(matcher: Matcher, vocabulary: Spelling, seed: int, nudges: list[str], s
     return None
 
 
+def nudges(format_: Format, *, special: bool) -> list[str]:
+    """What a model may be nudged to write anywhere. As mere text a mark of a head is a mark, too."""
+    return [mark for mark in marks(format_) if special or format_.header is None or mark not in format_.header.marks]
+
+
 def check(format_: Format, text: str, *, whole: bool, in_reasoning: bool = False) -> int:
     """How many calls a text has; each must be valid, and with `whole` there must be nothing else."""
     parts = read([text], format_, TOOLS, in_reasoning=in_reasoning)
@@ -187,18 +196,18 @@ class TestGrammars:
         for parallel in (True, False):
             form = grammar(format_, vocabulary, BranchChoice.REQUIRED, parallel=parallel)
             for seed in range(3):
-                ids = walk(grammars.matcher(form), vocabulary, seed, marks(format_))
+                ids = walk(grammars.matcher(form), vocabulary, seed, nudges(format_, special=special))
                 if ids is not None:
                     ended += 1
                     assert check(format_, vocabulary.spelled(ids), whole=True) == 1 or parallel
-        assert ended > 2
+        assert ended > 1
 
     def test_calls_in_any_text_are_valid(self, family: str, special: bool) -> None:
         vocabulary, grammars = COMPILED[not special]
         format_ = FORMATS[family]
         form = grammar(format_, vocabulary, BranchChoice.AUTO)
-        nudges = [*marks(format_), "So. "]
-        ended = [ids for seed in range(6) if (ids := walk(grammars.matcher(form), vocabulary, seed, nudges)) is not None]
+        texts = [*nudges(format_, special=special), "So. "]
+        ended = [ids for seed in range(6) if (ids := walk(grammars.matcher(form), vocabulary, seed, texts)) is not None]
         assert len(ended) > 2
         for ids in ended:
             check(format_, vocabulary.spelled(ids), whole=False)
@@ -230,14 +239,14 @@ class TestGrammars:
         for choice in BranchChoice:
             matcher = grammars.matcher(grammar(format_, vocabulary, choice))
             assert matcher.mask(vocabulary.encode(before + "now")) is not None
-            if choice is BranchChoice.REQUIRED or family != "llama":  # whose calls have no mark: another name is a text's
+            if choice is BranchChoice.REQUIRED or not way.at_start:  # a call without a mark: with another name it is a text
                 assert matcher.mask(vocabulary.encode(before + "then")) is None
             wrong = way.written.call.replace("{name}", "now").replace("{index}", "0").replace("{arguments}", WRONG[way.body])
             assert matcher.mask(vocabulary.encode(way.written.begin + wrong)) is None
 
 
-EMPTY = {Body.JSON: "{}", Body.OBJECT: "{}", Body.LAX: "{}", Body.PARAMETERS: ""}
-WRONG = {Body.JSON: '{"a', Body.OBJECT: '{"a', Body.LAX: "{a", Body.PARAMETERS: "<a"}
+EMPTY = {Body.JSON: "{}", Body.OBJECT: "{}", Body.LAX: "{}", Body.PARAMETERS: "", Body.PYTHON: ""}
+WRONG = {Body.JSON: '{"a', Body.OBJECT: '{"a', Body.LAX: "{a", Body.PARAMETERS: "<a", Body.PYTHON: "a"}
 
 
 def test_without_tools_there_is_no_form() -> None:
