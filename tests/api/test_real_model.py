@@ -238,9 +238,9 @@ def test_json_objects_regular_expressions_and_grammars(real: Real) -> None:
 @pytest.mark.parametrize(
     ("extra", "param", "says"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format", "Invalid type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format.json_schema.schema.type", "a type is one of"),
         ({"regex": "("}, "regex", "unclosed group"),
-        ({"grammar": "start: other"}, "grammar", "unknown name"),
+        ({"grammar": "start: other"}, "grammar", "the rule other"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "one form"),
     ],
 )  # fmt: skip
