@@ -49,6 +49,14 @@ class ByteTokenizer:
         del add_special
         return list(text.encode())
 
+    def encode_inside(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    strips_space = False
+
     @property
     def special_tokens(self) -> Mapping[str, int]:
         return {}

@@ -32,7 +32,7 @@ Mask = npt.NDArray[np.uint8]
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
-VERSION = f"llguidance {version('llguidance')}, 4"
+VERSION = f"llguidance {version('llguidance')}, 5"
 """What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
 
 _CEILINGS = np.where(
@@ -265,7 +265,7 @@ class _Vocabulary:
     """A vocabulary as llguidance reads it. Tokens without bytes are never part of a text; a grammar may name them, as `<[ID]>`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_inside
         spelled = [tokenizer.token_bytes(i) for i in range(tokenizer.size)]
         self.special_token_ids = [i for i, text in enumerate(spelled) if not text]
         self.tokens = [
@@ -275,4 +275,4 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = self.eos_ids[0], None
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode(), add_special=False)
+        return self._encode(text.decode())

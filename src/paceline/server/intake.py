@@ -113,7 +113,10 @@ class Intake:
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
-        return replace(call, reading=prompt.reading, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
+        is_turn = not asked.continue_final_message
+        return replace(
+            call, reading=prompt.reading, is_turn=is_turn, requests=tuple(replace(request, grammar=grammar) for request in call.requests)
+        )
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
@@ -151,7 +154,7 @@ class Intake:
         if asked.echo:
             scores = asked.logprobs is not None or most == 0
             requests = tuple(replace(request, scores_prompt=scores) for request in call.requests)
-            call = replace(call, requests=requests, echoed=tuple(texts or (_text(model, ids) for ids in prompts)))
+            call = replace(call, requests=requests, echoed=tuple(texts or map(model.tokenizer.text_of, prompts)))
         return call
 
     def parse(self, kind: type[Body], body: bytes) -> Body:
@@ -182,7 +185,7 @@ class Intake:
         Raises:
             InvalidRequest: one is not the model's.
         """
-        return _text(model, list(_in_vocabulary(ids, model.tokenizer.size, field)))
+        return model.tokenizer.text_of(_in_vocabulary(ids, model.tokenizer.size, field))
 
     def model(self, name: str | None) -> ServedModel:
         """See `find_model`; where no name is given, the first that writes text.
@@ -354,11 +357,6 @@ def _most(asked: int | None, field: str) -> int | None:
             f"{field}: an answer has one token at least", "Send 1 or more, or -1 for the rest of the context.", field=field
         )
     return None if asked == -1 else asked
-
-
-def _text(model: ServedModel, ids: list[int]) -> str:
-    special = {token: spelled.encode() for spelled, token in model.tokenizer.special_tokens.items()}
-    return b"".join(special.get(token) or model.tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace")
 
 
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:

@@ -102,7 +102,7 @@ def infill_ids(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], behind: s
     """
     prefix, suffix, middle = tokenizer.infill_tokens or _named(tokenizer)
     first = tokenizer.encode("")  # what the model wants before a text stands before the mark, too
-    rest = tokenizer.encode(behind, add_special=False)
+    rest = tokenizer.encode_inside(behind)
     filled: list[list[int]] = []
     for before in prompts:
         start = len(first) if list(before[: len(first)]) == first else 0

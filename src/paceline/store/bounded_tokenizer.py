@@ -70,6 +70,21 @@ class BoundedTokenizer:
         """
         return self._ask({"text": text, "add_special": add_special})
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As `ModelTokenizer.encode_inside`.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        return self._ask({"inside": text})
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return self.model.text_of(ids)
+
+    @property
+    def strips_space(self) -> bool:
+        return self.model.strips_space
+
     @property
     def special_tokens(self) -> Mapping[str, int]:
         return self.model.special_tokens

@@ -71,7 +71,9 @@ def main() -> None:
             _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
         try:
             asked: dict[str, Any] = json.loads(data)
-            if "text" in asked:
+            if "inside" in asked:
+                ids = tokenizer.encode_inside(asked["inside"])
+            elif "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
             else:
                 ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]), Given(**asked["given"]))
