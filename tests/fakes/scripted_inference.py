@@ -65,6 +65,8 @@ class ByteTokenizer:
     def chat_template(self) -> str | None:
         return None
 
+    tool_template = None
+
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
         return self.defaults

@@ -15,7 +15,10 @@ from paceline.store.tokenizer_files import build_encoder, tokenizer_from_folder
 TEXTS = ("Hello there", " yes", "the </s> in", "é\nreturn x", "<s>red", "x")
 WAYS = {
     "normalizer": {},
-    "first": {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}},
+    "first": {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False},
+    },
 }
 
 

@@ -72,6 +72,11 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     @property
+    def tool_template(self) -> str | None:
+        """The text of the template for chats with tools, where the model has another one for them."""
+        ...
+
+    @property
     def sampling_defaults(self) -> Mapping[str, float]:
         """How its maker wants the model's tokens drawn where a request does not say: fields of `SamplingParams`, within their ranges."""
         ...

@@ -177,6 +177,8 @@ class Call:
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that the server does not know."""
+    fitted: tuple[str, ...] = ()
+    """Names of what was changed to fit the chat to the model's template."""
 
     def named(self, request_id: str) -> Call:
         """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.

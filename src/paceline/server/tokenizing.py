@@ -46,7 +46,7 @@ class DetokenizeRequest(Strict):
 def tokenize(intake: Intake, body: bytes) -> Response:
     """The tokens of a text or a chat; raises as `Intake.chat` does."""
     asked = intake.parse(TokenizeRequest, body)
-    model = intake.model(asked.model)
+    model, fitted = intake.model(asked.model), tuple[str, ...]()
     match asked.prompt, asked.content, asked.messages:
         case str(text), None, None:
             ids = intake.ids_of(model, text, add_special=asked.add_special_tokens is not False)
@@ -55,10 +55,12 @@ def tokenize(intake: Intake, body: bytes) -> Response:
         case None, None, list():
             shared = {"messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
             chat = asked.model_dump(include=shared, exclude_none=True) | {"model": model.name}
-            ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat)).ids
+            prompt = intake.prompt_of(inner_request(ChatCompletionRequest, chat))
+            ids, fitted = prompt.ids, prompt.fitted
         case _:
             raise InvalidRequest("prompt: send one of prompt, content and messages", field="prompt")
-    return json_response({"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}, ignored_fields(asked))
+    found = {"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}
+    return json_response(found, ignored_fields(asked), fitted=fitted)
 
 
 def detokenize(intake: Intake, body: bytes) -> Response:

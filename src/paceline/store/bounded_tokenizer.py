@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
+from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, TemplateRefused, UnsupportedModel
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
@@ -92,6 +92,10 @@ class BoundedTokenizer:
     @property
     def chat_template(self) -> str | None:
         return self.model.chat_template
+
+    @property
+    def tool_template(self) -> str | None:
+        return self.model.tool_template
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -267,6 +271,8 @@ def _error_of(told: bytes) -> PacelineError:
             return ModelFileError(message, hint)
         case "unsupported":
             return UnsupportedModel(message, hint)
+        case "refused":
+            return TemplateRefused(message, hint, field=field)
         case _:
             return InvalidRequest(message, hint, field=field)
 

@@ -25,6 +25,7 @@ from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedMode
 from paceline.core.generation import model_sampling
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.chats import ChatPrefixes, ChatTemplate, ControlTokens, join_parts
+from paceline.store.control_marks import END_TOKENS
 from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 SPACE_MARK: Final = "\u2581"
 """What SentencePiece writes for a space."""
-END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
-"""Special tokens that end an answer in the families we run, whether or not a model's files say so."""
-
 _PROBE: Final = "a word"
 _BEFORE: Final = "\x02"
 """Takes the space that a vocabulary puts before a text. No vocabulary joins it with what follows."""
@@ -137,6 +135,10 @@ class ModelTokenizer:
     @property
     def chat_template(self) -> str | None:
         return None if self.template is None else self.template.source
+
+    @property
+    def tool_template(self) -> str | None:
+        return None if self.template is None else self.template.tool_source
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
@@ -264,6 +266,8 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
     }
     if template is not None and template.response is not None:  # else it packs as ever: its digest is what machines know it by
         parts["response_template"] = template.response
+    if tokenizer.tool_template is not None:
+        parts["tool_template"] = tokenizer.tool_template
     if tokenizer.sampling_defaults:
         parts["sampling_defaults"] = dict(tokenizer.sampling_defaults)
     if tokenizer.infill_tokens:
@@ -295,7 +299,9 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         source = parts["template"]
         special = {str(name): str(token) for name, token in parts["special_tokens"].items()}
         response = parts.get("response_template")
-        template = None if source is None else ChatTemplate(origin, str(source), special, response if isinstance(response, dict) else None)
+        response, with_tools = response if isinstance(response, dict) else None, parts.get("tool_template")
+        tool_source = with_tools if isinstance(with_tools, str) else None
+        template = None if source is None else ChatTemplate(origin, str(source), special, response, tool_source)
         encoder.no_truncation()
         encoder.no_padding()
         defaults, marks = parts.get("sampling_defaults"), parts.get("infill_tokens")

@@ -121,6 +121,12 @@ class Format:
     knows_tools: bool = False
     """The model's chat template renders `tools`."""
 
+    @property
+    def in_words(self) -> Format:
+        """The same for a chat whose tools are described in words, as `PLAIN` writes them."""
+        plain = _families()[PLAIN].format
+        return replace(self, calls=plain.calls if self.name == PLAIN else (*plain.calls, *self.calls), knows_tools=False)
+
     def begins_in_reasoning(self, prompt_tail: str) -> bool:
         """Whether the answer to this prompt begins inside an open reasoning block."""
         tail = prompt_tail.rstrip()
@@ -154,9 +160,7 @@ def find_format(template: str | None, response_template: Mapping[str, Any] | Non
     found = next((family.format for family in families.values() if template and family.fits(template)), plain)
     if response_template is not None and (own := from_response_template(response_template)) and not _says_as_much(found, own):
         found = replace(own, calls=own.calls or found.calls)
-    if not template or not _renders_tools(template):
-        return replace(found, calls=plain.calls if found is plain else (*plain.calls, *found.calls), knows_tools=False)
-    return replace(found, knows_tools=True)
+    return replace(found, knows_tools=True) if template and _renders_tools(template) else found.in_words
 
 
 @dataclass(frozen=True, slots=True)
