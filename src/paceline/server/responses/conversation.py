@@ -262,10 +262,15 @@ class _Turn:
             case _:
                 return True
 
+    def _content(self) -> str | list[TextPart | MediaPart] | None:
+        if self.content is None or any(isinstance(part, MediaPart) for part in self.content):
+            return self.content
+        return joined([part.text for part in self.content])
+
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content=None if self.content is None else self.content or "",
+            content=self._content(),
             reasoning_content=self.reasoning or None,
             tool_calls=self.calls or None,
             tool_call_id=self.call_id,
