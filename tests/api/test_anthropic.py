@@ -125,8 +125,8 @@ def test_what_claude_code_sends(serve_with: Serve) -> None:
         ),
         (
             {"messages": [*CALLED, {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "image", "source": {}}]}]}]},
-            "messages[2].content[0].content[0]: Only text blocks are served here, not image",
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "search_result", "source": ""}]}]}]},
+            "messages[2].content[0].content[0]: Only text, images and documents are served here, not search_result",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: a call is required, and there are no tools"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name: missing"),

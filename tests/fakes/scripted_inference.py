@@ -49,6 +49,14 @@ class ByteTokenizer:
         del add_special
         return list(text.encode())
 
+    def encode_inside(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    strips_space = False
+
     @property
     def special_tokens(self) -> Mapping[str, int]:
         return {}
@@ -56,6 +64,8 @@ class ByteTokenizer:
     @property
     def chat_template(self) -> str | None:
         return None
+
+    tool_template = None
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:

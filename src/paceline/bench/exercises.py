@@ -57,7 +57,7 @@ class Exercise:
 
     def answer_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The answer and its end."""
-        return (*tokenizer.encode(self.answer, add_special=False), min(tokenizer.eos_ids))
+        return (*tokenizer.encode_inside(self.answer), min(tokenizer.eos_ids))
 
 
 def parse(kind: ExerciseKind, name: str, text: str) -> Exercise:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import Generator, Mapping, Sequence
+from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
-from paceline.core.text import printable
+from paceline.core.text import NOTHING_GIVEN, printable
 
 MAX_WORDS = 2000
 _HINTS: dict[int, str] = {
@@ -186,13 +187,19 @@ class LocalChat:
             ContextOverflow: the conversation has outgrown the context.
             PacelineError: the engine failed.
         """
-        prompt = tuple(self._model.tokenizer.render_chat(messages))
+        from paceline.server.call import Beginning
+        from paceline.server.fitting import Chat, fit_chat
+        from paceline.server.messages import Message
+
+        vocabulary, now = self._model.tokenizer, datetime.now().astimezone()
+        chat = Chat([Message.model_validate(message) for message in messages], NOTHING_GIVEN, knows_tools=True)
+        prompt = tuple(fit_chat(chat, lambda messages, given: vocabulary.render_chat(messages, now, given)).ids)
+        beginning = Beginning(has_space=vocabulary.strips_space)
         if len(prompt) >= self._model.max_context:
             raise ContextOverflow(f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it.")
         from paceline.server.intake import sampling_of
         from paceline.server.requests import Sampling
 
-        vocabulary = self._model.tokenizer
         sampling = sampling_of(Sampling(temperature=temperature, seed=seed), None, vocabulary.size, vocabulary.sampling_defaults)
         request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, None, sampling)
         stream = self._inference.generate(self._model.name, request)
@@ -203,8 +210,8 @@ class LocalChat:
                     if chunk.finish_reason is FinishReason.ERROR:
                         raise PacelineError(chunk.error or "The generation failed")
                     cut = cut or chunk.finish_reason is FinishReason.LENGTH
-                    if chunk.text:
-                        yield chunk.text
+                    if text := beginning.cut(chunk.text):
+                        yield text
         finally:
             self._runner.run(stream.aclose())
         return cut

@@ -21,6 +21,8 @@ PacelineError
 |       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
 |   |-- InvalidRequest        a field is wrong; `field` names it
+|   |   |-- NotServed         a part of a request that others serve and Paceline does not, such as an image
+|   |   |-- TemplateRefused   the model's chat template refuses the messages as they are
 |   |   `-- WayNotAllowed     the model is served in none of the ways that the request allows
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
 |   |-- UnknownModel          the model named is not served here
@@ -178,6 +180,14 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, hint: str = "", *, field: str | None = None) -> None:
         super().__init__(message, hint)
         self.field = field
+
+
+class NotServed(InvalidRequest):
+    """A request has a part that Paceline does not serve, such as an image."""
+
+
+class TemplateRefused(InvalidRequest):
+    """The model's chat template refuses messages as they are. It may take them in another form."""
 
 
 class WayNotAllowed(InvalidRequest):
@@ -415,6 +425,7 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     PlacementError: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
     RequestError: ErrorRow("FAILED_PRECONDITION", 400, "invalid_value"),
     InvalidRequest: ErrorRow("INVALID_ARGUMENT", 400, "invalid_value"),
+    NotServed: ErrorRow("INVALID_ARGUMENT", 400, "unsupported_parameter"),
     WayNotAllowed: ErrorRow("INVALID_ARGUMENT", 400, "invalid_value", True),
     ContextOverflow: ErrorRow("OUT_OF_RANGE", 400, "context_length_exceeded", True),
     UnknownModel: ErrorRow("NOT_FOUND", 404, "model_not_found", True),

@@ -50,6 +50,19 @@ class Tokenizer(Vocabulary, Protocol):
         """Ids of `text`, with what the model wants around one if `add_special`. Special tokens spelled in it are those tokens."""
         ...
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text: the vocabulary puts no space before it. Special tokens spelled in it are text."""
+        ...
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text that `encode` made these ids of. Special tokens are spelled, and bytes that are not UTF-8 replaced."""
+        ...
+
+    @property
+    def strips_space(self) -> bool:
+        """A text's first token begins with a space that is not part of the text."""
+        ...
+
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """The special tokens, by what they spell."""
@@ -58,6 +71,11 @@ class Tokenizer(Vocabulary, Protocol):
     @property
     def chat_template(self) -> str | None:
         """The template's text; None for a model without one."""
+        ...
+
+    @property
+    def tool_template(self) -> str | None:
+        """The text of the template for chats with tools, where the model has another one for them."""
         ...
 
     @property

@@ -229,7 +229,7 @@ class _Vocabulary:
     """A vocabulary as llguidance reads it. Tokens without bytes are never part of a text; a grammar may name them, as `<[ID]>`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._encode = tokenizer.encode
+        self._encode = tokenizer.encode_inside
         spelled = [tokenizer.token_bytes(i) for i in range(tokenizer.size)]
         self.special_token_ids = [i for i, text in enumerate(spelled) if not text]
         self.tokens = [
@@ -239,4 +239,4 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = self.eos_ids[0], None
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode(), add_special=False)
+        return self._encode(text.decode())

@@ -118,8 +118,7 @@ class _Bytes:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        del add_special
+    def encode_inside(self, text: str) -> list[int]:
         return list(text.encode())
 
 

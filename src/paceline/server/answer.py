@@ -26,7 +26,7 @@ from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, fault_of_error, no_machines, server_fault
-from paceline.server.fields import ignored_header
+from paceline.server.fields import notes
 from paceline.server.formats.format import CallArguments, Content, Part
 from paceline.server.metrics import Meter
 
@@ -188,7 +188,7 @@ class Answer(Response):
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
         self._comment_s = comment_s
-        self._headers = [(name.encode(), value.encode()) for name, value in ignored_header(call.ignored).items()]
+        self._headers = [(name.encode(), value.encode()) for name, value in notes(call.ignored, call.fitted).items()]
         self._started = False
         self._ended = False
         """The last of it was sent."""

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, GrammarKind
 from paceline.core.inference import ServedModel
 from paceline.core.text import Vocabulary
 from paceline.server.formats.cursor import PLAIN, SPECIAL
@@ -25,6 +25,10 @@ from paceline.server.formats.reader import AnswerReader
 
 if TYPE_CHECKING:
     from paceline.server.shapes import Shape
+
+
+EVERY_LETTER: Final = frozenset({GrammarKind.REGEX, GrammarKind.LARK})
+"""Forms of the client's own, whose answers it may compare letter by letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +61,38 @@ class Reader(Protocol):
         ...
 
 
+class Beginning:
+    """The beginning of an answer's text. A vocabulary may begin every text with a space that is not part of it."""
+
+    def __init__(self, *, has_space: bool) -> None:
+        self._has_space = has_space
+
+    def cut(self, text: str) -> str:
+        """Return the next piece of the answer, without that space."""
+        if not self._has_space or not text:
+            return text
+        self._has_space = False
+        return text.removeprefix(" ")
+
+
 class PlainReader:
     """Reads an answer that is all content."""
 
     reasoning_tokens = 0
 
+    def __init__(self, *, has_space: bool = False) -> None:
+        self._beginning = Beginning(has_space=has_space)
+
     def read(self, chunk: GenerationChunk) -> list[Part]:
-        return [Content(chunk.text)] if chunk.text else []
+        text = self._beginning.cut(chunk.text)
+        return [Content(text)] if text else []
 
 
 class ChoiceReader:
     """Reads one answer, token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
 
-    def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest) -> None:
+    def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest, *, has_space: bool = False) -> None:
+        self._beginning = Beginning(has_space=has_space)
         self._spelled = {token: spelled.decode() for token, spelled in reading.spelled.items()}
         self._reader = AnswerReader(
             reading.format,
@@ -101,13 +124,13 @@ class ChoiceReader:
         while self._waiting:
             missing, mark = self._waiting.popleft()
             piece, text = text[:missing], text[missing:]
-            self._feed(mark or piece, parts)
+            self._feed(mark or self._beginning.cut(piece), parts)
             if len(piece) < missing:  # the rest may belong to a stop string
                 self._waiting.appendleft((missing - len(piece), mark))
                 break
             self._count()
         if chunk.finish_reason is not None:
-            self._feed(text, parts)
+            self._feed(self._beginning.cut(text), parts)
             for _ in self._waiting:  # a stop string took their text
                 self._count()
             _join(parts, self._reader.end(is_cut=chunk.finish_reason is FinishReason.LENGTH))
@@ -161,12 +184,16 @@ class Call:
     logprobs: bool
     reading: Reading | None = None
     """How its answers are read; None: they are all content."""
+    is_turn: bool = False
+    """Each answer is a text of its own, and does not go on with the prompt's last one."""
     include_events: bool = False
     """The stream tells of machines lost and found, too."""
     echoed: tuple[str, ...] = ()
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that the server does not know."""
+    fitted: tuple[str, ...] = ()
+    """Names of what was changed to fit the chat to the model's template."""
 
     def named(self, request_id: str) -> Call:
         """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.
@@ -188,9 +215,19 @@ class Call:
         return replace(self, requests=tuple(map(named, self.requests)))
 
     def readers(self) -> Sequence[Reader]:
+        return [self._reader(request) for request in self.requests for _ in range(self.n)]
+
+    def _reader(self, request: GenerationRequest) -> Reader:
+        has_space = self.model.tokenizer.strips_space and self._begins_text(request)
         if self.reading is None:
-            return [PlainReader()] * (self.n * len(self.requests))
-        return [ChoiceReader(self.reading, self.model.tokenizer, request) for request in self.requests for _ in range(self.n)]
+            return PlainReader(has_space=has_space)
+        return ChoiceReader(self.reading, self.model.tokenizer, request, has_space=has_space)
+
+    def _begins_text(self, request: GenerationRequest) -> bool:
+        """Return whether an answer is the beginning of a text. A form decides every letter of one, its first space too."""
+        if request.grammar is not None and request.grammar.kind in EVERY_LETTER:
+            return False
+        return self.is_turn or not any(map(self.model.tokenizer.token_bytes, request.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)

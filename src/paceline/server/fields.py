@@ -20,6 +20,7 @@ from paceline.server.faults import Fault, Refusal, fault_of_validation
 from paceline.server.messages import ClosedObject, json_bytes
 
 HEADER: Final = "x-paceline-ignored"
+FITTED: Final = "x-paceline-fitted"
 MAX_NAMES: Final = 40
 MAX_HEADER_BYTES: Final = 1000
 """Of names in the header. Raising it: proxies refuse answers whose headers are long, some from 4 KiB on."""
@@ -217,8 +218,12 @@ def ignored_fields(asked: BaseModel) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in _unknown(asked, "") if name not in UNSERVED))
 
 
-def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
-    """The header that says which fields were ignored; none where none was."""
+def notes(ignored: tuple[str, ...], fitted: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the headers that say which fields were ignored, and what was changed to fit a chat to its template; each only where there is something."""
+    return _ignored_header(ignored) | ({FITTED: ", ".join(fitted)} if fitted else {})
+
+
+def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
     if not names:
         return {}
     shown: list[str] = []
@@ -231,9 +236,9 @@ def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
     return {HEADER: ", ".join(shown)}
 
 
-def json_response(body: object, ignored: tuple[str, ...] = (), status: int = 200) -> Response:
-    """An answer of JSON, or of bytes that are JSON already, with the header that says which fields were ignored."""
-    return Response(body if isinstance(body, bytes) else json_bytes(body), status, ignored_header(ignored), "application/json")
+def json_response(body: object, ignored: tuple[str, ...] = (), status: int = 200, *, fitted: tuple[str, ...] = ()) -> Response:
+    """An answer of JSON, or of bytes that are JSON already, with the headers of `notes`."""
+    return Response(body if isinstance(body, bytes) else json_bytes(body), status, notes(ignored, fitted), "application/json")
 
 
 def _unknown(asked: BaseModel, at: str) -> Iterator[str]:

@@ -20,11 +20,12 @@ from paceline.core.ids import RequestId
 from paceline.core.inference import Inference, ServedModel
 from paceline.server.call import Call, Reading
 from paceline.server.fields import ignored_fields, read_body
-from paceline.server.messages import check_messages, json_bytes, without_headers
+from paceline.server.fitting import MEDIA_WORD, fit_chat
+from paceline.server.messages import check_media, check_messages, json_bytes, without_headers
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Parted, Sampling
 from paceline.server.shapes import ChatShape, CompletionShape
 from paceline.server.tokenizing import infill_ids
-from paceline.server.tools import ModelFormats, Tools, answer_grammar, grammar_of, write_chat
+from paceline.server.tools import ModelFormats, Tools, answer_grammar, chat_of, grammar_of
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -46,6 +47,8 @@ class ChatPrompt:
     tools: Tools
     reading: Reading | None
     """How its answer is read."""
+    fitted: tuple[str, ...] = ()
+    """Names of what was changed to fit it to the model's template."""
 
 
 class Intake:
@@ -96,18 +99,24 @@ class Intake:
         tools = Tools.of(asked)
         if wrong := check_messages(asked.messages):  # before any is dropped: an error names the place that the client gave it
             raise InvalidRequest(wrong, field=wrong.partition(":")[0])
+        check_media(asked.messages)
         if not self._keep_client_headers:
             asked = asked.model_copy(update={"messages": without_headers(asked.messages)})
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
         self._check_length(model, [json_bytes(tool).decode() for tool in tools.shown], "tools")
-        form = self.formats.of(model)
-        messages, given = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
+        template = (model.tokenizer.tool_template if tools.shown else None) or model.tokenizer.chat_template
+        form = self.formats.of(model, template)
+        chat = chat_of(asked, tools, template or "", knows_tools=form.described.knows_tools)
+        now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
         try:
-            now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
-            ids = model.tokenizer.render_chat(messages, now, replace(given, begins_turn=begins_turn))
+            fitted = fit_chat(
+                chat, lambda messages, given: model.tokenizer.render_chat(messages, now, replace(given, begins_turn=begins_turn))
+            )
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
-        return ChatPrompt(model, ids, tools, form.reading(model, tools, ids))
+        form = form.in_words if fitted.in_words else form
+        media = (MEDIA_WORD,) if any(message.media for message in asked.messages) else ()
+        return ChatPrompt(model, fitted.ids, tools, form.reading(model, tools, fitted.ids), (*fitted.changes, *media))
 
     def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt) -> Call:
         """The call of a chat whose prompt is written; raises as `chat_of` does."""
@@ -117,7 +126,9 @@ class Intake:
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
-        return replace(call, reading=prompt.reading, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
+        requests = tuple(replace(request, grammar=grammar) for request in call.requests)
+        is_turn = not asked.continue_final_message
+        return replace(call, reading=prompt.reading, requests=requests, is_turn=is_turn, fitted=prompt.fitted)
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
@@ -155,7 +166,7 @@ class Intake:
         if asked.echo:
             scores = asked.logprobs is not None or most == 0
             requests = tuple(replace(request, scores_prompt=scores) for request in call.requests)
-            call = replace(call, requests=requests, echoed=tuple(texts or (_text(model, ids) for ids in prompts)))
+            call = replace(call, requests=requests, echoed=tuple(texts or map(model.tokenizer.text_of, prompts)))
         return call
 
     def parse(self, kind: type[Body], body: bytes) -> Body:
@@ -186,7 +197,7 @@ class Intake:
         Raises:
             InvalidRequest: one is not the model's.
         """
-        return _text(model, list(_in_vocabulary(ids, model.tokenizer.size, field)))
+        return model.tokenizer.text_of(_in_vocabulary(ids, model.tokenizer.size, field))
 
     def model(self, name: str | None) -> ServedModel:
         """See `find_model`; where no name is given, the first that writes text.
@@ -358,11 +369,6 @@ def _most(asked: int | None, field: str) -> int | None:
             f"{field}: an answer has one token at least", "Send 1 or more, or -1 for the rest of the context.", field=field
         )
     return None if asked == -1 else asked
-
-
-def _text(model: ServedModel, ids: list[int]) -> str:
-    special = {token: spelled.encode() for spelled, token in model.tokenizer.special_tokens.items()}
-    return b"".join(special.get(token) or model.tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace")
 
 
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:

@@ -1,28 +1,29 @@
 """Messages and tools of a chat, as pydantic models, and as models' templates take them.
 
-Templates take what transformers gives them: contents as one string, a call's arguments as an object. A template that knows no tools is told of
-them in plain text, in the format that most models were shown. Lines at the beginning of a prompt that a client changes from request to request,
-for its vendor's accounts alone, are dropped: no two prompts would have anything in common.
+Templates take what transformers gives them: contents as one string, a call's arguments as an object. For a template that knows no tools they are
+described in plain text, in the format that most models were shown. What a template refuses of this, `server.fitting` writes in another way. Lines at
+the beginning of a prompt that a client changes from request to request, for its vendor's accounts alone, are dropped: no two prompts would have
+anything in common.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import Annotated, Any, Literal, cast
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json
 
+from paceline.core.errors import NotServed
+
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
 MAX_CALLS = 512
 """In one message."""
-SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""The ids of calls that every template takes: Mistral's refuse others."""
 NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 
@@ -98,10 +99,72 @@ class TextPart(Strict):
     cache_control: dict[str, Any] | None = Field(default=None, description="Ignored: prompts are always computed once.")
 
 
+MEDIA: Mapping[str, str] = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "video_url": "video",
+    "input_audio": "audio",
+    "file": "file",
+    "input_file": "file",
+    "document": "document",
+}
+"""Types of parts that models here can't read, and what they are."""
+
+
+class MediaPart(BaseModel):
+    """A part that is not text. Models here read text alone: a note stands in its place, or the request is refused (`check_messages`)."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["image_url", "input_image", "image", "video_url", "input_audio", "file", "input_file", "document"]
+
+    @property
+    def text(self) -> str:
+        """A note that stands in its place."""
+        return f"[{MEDIA[self.type]} left out: this model reads text only]"
+
+
+def refuse_media(kind: str, field: str) -> NotServed:
+    """Return the error for a part of a type of `MEDIA` in a user's last message."""
+    what = f"{field}: only text is served: no images, audio or files, and the last message has one of type {kind}"
+    return NotServed(
+        what, "Send it without, or ask a model elsewhere. In earlier messages and in results of tools a note replaces it.", field=field
+    )
+
+
+def _kind_of_part(value: object) -> str:
+    return "as-media" if isinstance(value, MediaPart) or kind_of(value) in MEDIA else "as-text"
+
+
+AnyPart = Annotated[Annotated[TextPart, Tag("as-text")] | Annotated[MediaPart, Tag("as-media")], Discriminator(_kind_of_part)]
 Content = Annotated[
-    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as-list")],
+    Annotated[str, Tag("as-string")] | Annotated[list[AnyPart], Field(min_length=1, fail_fast=True), Tag("as-list")],
     Discriminator(string_or_list),
 ]
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Return texts as one, with line breaks between those that are not empty. Every API joins the parts of a message so."""
+    return "\n".join([text for text in parts if text])
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names for what the assistant thought. Templates read one or another of them."""
+
+
+class Thinker(Strict):
+    """A message with thoughts, under any of their names."""
+
+    reasoning_content: str | None = Field(
+        default=None, description="What the assistant thought before it said this. Templates show it or don't."
+    )
+    reasoning: str | None = Field(default=None, description="As others call `reasoning_content`.")
+    thinking: str | None = Field(default=None, description="As others call `reasoning_content`.")
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or self.thinking or ""
 
 
 class CalledFunction(Strict):
@@ -164,13 +227,10 @@ ToolChoice = Annotated[
 ]
 
 
-class Message(Strict):
+class Message(Thinker):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="`developer` is rendered as `system`.")
-    content: Content | None = Field(default=None, description="May be missing where the assistant called tools.")
+    content: Content | None = Field(default=None, description="An assistant's may be missing: its turn has calls, or is empty.")
     name: str | None = Field(default=None, description="Ignored, but for a tool's.")
-    reasoning_content: str | None = Field(
-        default=None, description="What the assistant thought before it said this. Templates show it or don't."
-    )
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Whose result a tool's message is."
@@ -183,16 +243,22 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """The message's text, its parts joined."""
+        """The message's text, its parts joined, with a note for each that is not text."""
         if self.content is None:
             return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else joined([part.text for part in self.content])
+
+    @property
+    def media(self) -> dict[int, str]:
+        """The types of the parts that are not text, by their places."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return {place: part.type for place, part in enumerate(parts) if isinstance(part, MediaPart)}
 
     @property
     def letters(self) -> list[str]:
         """Everything in it that a template may write."""
         calls = [call.function.name + call.function.arguments for call in self.tool_calls or ()]
-        return [self.text, self.reasoning_content or "", *calls]
+        return [self.text, self.thoughts, *calls]
 
 
 def check_messages(messages: Sequence[Message]) -> str | None:
@@ -202,7 +268,7 @@ def check_messages(messages: Sequence[Message]) -> str | None:
         at = f"messages[{place}]"
         if message.tool_calls and message.role != "assistant":
             return f"{at}.tool_calls: only the assistant calls tools"
-        if message.content is None and not message.tool_calls and not (message.role == "assistant" and message.reasoning_content):
+        if message.content is None and message.role != "assistant":
             return f"{at}.content: missing"
         if message.role == "tool":
             if message.tool_call_id is None:
@@ -225,6 +291,17 @@ def parameters_of(function: Function) -> dict[str, Any]:
     return {**schema, "additionalProperties": False} if schema.get("properties") == {} and not _OPENING & schema.keys() else schema
 
 
+def check_media(messages: Sequence[Message]) -> None:
+    """Refuse a question about a part that is not text: one in the last message, if that is the user's. A note stands for any other.
+
+    Raises:
+        NotServed: there is such a part.
+    """
+    if messages[-1].role == "user":
+        for place, kind in messages[-1].media.items():
+            raise refuse_media(kind, f"messages[{len(messages) - 1}].content[{place}].type")
+
+
 def tool_for_template(tool: Tool) -> dict[str, Any]:
     """A tool as templates take it: what says how it is to be served is left out."""
     described: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
@@ -232,23 +309,32 @@ def tool_for_template(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def messages_for_template(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages as a template that knows tools takes them.
+class Arguments(Enum):
+    """How a template is given the arguments of calls."""
 
-    Args:
-        template: its text.
-    """
+    AS_READ = auto()
+    """As an object; what is not one stays text."""
+    OBJECTS = auto()
+    """As an object, always: text that is not one, as of a call that was cut, becomes the assistant's."""
+    TEXT = auto()
+    """As the text that the model wrote."""
+
+
+def messages_for_template(messages: Sequence[Message], arguments: Arguments = Arguments.AS_READ) -> list[dict[str, Any]]:
+    """Return messages as a template that knows tools takes them."""
     names: dict[str, str] = {}
     written: list[dict[str, Any]] = []
     for message in messages:
         one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-        if message.reasoning_content:
-            one["reasoning_content"] = message.reasoning_content
+        one |= dict.fromkeys(THOUGHTS, message.thoughts) if message.thoughts else {}
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
-            one["tool_calls"] = [_call_for_template(call, template) for call in message.tool_calls]
+            one["tool_calls"] = [_call_for_template(call, arguments) for call in message.tool_calls]
+            if arguments is Arguments.OBJECTS:
+                cut = [text for call in message.tool_calls if json_object(text := call.function.arguments or "{}") is None]
+                one["content"] = joined([one["content"], *cut])
         if message.tool_call_id is not None:
-            one["tool_call_id"] = short_id(message.tool_call_id, template)
+            one["tool_call_id"] = message.tool_call_id
             one["name"] = message.name or names.get(message.tool_call_id, "")
         written.append(one)
     return written
@@ -267,7 +353,8 @@ def messages_without_tools(messages: Sequence[Message], tools: Sequence[Mapping[
                 written[-1]["content"] += "\n" + text  # results of one turn are one message: most templates want turns to alternate
                 continue
         role = {"developer": "system", "tool": "user"}.get(message.role, message.role)
-        written.append({"role": role, "content": text})
+        thoughts = dict.fromkeys(THOUGHTS, message.thoughts) if message.thoughts else {}
+        written.append({"role": role, "content": text, **thoughts})
     if tools:
         told = _TEXT_TOOLS % "\n".join(json_bytes(tool).decode() for tool in tools)
         if written and written[0]["role"] == "system":
@@ -292,18 +379,12 @@ For each function call, return a JSON object with the function's name and argume
 The results come back within <tool_response></tool_response> tags."""
 
 
-def short_id(call_id: str, template: str) -> str:
-    """A call's id, or where the template takes short ones only, a short one that is always the same."""
-    if SHORT_ID.fullmatch(call_id) or "length 9" not in template:
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
-
-
-def _call_for_template(call: ToolCall, template: str) -> dict[str, Any]:
-    arguments = json_object(call.function.arguments or "{}")
-    # What is no object stays the text that the model wrote.
-    function = {"name": call.function.name, "arguments": call.function.arguments if arguments is None else arguments}
-    return {"id": short_id(call.id, template), "type": "function", "function": function}
+def _call_for_template(call: ToolCall, arguments: Arguments) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
+    found: object = text if arguments is Arguments.TEXT else json_object(text)
+    if found is None:
+        found = {} if arguments is Arguments.OBJECTS else text
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": found}}
 
 
 _HEADERS = re.compile(r"(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")

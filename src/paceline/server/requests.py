@@ -32,7 +32,7 @@ from paceline.server.messages import MAX_TOOLS, ClosedObject, Message, Strict, T
 UNION_TAGS = frozenset(
     f"as-{kind}"
     for kind in (
-        *("string", "list", "text", "json_object", "json_schema", "named", "allowed"),
+        *("string", "list", "text", "media", "json_object", "json_schema", "named", "allowed"),
         *("thinking", "redacted_thinking", "tool_use", "tool_result"),
         *("message", "function_call", "function_call_output", "reasoning", "item_reference", "function", "namespace"),
     )

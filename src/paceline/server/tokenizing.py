@@ -66,7 +66,7 @@ class Detokenized(BaseModel):
 def tokenize(intake: Intake, body: bytes) -> Response:
     """The tokens of a text or a chat; raises as `Intake.chat` does."""
     asked = intake.parse(TokenizeRequest, body)
-    model = intake.model(asked.model)
+    model, fitted = intake.model(asked.model), tuple[str, ...]()
     match asked.prompt, asked.content, asked.messages:
         case str(text), None, None:
             ids = intake.ids_of(model, text, add_special=asked.add_special_tokens is not False)
@@ -77,14 +77,15 @@ def tokenize(intake: Intake, body: bytes) -> Response:
             if asked.add_generation_prompt:
                 shared.add("add_generation_prompt")
             chat = asked.model_dump(include=shared, exclude_none=True) | {"model": model.name}
-            ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat), begins_turn=asked.add_generation_prompt is not False).ids
+            prompt = intake.prompt_of(inner_request(ChatCompletionRequest, chat), begins_turn=asked.add_generation_prompt is not False)
+            ids, fitted = prompt.ids, prompt.fitted
         case _:
             raise InvalidRequest("prompt: send one of prompt, content and messages", field="prompt")
     shown = _pieces(model.tokenizer, ids) if asked.with_pieces or asked.return_token_strs else []
     tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, shown, strict=True)] if asked.with_pieces else list(ids)
     strings = {"token_strs": [piece if isinstance(piece, str) else bytes(piece).decode("utf-8", "replace") for piece in shown]}
     found: dict[str, Any] = {"tokens": tokens, "count": len(ids), "max_model_len": model.max_context}
-    return json_response(found | (strings if asked.return_token_strs else {}), ignored_fields(asked))
+    return json_response(found | (strings if asked.return_token_strs else {}), ignored_fields(asked), fitted=fitted)
 
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | list[int]]:
@@ -143,7 +144,7 @@ def infill_ids(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], behind: s
     """
     prefix, suffix, middle = tokenizer.infill_tokens or _named(tokenizer)
     first = tokenizer.encode("")  # what the model wants before a text stands before the mark, too
-    rest = tokenizer.encode(behind, add_special=False)
+    rest = tokenizer.encode_inside(behind)
     filled: list[list[int]] = []
     for before in prompts:
         start = len(first) if list(before[: len(first)]) == first else 0

@@ -8,13 +8,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.core.inference import ServedModel
 from paceline.core.text import Given, Tokenizer
 from paceline.server.call import Reading
+from paceline.server.fitting import Chat
 from paceline.server.formats.format import Format, find_format
 from paceline.server.formats.gbnf import gbnf_as_lark, is_gbnf
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
@@ -25,8 +26,6 @@ from paceline.server.messages import (
     Tool,
     json_bytes,
     json_object,
-    messages_for_template,
-    messages_without_tools,
     parameters_of,
     tool_for_template,
 )
@@ -89,22 +88,15 @@ class Tools:
         return {name: parameters_of(tool.function) for name, tool in self.callable.items()}
 
 
-class WrittenChat(NamedTuple):
-    """A chat as a model's template takes it."""
-
-    messages: list[dict[str, Any]]
-    given: Given
-
-
-def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, knows_tools: bool) -> WrittenChat:
-    """The chat of a request.
+def chat_of(asked: ChatCompletionRequest, tools: Tools, template: str, *, knows_tools: bool) -> Chat:
+    """Return the chat of a request, to be fitted to the model's template.
 
     Args:
-        template: the text of the model's.
+        template: its text.
         knows_tools: it writes the tools it is given.
 
     Raises:
-        InvalidRequest: a switch is none.
+        InvalidRequest: a switch is not one of the template's.
     """
     switches, salt = dict(asked.chat_template_kwargs or {}), asked.cache_salt or ""
     if taken := OWN_SWITCHES & set(switches):
@@ -114,10 +106,7 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
     for name, value in (("reasoning_effort", asked.reasoning_effort), ("enable_thinking", asked.thinks)):
         if value is not None and name in template:
             switches.setdefault(name, value)
-    continues = _continues(asked)
-    if knows_tools:
-        return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches, salt, continues))
-    return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches, salt, continues))
+    return Chat(asked.messages, Given(tools.shown, switches, salt, _continues(asked)), knows_tools)
 
 
 def _continues(asked: ChatCompletionRequest) -> bool:
@@ -151,6 +140,11 @@ class ModelFormat:
     unnamed: Mapping[int, str]
     """The names of the other special tokens."""
 
+    @property
+    def in_words(self) -> ModelFormat:
+        """Return the format for a chat whose tools were described in words."""
+        return replace(self, described=self.described.in_words)
+
     def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
         """How the answer to a prompt is read; None where it is all content."""
         if not tools.callable and self.described.thinking is None and not self.described.skipped:
@@ -164,13 +158,20 @@ class ModelFormats:
     """The formats of the models served. Safe to call from several threads."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[str, ModelFormat] = OrderedDict()
-        """By fingerprint: what a name means may change."""
+        self._found: OrderedDict[tuple[str, bool], ModelFormat] = OrderedDict()
+        """By fingerprint, as what a name means may change, and for the model's first template or its other one."""
 
-    def of(self, model: ServedModel) -> ModelFormat:
-        found = self._found.get(model.fingerprint)
+    def of(self, model: ServedModel, template: str | None = None) -> ModelFormat:
+        """Return the format of a model's answers.
+
+        Args:
+            template: the one that its chat is rendered with, where that is not the model's only one.
+        """
+        template = model.tokenizer.chat_template if template is None else template
+        key = model.fingerprint, template == model.tokenizer.chat_template
+        found = self._found.get(key)
         if found is None:
-            found = self._found[model.fingerprint] = _format_of(model.tokenizer)
+            found = self._found[key] = _format_of(model.tokenizer, template or "")
             if (why := found.described.why_unread) is not None:
                 _LOG.warning("%s: %s", model.name, why)
             while len(self._found) > KEPT:
@@ -178,8 +179,7 @@ class ModelFormats:
         return found
 
 
-def _format_of(tokenizer: Tokenizer) -> ModelFormat:
-    template = tokenizer.chat_template or ""
+def _format_of(tokenizer: Tokenizer, template: str) -> ModelFormat:
     described = find_format(template, tokenizer.response_template)
     thinking = described.thinking
     if thinking is not None and not any(mark.strip() in template for mark in (*thinking.open, *thinking.close)):

@@ -19,7 +19,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
+from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, TemplateRefused, UnsupportedModel
 from paceline.core.processes import python_command
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
@@ -70,6 +70,21 @@ class BoundedTokenizer:
         """
         return self._ask({"text": text, "add_special": add_special})
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As `ModelTokenizer.encode_inside`.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        return self._ask({"inside": text})
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return self.model.text_of(ids)
+
+    @property
+    def strips_space(self) -> bool:
+        return self.model.strips_space
+
     @property
     def special_tokens(self) -> Mapping[str, int]:
         return self.model.special_tokens
@@ -77,6 +92,10 @@ class BoundedTokenizer:
     @property
     def chat_template(self) -> str | None:
         return self.model.chat_template
+
+    @property
+    def tool_template(self) -> str | None:
+        return self.model.tool_template
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -258,6 +277,8 @@ def _error_of(told: bytes) -> PacelineError:
             return ModelFileError(message, hint)
         case "unsupported":
             return UnsupportedModel(message, hint)
+        case "refused":
+            return TemplateRefused(message, hint, field=field)
         case _:
             return InvalidRequest(message, hint, field=field)
 

@@ -436,6 +436,7 @@ def _names(location: ModelLocation, weights: TensorFiles, home: Home) -> list[tu
     if location.path.is_dir():
         extras = (location.path / name for name in BESIDE)
         paths = dict.fromkeys((*weights.files, *(path for path in extras if path.is_file())))
-        return [(path.name, path) for path in paths]
-    folder = home.models / location.name.partition(":")[0]
-    return [(path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name, path) for path in weights.files]
+        folder = location.path
+    else:
+        paths, folder = weights.files, home.models / location.name.partition(":")[0]
+    return [(path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name, path) for path in paths]

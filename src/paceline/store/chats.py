@@ -17,6 +17,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -29,7 +30,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from paceline.core.errors import InvalidRequest
+from paceline.core.errors import InvalidRequest, TemplateRefused
 from paceline.core.text import NOTHING_GIVEN, Given, common_length
 from paceline.store.faults import damaged
 
@@ -54,11 +55,14 @@ class ChatTemplate:
     """What templates call `bos_token`, `eos_token` and so on."""
     response: Mapping[str, Any] | None = None
     """How answers are to be read, as the model's files say it."""
+    tool_source: str | None = None
+    """Jinja text for chats with tools, where the model has another one for them."""
 
     def __post_init__(self) -> None:
         """Raise ModelFileError where it is too long."""
-        if len(self.source) > MAX_TEMPLATE_CHARS:
-            raise damaged(self.path, f"its chat template has {len(self.source)} characters")
+        for source in (self.source, self.tool_source or ""):
+            if len(source) > MAX_TEMPLATE_CHARS:
+                raise damaged(self.path, f"its chat template has {len(source)} characters")
 
     def render(self, messages: Sequence[Mapping[str, Any]], now: datetime, given: Given = NOTHING_GIVEN) -> str:
         """The text of a chat, up to where the assistant's answer begins.
@@ -69,10 +73,11 @@ class ChatTemplate:
             given: tools, and switches of the template's own.
 
         Raises:
-            InvalidRequest: the template does not compile, refuses the messages, or trips over them.
+            InvalidRequest: the template does not compile.
+            TemplateRefused: it refuses the messages, or trips over them.
         """
         try:
-            template = self._compiled
+            template = self._compiled_for_tools if given.tools and self.tool_source else self._compiled
         except Exception as error:  # a template is a stranger's program: it may raise anything
             raise InvalidRequest(
                 f"the model's chat template does not compile ({_words(error)})",
@@ -80,27 +85,36 @@ class ChatTemplate:
                 field="messages",
             ) from error
         try:
-            own = {
-                "messages": messages,
-                "add_generation_prompt": given.begins_turn and not given.continues,
-                "tools": list(given.tools) or None,
-                "strftime_now": now.strftime,
-            }
-            return template.render({**self.special_tokens, **given.switches, **own})
+            own = {"messages": messages, "add_generation_prompt": given.begins_turn and not given.continues, "strftime_now": now.strftime}
+            fields = {**self.special_tokens, **given.switches, **own}
+            try:
+                return template.render({**fields, "tools": list(given.tools) or None})
+            except Exception:
+                if given.tools:
+                    raise
+                with suppress(Exception):  # some go over the tools of a chat that has none
+                    return template.render({**fields, "tools": []})
+                raise
         except Exception as error:  # likewise
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {_words(error)}",
-                "Give each message a role and a text content, in the order the model knows (system, user, assistant, ...)",
-                field="messages",
+            raise TemplateRefused(
+                f"the model's chat template refuses these messages: {_words(error)}", "Send messages that it takes.", field="messages"
             ) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        return environment.from_string(self.source, globals={"raise_exception": _raise_exception})
+        return _compile(self.source)
+
+    @cached_property
+    def _compiled_for_tools(self) -> jinja2.Template:
+        return _compile(self.tool_source or self.source)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(source, globals={"raise_exception": _raise_exception})
 
 
 def _words(error: Exception) -> str:
@@ -109,7 +123,7 @@ def _words(error: Exception) -> str:
 
 
 def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its text parts joined: most templates know only strings."""
+    """Return a message with its text parts joined by line breaks: most templates know only strings."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -119,7 +133,7 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(text, str):
             raise InvalidRequest("a message has a content part that is not text", "Send text parts only", field="messages")
         texts.append(text)
-    return {**message, "content": "".join(texts)}
+    return {**message, "content": "\n".join(texts)}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

@@ -17,7 +17,8 @@ _SPLIT: Final = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.
 _REF: Final = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?(:(?P<selector>[^:]+))?$")
 INDEX: Final = "model.safetensors.index.json"
 BESIDE: Final = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/tool_use.jinja", "special_tokens_map.json",
     INDEX, "modules.json",
 )  # fmt: skip
 """What lies beside safetensors and is part of the model. An encoder's modules.json says how it pools; what that names in folders is not fetched, and
@@ -124,4 +125,4 @@ def choose_files(where: str, names: Sequence[str], selector: str | None) -> list
         weights = {INDEX, *(name for name in safetensors if not name.startswith("consolidated"))}
     else:
         weights = {"model.safetensors"} if "model.safetensors" in safetensors else safetensors
-    return sorted(weights | top.intersection(BESIDE))
+    return sorted(weights | set(names).intersection(BESIDE))

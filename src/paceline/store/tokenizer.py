@@ -25,6 +25,7 @@ from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedMode
 from paceline.core.generation import model_sampling
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.chats import ChatPrefixes, ChatTemplate, ControlTokens, join_parts
+from paceline.store.control_marks import END_TOKENS
 from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 SPACE_MARK: Final = "\u2581"
 """What SentencePiece writes for a space."""
-END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
-"""Special tokens that end an answer in the families we run, whether or not a model's files say so."""
+_PROBE: Final = "a word"
+_BEFORE: Final = "\x02"
+"""Takes the space that a vocabulary puts before a text. No vocabulary joins it with what follows."""
 
 
 class ModelTokenizer:
@@ -82,10 +84,15 @@ class ModelTokenizer:
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
         self._chats_lock = threading.Lock()
         try:
-            bare, whole = (self._ids("a word", add_special=flag) for flag in (False, True))
+            bare, whole = (self._ids(_PROBE, add_special=flag) for flag in (False, True))
         except InvalidRequest as error:
             raise damaged(path, error.message) from error
         self._first: Final = whole[0] if whole[:1] != bare[:1] else None
+        has_prefix = self._spelled(bare) == f" {_PROBE}"
+        self.strips_space: Final = has_prefix and encoder.decode(bare) == _PROBE
+        self._before: Final = _BEFORE if has_prefix else ""
+        self._n_before: Final = len(self._ids(self._before, add_special=False))
+        self._repeats_space: Final = self.strips_space and self._has_prefix_inside()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of `text`. Special tokens spelled in it are those tokens.
@@ -98,6 +105,26 @@ class ModelTokenizer:
         ids = self._ids(text, add_special=add_special)
         return ids[1:] if add_special and len(ids) > 1 and ids[0] == ids[1] == self._first else ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_inside`.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        return self._ids(self._before + text, add_special=False, parse_special=False)[self._n_before :]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.text_of`."""
+        spelled, is_prefix = bytearray(), self.strips_space
+        for token_id in ids:
+            added = self._added.get(token_id)
+            piece = self.token_bytes(token_id) if added is None else added.content.encode()
+            spelled += piece.removeprefix(b" ") if is_prefix and added is None else piece
+            # The token that begins a text is no part of it.
+            again = self._repeats_space or (self.strips_space and token_id == self._first)
+            is_prefix = again if added is not None else is_prefix and not piece
+        return spelled.decode("utf-8", "replace")
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text; empty for special tokens and for ids beyond the vocabulary (padding of the head)."""
         found = self._bytes.get(token_id)
@@ -108,6 +135,10 @@ class ModelTokenizer:
     @property
     def chat_template(self) -> str | None:
         return None if self.template is None else self.template.source
+
+    @property
+    def tool_template(self) -> str | None:
+        return None if self.template is None else self.template.tool_source
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
@@ -159,6 +190,14 @@ class ModelTokenizer:
                 if not is_library_failure(error):
                     raise
                 raise InvalidRequest(f"the model's tokenizer fails on this text ({error})", "Get the model's files again") from error
+
+    def _spelled(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def _has_prefix_inside(self) -> bool:
+        """Return whether the vocabulary puts its space behind special tokens too."""
+        names = [token.content for token in self._added.values() if token.special and not token.rstrip]
+        return bool(names) and self._spelled(self._ids(names[0] + _PROBE, add_special=False)) == f" {_PROBE}"
 
     def _spell(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
@@ -227,6 +266,8 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
     }
     if template is not None and template.response is not None:  # else it packs as ever: its digest is what machines know it by
         parts["response_template"] = template.response
+    if tokenizer.tool_template is not None:
+        parts["tool_template"] = tokenizer.tool_template
     if tokenizer.sampling_defaults:
         parts["sampling_defaults"] = dict(tokenizer.sampling_defaults)
     if tokenizer.infill_tokens:
@@ -258,7 +299,9 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         source = parts["template"]
         special = {str(name): str(token) for name, token in parts["special_tokens"].items()}
         response = parts.get("response_template")
-        template = None if source is None else ChatTemplate(origin, str(source), special, response if isinstance(response, dict) else None)
+        response, with_tools = response if isinstance(response, dict) else None, parts.get("tool_template")
+        tool_source = with_tools if isinstance(with_tools, str) else None
+        template = None if source is None else ChatTemplate(origin, str(source), special, response, tool_source)
         encoder.no_truncation()
         encoder.no_padding()
         defaults, marks = parts.get("sampling_defaults"), parts.get("infill_tokens")

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from paceline.core.errors import InvalidRequest, PacelineError, RequestError, UnsupportedModel
+from paceline.core.errors import InvalidRequest, PacelineError, RequestError, TemplateRefused, UnsupportedModel
 from paceline.core.text import Given
 
 BUILD_BYTES: Final = 1 << 30
@@ -71,7 +71,9 @@ def main() -> None:
             _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
         try:
             asked: dict[str, Any] = json.loads(data)
-            if "text" in asked:
+            if "inside" in asked:
+                ids = tokenizer.encode_inside(asked["inside"])
+            elif "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
             else:
                 ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]), Given(**asked["given"]))
@@ -114,7 +116,15 @@ def _write(sink: BinaryIO, kind: bytes, data: bytes) -> None:
 
 def _fail(sink: BinaryIO, error: PacelineError) -> None:
     field = error.field if isinstance(error, InvalidRequest) else None
-    kind = "request" if isinstance(error, RequestError) else "unsupported" if isinstance(error, UnsupportedModel) else "damaged"
+    kind = (
+        "refused"
+        if isinstance(error, TemplateRefused)
+        else "request"
+        if isinstance(error, RequestError)
+        else "unsupported"
+        if isinstance(error, UnsupportedModel)
+        else "damaged"
+    )
     told = {"kind": kind, "message": error.message[:4000], "hint": error.hint[:1000], "field": field}
     _write(sink, FAULT, json.dumps(told).encode())
 

@@ -7,12 +7,13 @@ An unknown cut is refused: guessing one gives other ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import ModelFileError
 from paceline.store.chats import ChatTemplate
+from paceline.store.control_marks import with_control_marks
 from paceline.store.cuts import CUTS, IGNORE_MERGES, NORMALIZED, STARTS
 from paceline.store.faults import damaged, reading, unsupported
 from paceline.store.gguf_header import GgufHeader, read_header
@@ -72,7 +73,9 @@ def tokenizer_from_vocabulary(folder: Path, rows: int | None = None) -> ModelTok
 
 
 TOKENIZER: Final = "tokenizer.json"
-_TEMPLATE: Final = "chat_template.jinja"
+_TEMPLATE, _TEMPLATES, _TEMPLATE_JSON = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""Names of templates, where a model has several: for any chat, and for one with tools."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -105,8 +108,9 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
     ends = ends or _optional(folder / "config.json").integers("eos_token_id")
     named_end = encoder.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = frozenset(ends if named_end is None else [*ends, named_end])
-    source = _template_source(folder, settings)
-    template = None if source is None else ChatTemplate(folder, source, special, _object(settings, "response_template"))
+    sources = _template_sources(folder, settings)
+    template = _template(folder, sources, special, _object(settings, "response_template"))
+    encoder = with_control_marks(encoder, sources.get(_DEFAULT), _named(encoder, ids, special), path)
     drawn = {} if generation.fields.get("do_sample") is False else generation.fields  # what it says is of no use to a greedy model
     return ModelTokenizer(path, encoder, ids, template, rows, drawn)
 
@@ -143,21 +147,44 @@ def template_text(path: Path) -> str | None:
     """
     if path.is_file():
         return read_header(path).text("tokenizer.chat_template")
-    return _template_source(path, _optional(path / "tokenizer_config.json"))
+    sources = _template_sources(path, _optional(path / "tokenizer_config.json"))
+    return sources.get(_DEFAULT, sources.get(_TOOL_USE))
 
 
-def _template_source(folder: Path, settings: JsonObject) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json, where a list of named templates means the one called default."""
-    path = folder / _TEMPLATE
-    if path.is_file():
-        return _text(path)
+def _template_sources(folder: Path, settings: JsonObject) -> dict[str, str]:
+    """Return a model's templates by name: of files of their own, else of tokenizer_config.json, else of chat_template.json."""
+    files = {_DEFAULT: folder / _TEMPLATE, _TOOL_USE: folder / _TEMPLATES / f"{_TOOL_USE}.jinja"}
+    found = {name: _text(path) for name, path in files.items() if path.is_file()}
+    if _DEFAULT in found:
+        return found
+    return (_named_templates(settings) or _named_templates(_optional(folder / _TEMPLATE_JSON))) | found
+
+
+def _named(encoder: Encoder, ends: Iterable[int], special: Mapping[str, str]) -> set[str]:
+    """Return the tokens that a model's files name."""
+    return {*special.values(), *(name for i in ends if i >= 0 and (name := encoder.id_to_token(i)) is not None)}
+
+
+def _named_templates(settings: JsonObject) -> dict[str, str]:
+    """Read one template, or several: as an object, or as a list of objects with a name."""
     value = settings.fields.get("chat_template")
     if isinstance(value, list):
-        named = [cast("dict[str, Any]", entry) for entry in cast("list[Any]", value) if isinstance(entry, dict)]
-        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    if value is None or isinstance(value, str):
-        return value
-    raise damaged(settings.path, "its chat_template is not text")
+        entries = [cast("dict[str, Any]", entry) for entry in cast("list[Any]", value) if isinstance(entry, dict)]
+        value = {str(entry.get("name")): entry.get("template") for entry in entries}
+    named = cast("dict[str, Any]", value) if isinstance(value, dict) else {_DEFAULT: value}
+    found = {name: source for name in (_DEFAULT, _TOOL_USE) if (source := named.get(name)) is not None}
+    if not all(isinstance(source, str) for source in found.values()):
+        raise damaged(settings.path, "its chat_template is not text")
+    return found
+
+
+def _template(
+    path: Path, sources: Mapping[str, str], special: Mapping[str, str], response: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    source, tool_source = sources.get(_DEFAULT), sources.get(_TOOL_USE)
+    if source is None:
+        source, tool_source = tool_source, None
+    return None if source is None else ChatTemplate(path, source, special, response, tool_source)
 
 
 _BUILD: Final = "tokenizer 1"
@@ -188,14 +215,15 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
         encoder = build_encoder(header)
         write_cache(kept, encoder.to_str().encode())
     special = {name: token for name, key in _NAMED_IDS.items() if (token := _token(header, encoder, key)) is not None}
-    source = header.text("tokenizer.chat_template")
-    template = None if source is None else ChatTemplate(header.path, source, special)
-    ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    named = {_DEFAULT: header.text("tokenizer.chat_template"), _TOOL_USE: header.text(f"tokenizer.chat_template.{_TOOL_USE}")}
+    template = _template(header.path, {name: source for name, source in named.items() if source is not None}, special)
+    ends = frozenset(i for key in ("eos", "eot", "eom") if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None)
+    encoder = with_control_marks(encoder, named.get(_DEFAULT), _named(encoder, ends, special), header.path)
     said = {name: header.fields.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     usual = _CARDS.get(header.text("general.basename") or "", {})
     drawn = {**usual, **{name: value for name, value in said.items() if value is not None}}
     marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]
-    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn, marks)
+    return ModelTokenizer(header.path, encoder, ends, template, rows, drawn, marks)
 
 
 def cached_tokenizer(path: Path, home: Home) -> Path:

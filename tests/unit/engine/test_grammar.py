@@ -50,6 +50,9 @@ class Pieces(ByteVocabulary):
             data = data[len(self.token_bytes(token)) :]
         return ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text, add_special=False)
+
     def render_chat(self, messages: object, now: object = None) -> list[int]:
         raise NotImplementedError
 

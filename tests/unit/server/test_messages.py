@@ -12,9 +12,9 @@ import pytest
 
 from paceline.core.errors import InvalidRequest
 from paceline.server.formats.format import find_format
-from paceline.server.messages import messages_for_template, short_id
+from paceline.server.messages import THOUGHTS, Arguments, messages_for_template, messages_without_tools
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
-from paceline.server.tools import Tools, write_chat
+from paceline.server.tools import Tools, chat_of
 from paceline.store.catalog import open_model
 from paceline.store.chats import ChatTemplate
 from paceline.store.tokenizer import ModelTokenizer
@@ -48,8 +48,9 @@ def ask(messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
 
 
 def rendered(template: ChatTemplate, asked: ChatCompletionRequest) -> str:
-    written = write_chat(asked, Tools.of(asked), template.source, knows_tools=find_format(template.source).knows_tools)
-    return template.render(written.messages, NOW, written.given)
+    chat = chat_of(asked, Tools.of(asked), template.source, knows_tools=find_format(template.source).knows_tools)
+    messages, given, _ = chat.written()
+    return template.render(messages, NOW, given)
 
 
 def template_of(path: Path) -> ChatTemplate:
@@ -104,42 +105,60 @@ def test_special_tokens_in_tools_are_text(bundled: ModelTokenizer) -> None:
     prompts = []
     for one in (evil, tool("weather")):
         asked = ask(transcript(1), tools=[one])
-        written = write_chat(asked, Tools.of(asked), opened.template.source, knows_tools=True)
-        prompts.append(opened.render_chat(written.messages, NOW, written.given))
+        messages, given, _ = chat_of(asked, Tools.of(asked), opened.template.source, knows_tools=True).written()
+        prompts.append(opened.render_chat(messages, NOW, given))
     (end,) = opened.encode("<|im_end|>", add_special=False)
     assert prompts[0].count(end) == prompts[1].count(end) > 0
 
 
-def test_ids_are_made_short_only_where_a_template_asks_for_it() -> None:
-    asked = ask(
-        [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": None, "tool_calls": [called("call_of_another_server")]},
-            {"role": "tool", "tool_call_id": "call_of_another_server", "content": "y"},
-        ]
-    )
-    _, call, result = messages_for_template(asked.messages, "must be alphanumeric strings with length 9")
-    assert len(result["tool_call_id"]) == 9
-    assert call["tool_calls"][0]["id"] == result["tool_call_id"] == short_id("call_of_another_server", "length 9")
-    assert result["name"] == "weather"
-    assert messages_for_template(asked.messages, "tools")[2]["tool_call_id"] == "call_of_another_server"
-
-
-def test_arguments_that_are_no_object_stay_the_text_they_are() -> None:
+@pytest.mark.parametrize(
+    ("text", "arguments", "given", "content"),
+    [
+        ('{"city": "Pa', Arguments.AS_READ, '{"city": "Pa', ""),
+        ('{"city": "Pa', Arguments.TEXT, '{"city": "Pa', ""),
+        ('{"city": "Pa', Arguments.OBJECTS, {}, '{"city": "Pa'),
+        ("[1]", Arguments.OBJECTS, {}, "[1]"),
+        ("", Arguments.OBJECTS, {}, ""),
+        ("", Arguments.TEXT, "{}", ""),
+        ('{"a": 1}', Arguments.AS_READ, {"a": 1}, ""),
+        ('{"a":1}', Arguments.TEXT, '{"a":1}', ""),
+    ],
+)
+def test_arguments_are_given_as_a_template_takes_them(text: str, arguments: Arguments, given: object, content: str) -> None:
     call = called("a")
-    call["function"]["arguments"] = '{"city": "Pa'
+    call["function"]["arguments"] = text
     asked = ask([{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert messages_for_template(asked.messages, "tools")[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
+    message = messages_for_template(asked.messages, arguments)[1]
+    assert (message["tool_calls"][0]["function"]["arguments"], message["content"]) == (given, content)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_templates_find_thoughts_under_every_name(name: str) -> None:
+    for written in (messages_for_template, lambda messages: messages_without_tools(messages, ())):
+        asked = ask([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", name: "hm"}])
+        assert written(asked.messages)[1] == {"role": "assistant", "content": "y", **dict.fromkeys(THOUGHTS, "hm")}
+
+
+def test_parts_are_joined_by_line_breaks() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": ""},
+        {"type": "image_url", "image_url": {}},
+        {"type": "text", "text": "b"},
+    ]
+    first, note, last = ask([{"role": "user", "content": parts}]).messages[0].text.split("\n")
+    assert (first, last) == ("a", "b")
+    assert "image" in note
 
 
 def test_effort_sets_the_switches_that_a_template_has() -> None:
     asked = ask(transcript(0), reasoning_effort="none", chat_template_kwargs={"other": 1})
-    assert write_chat(asked, Tools.of(asked), "enable_thinking", knows_tools=True).given.switches == {"other": 1, "enable_thinking": False}
-    assert write_chat(asked, Tools.of(asked), "reasoning_effort", knows_tools=True).given.switches == {
+    assert chat_of(asked, Tools.of(asked), "enable_thinking", knows_tools=True).given.switches == {"other": 1, "enable_thinking": False}
+    assert chat_of(asked, Tools.of(asked), "reasoning_effort", knows_tools=True).given.switches == {
         "other": 1,
         "reasoning_effort": "none",
     }
-    assert write_chat(asked, Tools.of(asked), "", knows_tools=True).given.switches == {"other": 1}
+    assert chat_of(asked, Tools.of(asked), "", knows_tools=True).given.switches == {"other": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, as pydantic models.
 
 As in `server.requests` a field is *served*, *ignored* (it changes no answer here) or *refused* by name. What runs at Anthropic (tools that its servers
-run, files, containers, MCP connections) and what no model here can read (images, documents) is refused.
+run, files, containers, MCP connections) is refused. For what no model here can read (images, documents) see `server.messages.MediaPart`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, only_types, string_or_list
+from paceline.server.messages import MAX_TOOLS, MEDIA, NAME, MediaPart, Strict, kind_of, off, only_types, string_or_list
 from paceline.server.requests import FIRST_SERVED, ExtendedSampling, ModelName, StopString
 
 IGNORED = "Ignored."
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Ignored: prompts are always computed once.")]
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BLOCKS = ("text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
 TOOL_ID = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -27,14 +27,12 @@ def _served_block(value: object) -> object:
         return cast("object", value)
     if not isinstance(kind, str):
         raise PydanticCustomError("block", "A content block needs a type, such as text")
-    raise PydanticCustomError(
-        "block", "Blocks of type {kind} are not served: no images, documents or results of server tools", {"kind": kind}
-    )
+    raise PydanticCustomError("block", "Blocks of type {kind} are not served: no results of server tools", {"kind": kind})
 
 
 def _tag_of_block(value: object) -> str | None:
     kind = kind_of(value)
-    return f"as-{kind}" if isinstance(kind, str) else None
+    return "as-media" if kind in MEDIA else f"as-{kind}" if isinstance(kind, str) else None
 
 
 class TextBlock(Strict):
@@ -78,12 +76,20 @@ TextBlocks = Annotated[
     ],
     Discriminator(string_or_list),
 ]
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("as-text")] | Annotated[MediaPart, Tag("as-media")],
+    Discriminator(lambda value: "as-media" if kind_of(value) in MEDIA else "as-text"),
+    only_types("Only text, images and documents are served here, not {kind}", "text", "image", "document"),
+]
+ResultBlocks = Annotated[
+    Annotated[str, Tag("as-string")] | Annotated[list[ResultBlock], Field(fail_fast=True), Tag("as-list")], Discriminator(string_or_list)
+]
 
 
 class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: TOOL_ID
-    content: TextBlocks | None = None
+    content: ResultBlocks | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
     toolset_name: str | None = Field(default=None, description=IGNORED)
@@ -91,6 +97,7 @@ class ToolResultBlock(Strict):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("as-text")]
+    | Annotated[MediaPart, Tag("as-media")]
     | Annotated[ThinkingBlock, Tag("as-thinking")]
     | Annotated[RedactedThinkingBlock, Tag("as-redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("as-tool_use")]
@@ -108,7 +115,7 @@ class MessageTurn(Strict):
     ]
 
     @property
-    def blocks(self) -> list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]:
+    def blocks(self) -> list[TextBlock | MediaPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]:
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 

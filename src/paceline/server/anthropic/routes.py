@@ -32,7 +32,21 @@ from paceline.server.anthropic.shape import MessageShape
 from paceline.server.call import Call
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.intake import ChatPrompt, Intake
-from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall, json_bytes
+from paceline.server.messages import (
+    MAX_CALLS,
+    CalledFunction,
+    Function,
+    MediaPart,
+    Message,
+    NamedFunction,
+    NamedTool,
+    TextPart,
+    Tool,
+    ToolCall,
+    joined,
+    json_bytes,
+    refuse_media,
+)
 from paceline.server.replies import body_of, event_stream, refusals
 from paceline.server.requests import ChatCompletionRequest, ExtendedSampling, reasoning_fields
 
@@ -104,7 +118,7 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
         role = turns[0][1].role
         count = next((place for place, (_, turn) in enumerate(turns) if (turn.role == "assistant") != (role == "assistant")), len(turns))
         together, turns = turns[:count], turns[count:]
-        messages += _assistant(together, known) if role == "assistant" else _user(together, known)
+        messages += _assistant(together, known) if role == "assistant" else _user(together, known, is_last=not turns)
     if not messages or messages[-1].role == "system":
         raise InvalidRequest("messages: there is nothing to answer", "Send a message of the user's.", field="messages")
     if messages[-1].role == "assistant" and (messages[-1].tool_calls or not messages[-1].text):
@@ -116,29 +130,45 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
     return messages
 
 
-def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
+def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str], *, is_last: bool) -> list[Message]:
     results: list[Message] = []
-    texts: list[str] = []
+    parts: list[TextPart | MediaPart] = []
     for at, turn in turns:
         if turn.role == "system":
-            texts.append(REMINDER.format(_said(turn)))
+            parts.append(_text_part(REMINDER.format(_said(turn))))
             continue
         for place, block in enumerate(turn.blocks):
             match block:
                 case TextBlock(text=text):
-                    texts += [text] if text else []
+                    parts += [_text_part(text)] if text else []
+                case MediaPart(type=kind):
+                    if is_last and at == turns[-1][0]:
+                        raise refuse_media(kind, f"messages[{at}].content[{place}].type")
+                    parts.append(block)
                 case ToolResultBlock(tool_use_id=call, content=content, is_error=failed):
                     if call not in known:
                         field = f"messages[{at}].content[{place}].tool_use_id"
                         raise InvalidRequest(f"{field}: no tool_use block before it has the id {call!r}", field=field)
-                    text = _joined(content or "")
-                    prefix = FAILED if failed and not text.startswith(FAILED) else ""
-                    results.append(Message(role="tool", tool_call_id=call, content=prefix + text))
+                    given: list[TextPart | MediaPart] = [
+                        part if isinstance(part, MediaPart) else _text_part(part.text) for part in _blocks_of(content or "")
+                    ]
+                    if failed and not (given and given[0].text.startswith(FAILED)):
+                        first = given[0].text if given and isinstance(given[0], TextPart) else ""
+                        given[:1] = [_text_part(FAILED + first), *(part for part in given[:1] if isinstance(part, MediaPart))]
+                    results.append(Message(role="tool", tool_call_id=call, content=given or ""))
                 case ThinkingBlock() | RedactedThinkingBlock() | ToolUseBlock():
                     raise _misplaced(at, place, block.type, "the assistant's")
-    if not results and not texts:
+    if not results and not parts:
         raise InvalidRequest(f"messages[{turns[0][0]}].content: empty", "Say something.", field=f"messages[{turns[0][0]}].content")
-    return [*results, Message(role="user", content="\n".join(texts))] if texts else results
+    return [*results, Message(role="user", content=parts)] if parts else results
+
+
+def _text_part(text: str) -> TextPart:
+    return TextPart(type="text", text=text)
+
+
+def _blocks_of(content: str | Sequence[TextBlock | MediaPart]) -> Sequence[TextBlock | MediaPart]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def _assistant(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
@@ -157,13 +187,13 @@ def _assistant(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> lis
                 case ToolUseBlock(id=call, name=name, input=arguments):
                     known.add(call)
                     calls.append(ToolCall(id=call, function=CalledFunction(name=name, arguments=json_bytes(arguments).decode())))
-                case ToolResultBlock():
+                case ToolResultBlock() | MediaPart():
                     raise _misplaced(at, place, block.type, "the user's")
     if len(calls) > MAX_CALLS:
         raise InvalidRequest(
             f"messages[{turns[0][0]}].content: {len(calls)} calls in one turn, and {MAX_CALLS} are the most", field="messages"
         )
-    content, reasoning = "".join(texts), "".join(thoughts)
+    content, reasoning = joined(texts), joined(thoughts)
     if not (content or reasoning or calls):
         return []
     return [Message(role="assistant", content=content, reasoning_content=reasoning or None, tool_calls=calls or None)]
@@ -176,11 +206,11 @@ def _misplaced(at: int, place: int, kind: str, whose: str) -> InvalidRequest:
 
 def _said(turn: MessageTurn) -> str:
     """The text of a system message."""
-    return "\n".join(block.text for block in turn.blocks if isinstance(block, TextBlock))
+    return joined([block.text for block in turn.blocks if isinstance(block, TextBlock)])
 
 
 def _joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    return content if isinstance(content, str) else joined([block.text for block in content])
 
 
 TOO_LONG = "prompt is too long: "
@@ -206,10 +236,11 @@ def message_call(intake: Intake, body: bytes) -> Call:
     return replace(call, id=f"msg_{uuid4().hex}", requests=requests, ignored=ignored_fields(asked), shape=MessageShape)
 
 
-def count_prompt_tokens(intake: Intake, body: bytes) -> tuple[int, tuple[str, ...]]:
-    """The tokens of a prompt, and the fields that were ignored; raises as `message_call` does."""
+def count_prompt_tokens(intake: Intake, body: bytes) -> Response:
+    """Answer how many tokens a prompt has; raises as `message_call` does."""
     asked = intake.parse(CountTokensRequest, body)
-    return len(_prompt(intake, chat_of(asked)).ids), ignored_fields(asked)
+    prompt = _prompt(intake, chat_of(asked))
+    return json_response({"input_tokens": len(prompt.ids)}, ignored_fields(asked), fitted=prompt.fitted)
 
 
 def _prompt(intake: Intake, chat: ChatCompletionRequest) -> ChatPrompt:
@@ -240,5 +271,4 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        tokens, ignored = await service.read(request, count_prompt_tokens)
-        return json_response({"input_tokens": tokens}, ignored)
+        return await service.read(request, count_prompt_tokens)

@@ -191,6 +191,12 @@ class Format:
         mark = f" ({self.unread})" if self.unread else ""
         return f"calls of tools in the form that the chat template asks for{mark} can't be read; tools are described to the model in plain text"
 
+    @property
+    def in_words(self) -> Format:
+        """The same for a chat whose tools are described in words, as `PLAIN` writes them."""
+        plain = _families()[PLAIN].format
+        return replace(self, calls=plain.calls if self.name == PLAIN else (*plain.calls, *self.calls), knows_tools=False)
+
     def begins_in_reasoning(self, prompt_tail: str) -> bool:
         """Whether the answer to this prompt begins inside an open reasoning block."""
         tail = prompt_tail.rstrip()
@@ -226,7 +232,7 @@ def find_format(template: str | None, response_template: Mapping[str, Any] | Non
     if response_template is not None and (own := from_response_template(response_template)) and not _says_as_much(found, own):
         found, is_read = replace(own, calls=own.calls or found.calls), is_read or bool(own.calls)
     if not template or not _renders_tools(template):
-        return replace(found, calls=plain.calls if found is plain else (*plain.calls, *found.calls), knows_tools=False)
+        return found.in_words
     if not is_read:
         return replace(found, knows_tools=False, unread=_call_mark(template))
     return replace(found, knows_tools=True)

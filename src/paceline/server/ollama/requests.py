@@ -20,7 +20,7 @@ from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.intake import Intake
-from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict
+from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict, Thinker, refuse_media
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
 from paceline.server.requests import (
     FIRST_SERVED,
@@ -97,11 +97,12 @@ class OllamaToolCall(Strict):
     function: OllamaFunctionCall
 
 
-class OllamaMessage(Strict):
+class OllamaMessage(Thinker):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
-    thinking: str | None = None
-    images: list[Any] | None = Field(default=None, max_length=0)
+    images: list[Any] | None = Field(
+        default=None, description="Refused in the last message, if that is the user's; elsewhere a note replaces each."
+    )
     tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -242,8 +243,12 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     made = 0
     for place, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        if message.thinking and message.role == "assistant":
-            one["reasoning_content"] = message.thinking
+        if message.images:
+            if message.role == "user" and place == len(messages) - 1:
+                raise refuse_media("image", f"messages[{place}].images")
+            one["content"] = [{"type": "text", "text": one["content"]}, *({"type": "image"} for _ in message.images)]
+        if message.thoughts and message.role == "assistant":
+            one["reasoning_content"] = message.thoughts
         if message.tool_calls:
             one["tool_calls"] = calls = list[dict[str, Any]]()
             for call in message.tool_calls:

@@ -23,13 +23,14 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.faults import own_field, rename_field
 from paceline.server.fields import inner_request
-from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
+from paceline.server.messages import CalledFunction, Function, MediaPart, Message, TextPart, Tool, ToolCall, joined
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.responses.requests import (
     SAMPLING,
     AllowedChoice,
     AnyItem,
     CallItem,
+    InputPart,
     MessageItem,
     NamedChoice,
     OutputItem,
@@ -246,7 +247,7 @@ class _Turn:
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     origin: str
-    content: str | None = None
+    content: list[TextPart | MediaPart] | None = None
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     call_id: str | None = None
@@ -261,10 +262,15 @@ class _Turn:
             case _:
                 return True
 
+    def _content(self) -> str | list[TextPart | MediaPart] | None:
+        if self.content is None or any(isinstance(part, MediaPart) for part in self.content):
+            return self.content
+        return joined([part.text for part in self.content])
+
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content=self.content,
+            content=self._content(),
             reasoning_content=self.reasoning or None,
             tool_calls=self.calls or None,
             tool_call_id=self.call_id,
@@ -292,16 +298,16 @@ def write_messages(
     """
     turns: list[_Turn] = []
     if instructions:
-        turns.append(_Turn("system", "instructions", instructions))
+        turns.append(_Turn("system", "instructions", _parts_of(instructions)))
     for place, item in enumerate((*before, *items)):
         own = place - len(before)
         origin = "previous_response_id" if own < 0 else f"input[{own}]" if is_list else "input"
         match item:
             case OutputItem(call_id=call_id, output=output):
-                turns.append(_Turn("tool", origin, text_of(output), call_id=call_id))
+                turns.append(_Turn("tool", origin, _parts_of(output), call_id=call_id))
                 continue
             case MessageItem(role="system" | "developer" | "user" as role, content=content):
-                turns.append(_Turn(role, origin, text_of(content)))
+                turns.append(_Turn(role, origin, _parts_of(content)))
                 continue
             case _:
                 pass
@@ -310,14 +316,20 @@ def write_messages(
         turn = turns[-1]
         match item:
             case MessageItem(content=content):
-                turn.content = (turn.content or "") + text_of(content)
+                turn.content = [*(turn.content or ()), *_parts_of(content)]
             case ReasoningItem(summary=summary, content=content):
-                turn.reasoning += text_of(content or summary or []) or open_reasoning(item.encrypted_content or "")
+                text = text_of(content or summary or []) or open_reasoning(item.encrypted_content or "")
+                turn.reasoning = joined([turn.reasoning, text])
             case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
     # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
     turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
     return WrittenConversation([turn.message() for turn in turns], [turn.origin for turn in turns])
+
+
+def _parts_of(content: str | list[InputPart | MediaPart]) -> list[TextPart | MediaPart]:
+    given = [InputPart(type="text", text=content)] if isinstance(content, str) else content
+    return [part if isinstance(part, MediaPart) else TextPart(type="text", text=part.text) for part in given]
 
 
 def chat_request_of(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:

@@ -13,7 +13,19 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, only_types, refused, string_or_list
+from paceline.server.messages import (
+    MAX_TOOLS,
+    MEDIA,
+    NAME,
+    MediaPart,
+    Strict,
+    joined,
+    kind_of,
+    off,
+    only_types,
+    refused,
+    string_or_list,
+)
 from paceline.server.requests import BY_KIND_OF_FORMAT, JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
 
 MAX_ITEMS = 1 << 16
@@ -31,28 +43,26 @@ class InputPart(Strict):
     prompt_cache_breakpoint: Any = Field(default=None, description="Ignored.")
 
 
-PARTS = {
-    "input_image": "Images are not served",
-    "input_file": "Files are not served",
-    "input_audio": "Audio is not served",
-    "refusal": "A refusal can't be part of a prompt here",
-}
-
-
 def _check_part(value: object) -> object:
-    kind = kind_of(value)
-    if isinstance(kind, str) and kind in PARTS:
-        raise refused(PARTS[kind])
+    if kind_of(value) == "refusal":
+        raise refused("A refusal can't be part of a prompt here")
     return value
 
 
-Parts = Annotated[list[Annotated[InputPart, BeforeValidator(_check_part)]], Field(fail_fast=True)]
+def _kind_of_part(value: object) -> str:
+    return "as-media" if kind_of(value) in MEDIA else "as-text"
+
+
+AnyInputPart = Annotated[
+    Annotated[InputPart, Tag("as-text")] | Annotated[MediaPart, Tag("as-media")], Discriminator(_kind_of_part), BeforeValidator(_check_part)
+]
+Parts = Annotated[list[AnyInputPart], Field(fail_fast=True)]
 Content = Annotated[Annotated[str, Tag("as-string")] | Annotated[Parts, Tag("as-list")], Discriminator(string_or_list)]
 
 
-def text_of(content: str | list[InputPart]) -> str:
-    """The text of a content, its parts joined."""
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+def text_of(content: str | list[InputPart | MediaPart]) -> str:
+    """The text of a content, its parts joined, with a note for each that is not text."""
+    return content if isinstance(content, str) else joined([part.text for part in content])
 
 
 class Item(Strict):

@@ -132,6 +132,9 @@ class Spelling(ByteVocabulary):
         names = {i: name.encode() for name, i in self.specials.items()}
         return b"".join(names.get(i) or self.token_bytes(i) for i in ids).decode(errors="replace")
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text, add_special=False)
+
     def render_chat(self, messages: object, now: object = None, given: object = None) -> list[int]:
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
             "reasoning_content": "Hm.",
             "tool_calls": [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("c1", "c2")],
         },
-        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "tool", "content": "4\n2", "tool_call_id": "c1"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."},
     ]
 
