@@ -145,7 +145,7 @@ def thinking_chat(kind: str) -> list[dict[str, str]]:
     return [*turns, {"role": "user", "content": "What do hens lay?"}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.whole("the whole model answers for minutes on a busy machine")
 @pytest.mark.parametrize(("kind", "in_mid"), [("content", "content"), ("arguments", "reasoning_content")])
 def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(thinkers: Trio, kind: str, in_mid: str) -> None:
     asked: dict[str, Any] = {

@@ -54,7 +54,7 @@ def forms() -> dict[str, Grammar]:
         "regex": Grammar(GrammarKind.REGEX, r"[A-Z][a-z]{2,8}( [a-z]{1,8}){2,6}\. Signed: [A-Z]{2,3}"),
         "grammar": Grammar(GrammarKind.LARK, 'start: line line line\nline: /[a-z]{1,9}/ " = " /[0-9]{1,12}/ ";\\n"'),
         "calls": calls,
-        "behind reasoning": content_grammar(HERMES.thinking, FORM, token_id=lambda _: None, in_reasoning=False),
+        "behind reasoning": content_grammar(HERMES, FORM, token_id=lambda _: None, in_reasoning=False),
     }
 
 

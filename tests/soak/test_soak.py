@@ -1,6 +1,6 @@
 """Machines of a pipeline die at random tokens under many streams: every answer is complete and as one machine gives it, and nothing leaks.
 
-`make soak` kills 200 times, and for five minutes at a pace, of the whole bundled model; the ordinary run 8 times, and for some seconds.
+`make soak` kills 200 times, and for five minutes at a pace, of the whole bundled model; `make test-all` 8 times, and for some seconds; `make test`, if it draws this file, 4 times.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import pytest
 from tests.fakes.shallow_model import write_shallow
 from tests.fleet.machines import Machine, until, until_nothing
 from tests.fleet.open_files import open_files, unexplained
+from tests.sampling import ALL
 from tests.soak.soak import Soak, answer, asked, settle
 
 from paceline.bench.fleet import LocalFleet
 
-KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "8"))
+KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "8" if ALL else "4"))
 MINUTES = int(os.environ.get("PACELINE_SOAK_MINUTES", "0"))
 PACE_S = 5.0
 SHORT_S = 10
