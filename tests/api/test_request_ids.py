@@ -13,6 +13,8 @@ from tests.fleet.machines import until
 
 from paceline.server.settings import ServerSettings
 
+KEY = "a-key-of-some-letters"
+
 OURS = {"X-Request-Id": "7f1c-4711/a:b"}
 
 
@@ -50,10 +52,10 @@ def test_two_names_are_none(shared: Served[ScriptedInference]) -> None:
 
 
 def test_a_wrong_key_is_answered_by_the_clients_name(serve_with: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    served = serve_with(settings=ServerSettings(api_key="k" * 16))
+    served = serve_with(settings=ServerSettings(api_key=KEY))
     with caplog.at_level(logging.INFO, "paceline.requests"):
         assert httpx.get(f"{served.url}/v1/models", headers=OURS).headers["x-request-id"] == OURS["X-Request-Id"]
-        assert httpx.get(f"{served.url}/v1/models", headers={**OURS, "x-api-key": "k" * 16}).status_code == 200
+        assert httpx.get(f"{served.url}/v1/models", headers={**OURS, "x-api-key": KEY}).status_code == 200
         # A line is written once its answer is sent.
         until(lambda: sum("/v1/models" in line for line in caplog.messages) == 2)
     assert [line.endswith(" [7f1c-4711/a:b]") for line in caplog.messages if "/v1/models" in line] == [True, True]

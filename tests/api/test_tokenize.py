@@ -12,6 +12,8 @@ from paceline.server.settings import ServerSettings
 
 from .conftest import Serve
 
+KEY = "a-key-of-some-letters"
+
 HI = [104, 105]
 
 
@@ -72,5 +74,5 @@ def test_what_is_wrong_is_named(shared: Served[ScriptedInference], path: str, fi
 
 
 def test_the_key_is_asked_for(serve_with: Serve) -> None:
-    served = serve_with(settings=ServerSettings(api_key="k" * 16))
+    served = serve_with(settings=ServerSettings(api_key=KEY))
     assert served.http.post("/tokenize", json={"prompt": "a"}, headers={"authorization": ""}).status_code == 401

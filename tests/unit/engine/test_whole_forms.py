@@ -142,6 +142,9 @@ class Digits(ByteVocabulary):
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         del add_special
+        return self.encode_inside(text)
+
+    def encode_inside(self, text: str) -> list[int]:
         return [1 + code for code in text.encode()]
 
     def render_chat(self, messages: object, now: object = None) -> list[int]:

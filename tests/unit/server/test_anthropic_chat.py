@@ -42,7 +42,7 @@ def test_turns_become_messages() -> None:
     assert [(message.role, message.text) for message in written] == [
         ("system", "Be\nbrief."),
         ("user", "one\ntwo\nthree"),
-        ("assistant", "I call them"),
+        ("assistant", "I call\n them"),
         ("tool", "1\n2"),
         ("tool", "Error: gone"),
         ("user", "So?"),

@@ -29,7 +29,11 @@ TURNS = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
     "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('role') }}{% endif %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
 )
-PLAIN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<%s>{% endfor %}]{% endfor %}{{ tools }}"
+CALLS = "{# <tool_call> #}"
+"""A mark of calls that can be read: without one, tools are described in words from the start."""
+PLAIN = (
+    CALLS + "{% for m in messages %}[{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<%s>{% endfor %}]{% endfor %}{{ tools }}"
+)
 ONE_CALL = PLAIN.replace("<%s>", "{% if loop.length > 1 %}{{ raise_exception('one') }}{% endif %}{{ c.function.name }}")
 OBJECTS = PLAIN.replace("<%s>", "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}")
 TEXTS = PLAIN.replace("<%s>", "{{ '(' + c.function.arguments + ')' }}")
@@ -38,7 +42,7 @@ FIRST_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
     "[{{ m.role }}: {{ m.content }}]{% endfor %}"
 )
-NO_TOOLS = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + FIRST_SYSTEM
+NO_TOOLS = CALLS + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + FIRST_SYSTEM
 NO_SILENCE = (
     "{% for m in messages %}{% if not m.content and not m.tool_calls %}{{ raise_exception('empty') }}{% endif %}{% endfor %}" + FIRST_SYSTEM
 )
