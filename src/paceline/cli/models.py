@@ -137,11 +137,23 @@ def run_models(*, as_json: bool) -> None:
         layers = ", ".join(map(str, part.layers))
         what = f"layers {layers} of {part.n_layers}, {human(part.nbytes)}" if part.problem is None else f"damaged: {part.problem}"
         print_lines(console, f"{part.name} in part: {what}; pull it to have all of it", style="dim")
-    unusable = [model for model in models if model.problem is not None]
+    encoders = [model.name for model in models if model.problem is not None and _is_encoder(model)]
+    for name in encoders:
+        print_lines(console, f"{name} is an encoder: paceline up --embeddings {shlex.quote(name)}", style="dim")
+    unusable = [model for model in models if model.problem is not None and model.name not in encoders]
     for model in unusable:
         print_lines(console, f"{model.name} can't be used: {model.problem}", style="yellow")
     if unusable:
         print_lines(console, f"Pull again to repair; to forget one, delete its folder under {home.models}")
+
+
+def _is_encoder(model: LocalModel) -> bool:
+    from paceline.store.encoder_files import is_encoder
+
+    try:
+        return is_encoder(model.path)
+    except PacelineError:
+        return False
 
 
 def _why_calls_are_unread(model: LocalModel) -> str | None:
@@ -196,10 +208,13 @@ def run_pull(ref: str) -> None:
     except KeyboardInterrupt:
         console.print("Interrupted. What was fetched is kept: pull again to go on from there.")
         raise
-    print_lines(console, f"{model.name}: {human(model.nbytes)}, {model.format}, {model.family}, context {model.context}")
+    if is_embedder := model.problem is not None:
+        print_lines(console, f"{model.name}: an encoder, which makes embeddings")
+    else:
+        print_lines(console, f"{model.name}: {human(model.nbytes)}, {model.format}, {model.family}, context {model.context}")
     if not model.path.is_relative_to(home.root):
         print_lines(console, f"It is used where it lies, not copied: {model.path}")
-    print_lines(console, f"Try: {own_command()} up --model {shlex.quote(model.name)}")
+    print_lines(console, f"Try: {own_command()} up {'--embeddings' if is_embedder else '--model'} {shlex.quote(model.name)}")
 
 
 def _pulled(ref: str, home: Home, console: Console) -> LocalModel:

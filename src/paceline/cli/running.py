@@ -26,7 +26,7 @@ from paceline.backends.memory import human
 from paceline.cli.endpoint import EndpointError
 from paceline.cli.models import ensure
 from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelNotFound
 from paceline.core.files import write_file
 from paceline.core.text import printable
 from paceline.server.settings import OWNER_HEADER
@@ -437,7 +437,10 @@ def run_unload(name: str, wait_s: float) -> None:
 def run_rm(ref: str) -> None:
     """Delete a pulled model from the disk; raises UserError where it is loaded, or was not pulled."""
     home = Home.from_environment()
-    path = str(resolve(ref, home).path)
+    try:
+        path = str(resolve(ref, home).path)
+    except ModelNotFound:
+        path = ""  # it may be here in part
     for one in running(home):
         for use in _in_use(one):
             if use["path"] == path or (use["state"] == "loading" and use["name"] == ref):

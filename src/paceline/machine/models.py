@@ -77,7 +77,8 @@ class Models(Generic[Hosted]):
         """By what the files are, so that a list opens each once."""
         self._waiting = Counter[str]()
         """Requests that wait for a model."""
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, asyncio.Event] = {}
+        """Models that the owner has unloaded, until each has left or stays after all."""
         self._loading: dict[str, asyncio.Task[bool]] = {}
         self._read: dict[str, tuple[int, int]] = {}
         """Of a model that is being loaded: bytes, and of how many."""
@@ -220,7 +221,7 @@ class Models(Generic[Hosted]):
         return place.name
 
     async def unload(self, name: str, wait_s: float) -> None:
-        """Take a model away. Requests that come meanwhile are refused; those that are live may end.
+        """Take a model away. Live requests may end. Later ones wait and have it loaded again on demand; without that they are refused.
 
         Raises:
             UnknownModel: it is not loaded.
@@ -231,7 +232,7 @@ class Models(Generic[Hosted]):
         if found is None or found in self._leaving:
             raise UnknownModel(f"{name[:200]!r} is not loaded here", f"Loaded: {', '.join(self._loaded) or 'none'}.")
         node = self._loaded[found]
-        self._leaving.add(found)
+        left = self._leaving[found] = asyncio.Event()
         try:
             try:
                 async with asyncio.timeout(wait_s):
@@ -242,7 +243,8 @@ class Models(Generic[Hosted]):
             del node
             await asyncio.shield(asyncio.create_task(self._take_out(found)))  # whole, whether or not who asked waits for it
         finally:
-            self._leaving.discard(found)
+            del self._leaving[found]
+            left.set()
 
     async def unload_idle(self, name: str) -> None:
         """Take a model away if nothing uses it now. Requests that come meanwhile are not refused: they have it loaded again."""
@@ -293,6 +295,20 @@ class Models(Generic[Hosted]):
         Raises:
             UnknownModel, NoRoom, ModelAway, ExecutorUnavailable, NodeStopping: see `generate`.
         """
+        while True:
+            node = await self._found(name)
+            if name not in self._leaving or not self.on_demand:
+                self._check_stays(name)
+                return node.host
+            del node  # its memory is to come free
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._leaving[name].wait()
+            except TimeoutError:
+                self._check_stays(name)
+
+    async def _found(self, name: str) -> Hosted:
+        """A loaded model; it is loaded first if it is not."""
         self._waiting[name] += 1
         try:
             while (node := self._loaded.get(name)) is None:
@@ -303,8 +319,7 @@ class Models(Generic[Hosted]):
             raise _load_failed(name, error) from error
         finally:
             self._waiting[name] -= 1
-        self._check_stays(name)
-        return node.host
+        return node
 
     @property
     def idle(self) -> list[str]:

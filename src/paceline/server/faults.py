@@ -31,6 +31,7 @@ class Api(Enum):
     """Whose errors a path answers with."""
 
     OPENAI = auto()
+    RESPONSES = auto()
     ANTHROPIC = auto()
     OLLAMA = auto()
 
@@ -39,6 +40,8 @@ def api_of(path: str) -> Api:
     """The API that a path belongs to; OpenAI's where it is of none."""
     if path.startswith("/v1/messages"):
         return Api.ANTHROPIC
+    if path.startswith("/v1/responses"):
+        return Api.RESPONSES
     return Api.OLLAMA if path.startswith("/api/") else Api.OPENAI
 
 
@@ -58,6 +61,15 @@ OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
         "response_format.json_schema": "output_config.format",
         "response_format": "output_config.format",
         ".function.parameters": ".input_schema",
+    },
+    Api.RESPONSES: {
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        ".function.parameters": ".parameters",
+        "reasoning_effort": "reasoning.effort",
+        "messages": "input",
     },
     Api.OLLAMA: {"response_format.json_schema.schema": "format", "response_format": "format"},
 }
@@ -97,11 +109,14 @@ class Fault:
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        message = rename_field(self.message, self.param, own_field(OWN_NAMES.get(api, {}), self.param)).encode("utf-8", "replace").decode()
+        own = own_field(OWN_NAMES.get(api, {}), self.param)
+        message = rename_field(self.message, self.param, own).encode("utf-8", "replace").decode()
         partial = {"partial_text": self.partial_text} if self.partial_text else {}
         match api:
-            case Api.OPENAI:
-                return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code, **partial}})
+            case Api.OPENAI | Api.RESPONSES:
+                return orjson.dumps(
+                    {"error": {"message": message, "type": self.type, "param": own or self.param, "code": self.code, **partial}}
+                )
             case Api.ANTHROPIC:
                 kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
                 return orjson.dumps({"error": {"type": kind, "message": message, **partial}, "type": "error"})

@@ -24,7 +24,7 @@ from paceline.store.gguf_file import GgufWeights, open_gguf
 from paceline.store.gguf_header import is_gguf
 from paceline.store.hf_folder import CONFIG, SafetensorsWeights
 from paceline.store.home import Home, expanded, identity_key, read_json_object
-from paceline.store.selection import BESIDE, choose_gguf, gguf_models, is_path, model_stem, parse_ref
+from paceline.store.selection import BESIDE, choose_gguf, gguf_models, is_path, model_stem, parse_ref, whole_name
 from paceline.store.tensor_files import TensorFiles
 from paceline.store.tokenizer import ModelTokenizer
 from paceline.store.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
@@ -256,7 +256,7 @@ def _registered(home: Home) -> Iterator[ModelLocation]:
             yield ModelLocation(name, manifest.parent)
         for first in models:
             alone = len(models) == 1 and len(models[first]) == len([file for file in whole if file.endswith((".gguf", ".safetensors"))])
-            yield ModelLocation(name if alone else f"{name}:{first.rpartition('/')[2]}", manifest.parent / first)
+            yield ModelLocation(name if alone else f"{name}:{whole_name(first)}", manifest.parent / first)
 
 
 def _whole_files(manifest: Path) -> list[str]:
@@ -288,7 +288,7 @@ def _at_path(path: Path) -> ModelLocation:
     if path.is_dir():
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
-            return _at_path(path / choose_gguf(str(path), files, None)[0])
+            return _at_path(path / choose_gguf(str(path), files, None, is_path=True)[0])
         if ADAPTER in files and CONFIG not in files:
             raise UnsupportedModel(
                 f"{path} holds an adapter (LoRA) and no model of its own", "Merge it into its base model, and name the folder of the result"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -68,7 +68,22 @@ def open_encoder(ref: str) -> OpenedEncoder:
     """
     home = Home.from_environment()
     location = resolve(ref, home)
-    path = location.path
+    return replace(open_encoder_at(location.path, home), name=location.name)
+
+
+def is_encoder(path: Path) -> bool:
+    """Return whether the model in a folder or GGUF file is an encoder by its own word.
+
+    Raises:
+        ModelFileError, UnsupportedModel: its configuration can't be read.
+    """
+    if path.is_dir():
+        return load_object(path / CONFIG).text("model_type") in ENCODERS
+    return read_header(path).text("general.architecture") in ENCODERS
+
+
+def open_encoder_at(path: Path, home: Home) -> OpenedEncoder:
+    """Open the encoder in a folder or GGUF file, under the path's own name. Raises as `open_encoder`, but for ModelNotFound."""
     if path.is_dir():
         spec = _spec_of_folder(path)
         found = [at for file in weight_files(path) for at in read_head(file, leave_out=_UNUSED)]
@@ -79,7 +94,7 @@ def open_encoder(ref: str) -> OpenedEncoder:
         header = read_header(path)
         spec, tensors = _spec_of_gguf(header), dict(_renamed(header))
         tokenizer = tokenizer_from_gguf(header, home, spec.vocab)
-    return OpenedEncoder(location.name, EncoderTensors(spec, _checked(path, spec, tensors)), tokenizer)
+    return OpenedEncoder(path.name, EncoderTensors(spec, _checked(path, spec, tensors)), tokenizer)
 
 
 def _checked(path: Path, spec: EncoderSpec, found: Mapping[str, StoredAt]) -> dict[str, StoredAt]:

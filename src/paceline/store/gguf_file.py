@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
 from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies
 from paceline.store.digests import DigestCache
@@ -55,6 +56,8 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
         raise damaged(path, "it does not say which architecture it is (general.architecture)")
     if arch in ENCODERS:
         raise encoder_alone(path)
+    if header.text("general.type") == "adapter":
+        raise UnsupportedModel(f"{path} is an adapter (LoRA), not a model", "Merge it into its base model, and name the result")
     n_experts = header.integer(f"{arch}.expert_count") or 0
     family = family_of(arch, n_experts)
     if family is not None and family.name == "olmo2" and header.integer(f"{arch}.attention.sliding_window"):
@@ -74,7 +77,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
     hidden, n_heads = needed("embedding_length"), needed("attention.head_count")
     if n_heads <= 0:
         raise damaged(path, f"it has {n_heads} heads")
-    n_kv_heads = header.integer(f"{arch}.attention.head_count_kv")
+    n_kv_heads = header.same_integer(f"{arch}.attention.head_count_kv")
     head_dim = header.integer(f"{arch}.attention.key_length") or hidden // n_heads
     value_dim, low = header.integer(f"{arch}.attention.value_length"), None
     if family.low_rank:
@@ -296,10 +299,26 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
         return GgufWeights([first], digests)
     tail = f"-00001-of-{n_files:05d}.gguf"
     if first.integer("split.no") != 0 or not path.name.endswith(tail) or n_files > 9999:
-        raise damaged(path, "it is one part of a split model; name the first part (`...-00001-of-....gguf`)")
+        raise _not_first(path, (first.integer("split.no") or 0) + 1, n_files)
     stem = path.name.removesuffix(tail)
     rest = [path.with_name(f"{stem}-{part:05d}-of-{n_files:05d}.gguf") for part in range(2, n_files + 1)]
+    missing = [part.name for part in rest if not part.exists()]
+    if missing:
+        raise ModelFileError(
+            f"{path} is the first of {n_files} files of a split model, and not next to it: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}",
+            "Put all files of the model into one folder, under the names they came with",
+        )
     return GgufWeights([first, *(read_header(part) for part in rest)], digests)
+
+
+def _not_first(path: Path, part: int, n_files: int) -> ModelFileError:
+    """Return the refusal of a file of a split model that can't be opened as the first."""
+    first = f"-00001-of-{n_files:05d}.gguf"
+    if part == 1:
+        hint = f"Give each file the name it came with: it ends in {first} for this one, and all but the numbers are the same"
+    else:
+        hint = f"Name the first file, which ends in {first}; the others lie next to it"
+    return ModelFileError(f"{path} is part {part} of {n_files} of a split model, and its name is not that of a first part", hint)
 
 
 def check_beginning(path: Path, size: int) -> bool:
@@ -314,12 +333,14 @@ def check_beginning(path: Path, size: int) -> bool:
 
     Raises:
         ModelFileError: it is no GGUF file, or its head is damaged.
-        UnsupportedModel: a family, a feature, tensors or a tokenizer Paceline does not run.
+        UnsupportedModel: a family, a feature, tensors or a tokenizer Paceline does not run; or an adapter.
     """
     try:
         header = read_header(path, size)
     except HeadIncomplete:
         return False
+    if header.text("general.architecture") in ENCODERS:
+        return True  # it is checked once it is whole
     if (header.integer("split.count") or 1) == 1:
         # Whether its rope factors are known ones is seen once they are here.
         spec = spec_from_gguf(header, {})

@@ -93,6 +93,23 @@ class GgufHeader(Fields):
             raise damaged(self.path, f"metadata {key} is not an array of numbers")
         return [item[0] for item in _SCALARS[value.kind].iter_unpack(self._read(value))]
 
+    def same_integer(self, key: str) -> int | None:
+        """An integer, or an array that repeats it (a number for each layer); None where the key is absent.
+
+        Raises:
+            ModelFileError: it is something else.
+            UnsupportedModel: the array's numbers differ.
+        """
+        if not isinstance(self.fields.get(key), ArrayRef):
+            return self.integer(key)
+        found = set(self.numbers(key) or ())
+        if len(found) > 1:
+            raise unsupported(self.path, f"{key} differs between layers")
+        value = next(iter(found), None)
+        if value is None or not float(value).is_integer():
+            raise damaged(self.path, f"metadata {key} is not a list of integers")
+        return int(value)
+
     def _read(self, array: ArrayRef) -> bytes:
         with reading(self.path), self.path.open("rb", buffering=0) as file:
             file.seek(array.start)

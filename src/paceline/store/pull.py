@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Final
 from paceline.core.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
 from paceline.core.files import nearest_folder, write_file
 from paceline.store import hub
-from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
+from paceline.store.catalog import MANIFEST, PART, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache, cached_sums
+from paceline.store.encoder_files import is_encoder, open_encoder_at
 from paceline.store.gguf_file import check_beginning
-from paceline.store.hf_folder import load_object, spec_from_config
+from paceline.store.hf_folder import CONFIG, ENCODERS, load_object, spec_from_config
 from paceline.store.home import Home, only_one, read_json_object
 from paceline.store.hub import fetch, part_of, verify
 from paceline.store.selection import HubRef, gguf_models, is_path, parse_ref
@@ -108,7 +109,7 @@ def _is_local(ref: str, hub_ref: HubRef, home: Home) -> bool:
 
 def _register(location: ModelLocation, home: Home) -> LocalModel:
     """Verify a model that is on this machine already, and list it under its file's or folder's name."""
-    open_model(str(location.path), home)
+    _check_opens(location.path, home)
     known = locations(home)
     if all(other.path != location.path for other in known):
         taken = next((other for other in known if other.name.lower() == location.name.lower()), None)
@@ -141,8 +142,8 @@ def _pull_listed(client: httpx.Client, listed: hub.Listed, home: Home, progress:
 
         if not _is_here(file, target, digests):
             part = fetch(client, file, target, advance, sleep)
-            if file.name == "config.json":
-                spec_from_config(load_object(part))
+            if file.name == CONFIG and (config := load_object(part)).text("model_type") not in ENCODERS:
+                spec_from_config(config)
             arrived.append((file, part))
         done += file.size
         progress(done, total)
@@ -168,9 +169,21 @@ def list_fetched(folder: Path, about: dict[str, object], files: dict[str, dict[s
     """
     first = next(iter(gguf_models(files)), None)
     path = folder if first is None else folder / first
-    open_model(str(path), home)
+    _check_opens(path, home)
     write_manifest(folder, about, files)
     return describe(next(location for location in locations(home) if location.path == path), home)
+
+
+def _check_opens(path: Path, home: Home) -> None:
+    """Open a model that writes text, or an encoder.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it can't be run.
+    """
+    if is_encoder(path):
+        open_encoder_at(path, home)
+    else:
+        open_model(str(path), home)
 
 
 class _HeadWatch:
@@ -297,7 +310,12 @@ def remove_model(ref: str, home: Home) -> Removed:
         ConfigError: it is no model of this home's list.
         FetchInProgress: it is being fetched.
     """
-    location = resolve(ref, home)
+    try:
+        location = resolve(ref, home)
+    except ModelNotFound:
+        if (part := _removed_in_part(ref, home)) is None:
+            raise
+        return part
     folder = home.models / location.name.partition(":")[0]
     entry = read_json_object(folder / MANIFEST)
     named = entry is not None and (entry.get("path") == str(location.path) or location.path.is_relative_to(folder))
@@ -323,9 +341,44 @@ def remove_model(ref: str, home: Home) -> Removed:
                 with suppress(OSError):  # others lie there
                     place.rmdir()
     if digest is not None and (part := home.partial / digest).is_dir():
-        freed += sum(file.lstat().st_blocks * 512 for file in part.rglob("*"))
-        shutil.rmtree(part, ignore_errors=True)
+        freed += _freed_with(part)
     return Removed(location, freed, kept)
+
+
+def _removed_in_part(ref: str, home: Home) -> Removed | None:
+    """Delete what is here of models that came only in part: layers of other machines' models, and what a pull left when it broke off.
+
+    Returns None if there is nothing of that name.
+    """
+    found: Removed | None = None
+    for note in sorted(home.partial.glob(f"*/{PART}")):
+        folder = note.parent
+        if str((read_json_object(note) or {}).get("name", "")).lower() != ref.lower():
+            continue
+        with only_one(folder.with_name(f"{folder.name}.lock"), ref):
+            freed = _freed_with(folder)
+        found = Removed(ModelLocation(ref, folder), freed + (found.freed_bytes if found else 0), kept=False)
+    hub_ref = None if is_path(ref) else parse_ref(ref)
+    if hub_ref is None or hub_ref.selector:
+        return found
+    named = (each for each in home.models.glob("*/*") if each.relative_to(home.models).as_posix().lower() == hub_ref.folder.lower())
+    folder = next(named, None)
+    if folder is None or not folder.resolve().is_relative_to(home.models.resolve()):
+        return found
+    if folder.is_dir() and not any(folder.rglob(MANIFEST)):
+        with folder_lock(folder.relative_to(home.models).as_posix(), home):
+            freed = _freed_with(folder)
+        with suppress(OSError):  # others lie there
+            folder.parent.rmdir()
+        return Removed(ModelLocation(ref, folder), freed + (found.freed_bytes if found else 0), kept=False)
+    return found
+
+
+def _freed_with(folder: Path) -> int:
+    """Delete a folder; return the bytes that came free."""
+    n_bytes = sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
+    shutil.rmtree(folder, ignore_errors=True)
+    return n_bytes
 
 
 def _files_of(location: ModelLocation, folder: Path, entry: dict[str, object]) -> list[Path]:

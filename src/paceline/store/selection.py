@@ -19,10 +19,9 @@ INDEX: Final = "model.safetensors.index.json"
 BESIDE: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/tool_use.jinja", "special_tokens_map.json",
-    INDEX, "modules.json",
+    INDEX, "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
-"""What lies beside safetensors and is part of the model. An encoder's modules.json says how it pools; what that names in folders is not fetched, and
-missed when the encoder is opened: without modules.json it would be pooled by the mean, whatever it was trained for."""
+"""Files next to safetensors that are part of the model. The last two say how an encoder pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,18 @@ def model_stem(name: str) -> str:
     return split["stem"] if split is not None else name.rpartition(".")[0] or name
 
 
-def choose_gguf(where: str, names: Iterable[str], selector: str | None) -> list[str]:
+def whole_name(first: str) -> str:
+    """Return the file name of a GGUF model, without its folder and without the part's number of a split one."""
+    return f"{model_stem(first)}.gguf".rpartition("/")[2] if _SPLIT.match(first) else first.rpartition("/")[2]
+
+
+def choose_gguf(where: str, names: Iterable[str], selector: str | None, *, is_path: bool = False) -> list[str]:
     """The files of the one GGUF model meant, its first file first.
 
     Args:
         where: what the names are of, for errors.
         selector: a file's name or path, or a part of it such as `Q4_1`, in any case; None where only one can be meant.
+        is_path: `where` is a path, whose files are named by their own paths.
 
     Raises:
         ModelNotFound: none or several match.
@@ -94,14 +99,19 @@ def choose_gguf(where: str, names: Iterable[str], selector: str | None) -> list[
         fits = list(models)
     else:
         asked = selector.lower()
-        exact = [first for first in models if asked in {first.lower(), first.lower().rpartition("/")[2]}]
+        exact = [first for first in models if asked in {first.lower(), first.lower().rpartition("/")[2], whole_name(first).lower()}]
         fits = exact or [first for first in models if asked in re.split(r"[-./]", first.lower())]
         fits = fits or [first for first in models if asked in first.lower()]
     if len(fits) == 1:
         return models[fits[0]]
     listed = ", ".join(first.rpartition("/")[2] for first in (fits or models)) or "none"
     problem = f"{len(fits)} GGUF files" if selector is None else f"{len(fits)} GGUF files that match {selector!r}"
-    raise ModelNotFound(f"{where} has {problem}", f"Name one after a colon, as in org/name:file. There are: {listed}")
+    how = (
+        f"Name one by its path, as in {where.rstrip('/')}/{next(iter(models), 'model.gguf')}"
+        if is_path
+        else "Name one after a colon, as in org/name:file"
+    )
+    raise ModelNotFound(f"{where} has {problem}", f"{how}. There are: {listed}")
 
 
 def choose_files(where: str, names: Sequence[str], selector: str | None) -> list[str]:

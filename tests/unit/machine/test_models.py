@@ -285,14 +285,48 @@ def test_unloading_waits_for_answers_and_is_refused_where_they_do_not_end(home: 
             assert loaded(models) == {"a"}
             unloading = asyncio.create_task(models.unload("a:latest", BOUND_S))
             await until(lambda: models.in_use()[0].state == "unloading")
-            with pytest.raises(ModelAway):
-                await tokens(asked(models, "a"))
+            late = [asyncio.create_task(tokens(asked(models, "a", 200))) for _ in range(2)]
             assert got + await tokens(stream) == whole
             await unloading
+            assert [await each for each in late] == [whole] * 2
+            await models.unload("a", 0.0)
             assert loaded(models) == set()
             assert await tokens(asked(models, "a", 200)) == whole
             with pytest.raises(UnknownModel):
                 await models.unload("b", 0.0)
+
+    run(work())
+
+
+def test_a_request_that_meets_an_unload_is_refused_where_nothing_is_loaded_on_demand(home: Home) -> None:
+    async def work() -> None:
+        async with models_of(home, on_demand=False) as models:
+            await models.load("a")
+            stream = asked(models, "a", 200)
+            await anext(stream)
+            unloading = asyncio.create_task(models.unload("a", BOUND_S))
+            await until(lambda: models.in_use()[0].state == "unloading")
+            with pytest.raises(ModelAway):
+                await tokens(asked(models, "a"))
+            await drain(stream)
+            await unloading
+
+    run(work())
+
+
+def test_a_request_that_waits_for_an_unload_goes_on_where_the_model_stays(home: Home) -> None:
+    async def work() -> None:
+        async with models_of(home) as models:
+            whole = await tokens(asked(models, "a", 200))
+            stream = asked(models, "a", 200)
+            first = await anext(stream)
+            unloading = asyncio.create_task(models.unload("a", 0.0))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(tokens(asked(models, "a", 200)))
+            with pytest.raises(Overloaded):
+                await unloading
+            assert await late == whole
+            assert [token for token in first for token in token.token_ids] + await tokens(stream) == whole
 
     run(work())
 

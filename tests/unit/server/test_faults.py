@@ -18,7 +18,7 @@ from paceline.core.errors import (
     UserError,
     VocabularyMismatch,
 )
-from paceline.server.faults import Api, Fault, Refusal, fault_of_error, fault_of_mistake
+from paceline.server.faults import Api, Fault, Refusal, api_of, fault_of_error, fault_of_mistake
 from paceline.server.fields import read_body
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 
@@ -97,3 +97,18 @@ def test_what_does_not_fit_a_body_is_said_in_our_words(kind: type[CompletionRequ
     with pytest.raises(Refusal) as refused:
         read_body(kind, orjson.dumps(body))
     assert refused.value.fault.message == says
+
+
+@pytest.mark.parametrize(
+    ("path", "inner", "outer"),
+    [
+        ("/v1/responses", "response_format.json_schema.schema.items", "text.format.schema.items"),
+        ("/v1/responses", "response_format", "text.format"),
+        ("/v1/responses", "text.format", "text.format"),
+        ("/v1/responses/input_tokens", "tools[1].function.parameters.items", "tools[1].parameters.items"),
+        ("/v1/chat/completions", "response_format.json_schema.schema", "response_format.json_schema.schema"),
+    ],
+)
+def test_a_refusal_after_a_request_was_read_names_the_fields_of_its_api(path: str, inner: str, outer: str) -> None:
+    said = orjson.loads(Fault(400, f"{inner}: can't be followed", param=inner).body(api_of(path)))["error"]
+    assert (said["param"], said["message"]) == (outer, f"{outer}: can't be followed")

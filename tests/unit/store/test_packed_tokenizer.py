@@ -91,6 +91,16 @@ def test_a_chat_to_go_on_with_ends_behind_its_last_content(bundled: ModelTokeniz
         assert bounded.render_chat([TURN, {"role": "assistant", "content": content}], given=given) == ids
 
 
+def test_a_chat_without_the_beginning_of_an_answer(bundled: ModelTokenizer) -> None:
+    whole, alone = (bundled.render_chat([TURN], given=Given(begins_turn=begins)) for begins in (True, False))
+    begun = b"".join(map(bundled.token_bytes, whole[len(alone) :])).decode()
+    assert whole[: len(alone)] == alone
+    assert "assistant" in begun
+    with closing(BoundedTokenizer(bundled)) as bounded:
+        assert bounded.render_chat([TURN], given=Given(begins_turn=False)) == alone
+        assert bounded.render_chat([TURN]) == whole
+
+
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "data" / "templates").glob("*.jinja")), ids=lambda path: path.stem)
 def test_families_templates_show_the_end_of_the_last_message(bundled: ModelTokenizer, path: Path) -> None:
     template = ChatTemplate(path, path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})

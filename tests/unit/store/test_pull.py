@@ -15,13 +15,16 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from tests.fakes.seeded_encoders import write_encoder
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, UnsupportedModel
+from paceline.core.weights import Pooling
 from paceline.store import hub
 from paceline.store import hub as download
 from paceline.store import pull as pulling
 from paceline.store.catalog import MANIFEST, list_models, open_model
 from paceline.store.digests import DigestCache
+from paceline.store.encoder_files import open_encoder_at
 from paceline.store.home import Home
 from paceline.store.pull import pull
 
@@ -358,6 +361,17 @@ def test_a_folder_of_safetensors(server: Hub, pull_tiny: Any, make_folder: Any, 
     assert (model.format, model.family) == ("safetensors F32", "llama")
     assert open_model("org/tiny", home).weights.digest == model.digest
     assert {file.name for file in (home.models / "org/tiny").iterdir()} == {*(file.name for file in folder.iterdir()), MANIFEST}
+
+
+def test_an_encoder_comes_with_its_pooling(server: Hub, pull_tiny: Any, home: Home, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "made", pooling=Pooling.CLS, modules=True)
+    server.files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    model = pull_tiny()
+    assert (model.name, model.path) == ("org/tiny", home.models / "org/tiny")
+    assert open_encoder_at(model.path, home).tensors.spec.pooling is Pooling.CLS
+    server.files["1_Pooling/config.json"] = b'{"pooling_mode_max_tokens": true}'
+    with pytest.raises(UnsupportedModel, match="max_tokens"):
+        pull_tiny()
 
 
 def test_a_family_that_can_not_run_is_found_before_its_weights_come(server: Hub, pull_tiny: Any, make_folder: Any, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.fakes.seeded_models import TINY, write_folder, write_gguf
 
-from paceline.core.errors import ConfigError, FetchInProgress, ModelNotFound
-from paceline.store.catalog import MANIFEST, locations, open_model
-from paceline.store.home import Home
+from paceline.core.errors import ConfigError, FetchInProgress, ModelFileError, ModelNotFound
+from paceline.store.catalog import MANIFEST, PART, locations, open_model
+from paceline.store.home import Home, only_one
 from paceline.store.pull import folder_lock, remove_model
 
 
@@ -96,3 +96,35 @@ def test_one_that_is_being_pulled_is_refused(home: Home) -> None:
     with folder_lock("org/one", home), pytest.raises(FetchInProgress):
         remove_model("org/one", home)
     assert names(home) == {"org/one"}
+
+
+@pytest.mark.parametrize("kind", ["layers", "broken pull", "both"])
+def test_a_model_that_is_here_in_part_goes(home: Home, kind: str) -> None:
+    pulled(home, "org/other", "other.gguf")
+    stays = held(home)
+    if kind != "broken pull":
+        layers = home.partial / ("a" * 64)
+        layers.mkdir(parents=True)
+        (layers / PART).write_text(json.dumps({"name": "org/one", "held": {}}))
+        (layers / "one.gguf").write_bytes(bytes(8192))
+    if kind != "layers":
+        (home.models / "org/one").mkdir()
+        (home.models / "org/one" / "one.gguf.0123.part").write_bytes(bytes(8192))
+    removed = remove_model("ORG/one", home)
+    assert not removed.kept
+    assert removed.freed_bytes >= 8192
+    assert held(home) == stays
+    with pytest.raises(ModelNotFound):
+        remove_model("org/one", home)
+
+
+def test_layers_that_are_being_fetched_stay(home: Home) -> None:
+    layers = home.partial / ("a" * 64)
+    layers.mkdir(parents=True)
+    (layers / PART).write_text(json.dumps({"name": "org/one", "held": {}}))
+    with only_one(layers.with_name(f"{layers.name}.lock"), "org/one"), pytest.raises(FetchInProgress):
+        remove_model("org/one", home)
+    assert layers.exists()
+    for name in ("org", "../models", "org/..", "."):
+        with pytest.raises((ModelNotFound, ConfigError, ModelFileError)):
+            remove_model(name, home)

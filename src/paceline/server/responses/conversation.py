@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest
-from paceline.server.faults import own_field, rename_field
+from paceline.server.faults import OWN_NAMES, Api, own_field, rename_field
 from paceline.server.fields import inner_request
 from paceline.server.messages import CalledFunction, Function, MediaPart, Message, TextPart, Tool, ToolCall, joined
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
@@ -374,15 +374,7 @@ def _named(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    ".function.parameters": ".parameters",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-}
+NAMES = OWN_NAMES[Api.RESPONSES]
 """What this API calls a chat's fields."""
 _OF_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
