@@ -437,10 +437,9 @@ def run_unload(name: str, wait_s: float) -> None:
 def run_rm(ref: str) -> None:
     """Delete a pulled model from the disk; raises UserError where it is loaded, or was not pulled."""
     home = Home.from_environment()
-    try:
+    path = ""  # of a model that is here in part
+    with suppress(ModelNotFound):
         path = str(resolve(ref, home).path)
-    except ModelNotFound:
-        path = ""  # it may be here in part
     for one in running(home):
         for use in _in_use(one):
             if use["path"] == path or (use["state"] == "loading" and use["name"] == ref):

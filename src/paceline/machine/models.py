@@ -19,10 +19,11 @@ from paceline.backends.memory import free_what_failed, free_what_was_frozen
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, ExecutorUnavailable, ModelAway, NodeStopping, OutOfMemory, Overloaded, UnknownModel, UserError
-from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.generation import GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
 from paceline.core.model import LayerRange, ModelRef
 from paceline.core.stats import EngineStats
+from paceline.machine.answer_once_loaded import AnswerOnceLoaded
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel, ModelUse, bound_beside, make_room
 from paceline.machine.settings import MemoryBound, NodeSettings
@@ -110,7 +111,7 @@ class Models(Generic[Hosted]):
         Raises:
             NoRoom, ExecutorUnavailable, ModelAway: it can't be loaded, before the first item.
         """
-        return _Asked(self, model, request)
+        return AnswerOnceLoaded(self.host_of, model, request)
 
     def stats(self) -> EngineStats:
         """Of all engines together, and the counters of those that are gone."""
@@ -481,33 +482,6 @@ class Models(Generic[Hosted]):
             fingerprint_of(ModelRef(digest, setup.weights), ""),  # what its kernels compute is known once it is loaded
             facts,
         )
-
-
-class _Asked:
-    """One request, for a model that may have to be loaded first. Costs its items a call."""
-
-    def __init__(self, models: Models[Hosted], name: str, request: GenerationRequest) -> None:
-        self._models, self._name, self._request = models, name, request
-        self._stream: ChunkStream | None = None
-        self._closed = False
-
-    def __aiter__(self) -> _Asked:
-        return self
-
-    def __anext__(self) -> Awaitable[Sequence[GenerationChunk]]:
-        return self._begin() if self._stream is None else self._stream.__anext__()
-
-    async def _begin(self) -> Sequence[GenerationChunk]:
-        if self._closed:
-            raise StopAsyncIteration
-        host = await self._models.host_of(self._name)
-        self._stream = host.generate(self._name, self._request)
-        return await self._stream.__anext__()
-
-    async def aclose(self) -> None:
-        self._closed = True
-        if self._stream is not None:
-            await self._stream.aclose()
 
 
 def _load_failed(name: str, error: UserError) -> ExecutorUnavailable:

@@ -61,6 +61,21 @@ def encoder_alone(path: Path) -> UnsupportedModel:
     )
 
 
+def quantised(folder: Path, scheme: Fields | None) -> UnsupportedModel:
+    """Return the error for weights that another program quantised (AWQ, GPTQ, FP8, bitsandbytes, MLX and others).
+
+    Args:
+        scheme: the folder's `quantization_config`.
+    """
+    fields = {} if scheme is None else scheme.fields
+    method = fields.get("quant_method")
+    name = printable(method).upper() if isinstance(method, str) else "MLX" if "group_size" in fields else "no method is named"
+    return UnsupportedModel(
+        f"{folder}: its weights are quantised (quantization_config: {name}), and Paceline does not read that",
+        "Use a GGUF file of the model, or the folder with its original weights (bf16, fp16 or fp32)",
+    )
+
+
 def unreadable(path: Path, error: OSError) -> ModelFileError:
     """The operating system would not give the file's bytes."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")

@@ -16,13 +16,12 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.errors import ModelFileError
 from paceline.core.model import Activation, LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
-from paceline.core.text import printable
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, scaled_by_depth
-from paceline.store.faults import Fields, check_not_pointer, damaged, encoder_alone, reading, unsupported
+from paceline.store.faults import Fields, check_not_pointer, damaged, encoder_alone, quantised, reading, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.stacked_experts import unstacked
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
@@ -134,7 +133,7 @@ def _spec(config: JsonObject) -> ModelSpec:
     for field in _UNUSED_BY_DEFAULT:
         if config.fields.get(field) and not _is_known(config, kind, field):
             if field == "quantization_config":
-                raise _quantised(config)
+                raise quantised(config.path.parent, config.child("quantization_config"))
             raise unsupported(config.path, f"{field} is set")
     for field, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         if kind.activation is Activation.CLAMPED and config.number(field) not in {None, value}:
@@ -181,18 +180,6 @@ def _spec(config: JsonObject) -> ModelSpec:
     )
     check_sizes(config.path, spec)
     return spec
-
-
-def _quantised(config: JsonObject) -> UnsupportedModel:
-    """The error for weights that another program quantised (AWQ, GPTQ, FP8, bitsandbytes, MLX and others)."""
-    scheme = config.child("quantization_config")
-    fields = {} if scheme is None else scheme.fields
-    method = fields.get("quant_method")
-    name = printable(method).upper() if isinstance(method, str) else "MLX" if "group_size" in fields else "no method is named"
-    return UnsupportedModel(
-        f"{config.path.parent}: its weights are quantised (quantization_config: {name}), and Paceline does not read that",
-        "Use a GGUF file of the model, or the folder with its original weights (bf16, fp16 or fp32)",
-    )
 
 
 def _is_known(config: JsonObject, kind: Family, field: str) -> bool:

@@ -160,9 +160,13 @@ def _template_sources(folder: Path, settings: JsonObject) -> dict[str, str]:
     return (_named_templates(settings) or _named_templates(_optional(folder / _TEMPLATE_JSON))) | found
 
 
+_MOST_IDS: Final = 1 << 32
+"""The library raises OverflowError for an id beyond."""
+
+
 def _named(encoder: Encoder, ends: Iterable[int], special: Mapping[str, str]) -> set[str]:
     """Return the tokens that a model's files name."""
-    return {*special.values(), *(name for i in ends if i >= 0 and (name := encoder.id_to_token(i)) is not None)}
+    return {*special.values(), *(name for i in ends if 0 <= i < _MOST_IDS and (name := encoder.id_to_token(i)) is not None)}
 
 
 def _named_templates(settings: JsonObject) -> dict[str, str]:
