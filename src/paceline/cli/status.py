@@ -121,7 +121,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
 def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
     """What is worth showing anew: anything but the passing of time."""
     return (
-        [(one.url, one.state, one.models, one.requests, one.running, one.waiting) for one in endpoints],
+        [(one.url, one.state, one.models, one.requests, one.running, one.waiting, one.reading_tokens_read) for one in endpoints],
         [
             (
                 each.sight.view.cards,
