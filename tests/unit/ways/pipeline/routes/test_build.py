@@ -138,4 +138,4 @@ def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch:
 
 def test_who_may_hold_no_layers_of_its_own_pipeline_is_given_none() -> None:
     asked = PipelineOrder(PipelineSettings(allow_self_as_shard=False))
-    assert request_of(asked, "m", "", NodeId("me"), 4096).orchestrator_layers == 0
+    assert request_of(asked, "m", "", NodeId("me"), (9, 9)).orchestrator_layers == 0
