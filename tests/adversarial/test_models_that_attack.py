@@ -284,15 +284,15 @@ def test_row_51_an_answer_commands_no_terminal_whatever_its_pieces() -> None:
 
 
 def test_row_51_a_chat_shows_what_a_model_says_and_no_more(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer() -> Generator[str, None, bool]:
+    def answer(*_: object, **__: object) -> Generator[str, None, bool]:
         yield from ESCAPES
         return False
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    _write(answer(), _show_plain)
+    _write(answer, [], _show_plain)
     assert capsys.readouterr().out == shown(ESCAPES)
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    _write(answer(), _show_plain)
+    _write(answer, [], _show_plain)
     assert capsys.readouterr().out == ESCAPES  # a file gets all of it
 
 

@@ -16,7 +16,7 @@ from paceline.bench.fleet import BenchNode, LocalFleet
 from paceline.bench.pipeline import PipelineBenchPlan
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import PROMPT_PROGRESS, GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.fleet.plan import Objective, Pin
 from paceline.machine.build import build_engine
@@ -234,7 +234,7 @@ def answer(
     arrivals: dict[RequestId, list[float]] = {request.request_id: [] for request in asked}
     killed_s: float | None = None
     for now_s, chunks in steps(engine, asked, clock):
-        if not seen.replayed and any(chunk.notices for chunk in chunks):
+        if not seen.replayed and any(notice.kind != PROMPT_PROGRESS for chunk in chunks for notice in chunk.notices):
             seen.replayed = [
                 (*request.prompt_ids, *seen.tokens[request.request_id])
                 for request in asked

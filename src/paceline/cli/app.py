@@ -402,17 +402,19 @@ def plan(
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
     from paceline.cli.plan import fleet_view, run_plan
-    from paceline.fleet.plan import PlanRequest
     from paceline.machine.config_file import read_pipeline_settings
-    from paceline.node.ways import as_configured, parse_pin, parse_ways
+    from paceline.node.ways import parse_pin, parse_ways, plan_request
     from paceline.store.home import Home
+    from paceline.ways.pipeline.routes.build import PipelineOrder
 
-    request = PlanRequest(
-        *(model, weights, prompt_tokens, answer_tokens, parse_ways(ways), tuple(map(parse_pin, pin or ()))),
+    settings = read_pipeline_settings(Home.from_environment()).overridden(allow_unlike=allow_unlike)
+    request = plan_request(
+        *(PipelineOrder(settings, tuple(map(parse_pin, pin or ()))), model, weights),
+        lengths=(prompt_tokens, answer_tokens),
+        ways=parse_ways(ways),
         proposer=None if pin_draft is None else NodeId(pin_draft),
     )
-    settings = read_pipeline_settings(Home.from_environment()).overridden(allow_unlike=allow_unlike)
-    run_plan(as_configured(request, settings), fleet_view(), as_json=as_json)
+    run_plan(request, fleet_view(), as_json=as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

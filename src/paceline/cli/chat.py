@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -27,6 +28,7 @@ from paceline.cli.endpoint import EndpointClient
 from paceline.cli.running import RunningEndpoint, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, print_lines, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
+from paceline.core.generation import PromptReading
 from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
@@ -47,8 +49,12 @@ LOOK_S = 0.5
 """Between two looks whether an endpoint has started."""
 
 Message = dict[str, str]
-Say = Callable[[list[Message]], Generator[str, None, bool]]
-"""Streams an answer's text; returns whether the context cut it."""
+
+
+class Say(Protocol):
+    """Streams an answer's text; returns whether the context cut it."""
+
+    def __call__(self, messages: list[Message], *, on_reading: Callable[[PromptReading], object]) -> Generator[str, None, bool]: ...
 
 
 def run_chat(
@@ -77,7 +83,7 @@ def run_chat(
     def converse(name: str, say: Say) -> None:
         opening: list[Message] = [{"role": "system", "content": system}] if system else []
         if once is not None:
-            _write(say([*opening, {"role": "user", "content": once}]), _show_plain)
+            _write(say, [*opening, {"role": "user", "content": once}], _show_plain)
             print()
             return
         console = Terminal()
@@ -206,7 +212,7 @@ class _Conversation:
         cut = False
         try:
             with untyped():
-                cut = _write(self._say(asked), show)
+                cut = _write(self._say, asked, show)
         except KeyboardInterrupt:
             print(wrap.end(), end="")
             self._console.print(" [dim](stopped)[/]", end="")
@@ -222,14 +228,44 @@ class _Conversation:
             self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _write(texts: Generator[str, None, bool], show: Callable[[str], object]) -> bool:
+class ReadingLine:
+    """A line on the terminal that says how far the prompt is read. The answer's first text takes its place."""
+
+    def __init__(self) -> None:
+        self._is_over, self._is_shown = not sys.stderr.isatty(), False
+
+    def show(self, reading: PromptReading) -> None:
+        """Write the line, in place of the one before. Does nothing once `close` was called, or if standard error is no terminal."""
+        if not self._is_over:
+            self._is_shown = True
+            share = reading.tokens_read / max(1, reading.tokens)
+            self._write(f"(reading the prompt: {reading.tokens_read} of {reading.tokens} tokens, {share:.0%})")
+
+    def close(self) -> None:
+        """Remove the line for good. Idempotent."""
+        if self._is_shown:
+            self._write("")
+        self._is_over, self._is_shown = True, False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"{_LINE_AGAIN}{text}")
+        sys.stderr.flush()
+
+
+_LINE_AGAIN = "\r\x1b[2K"
+"""Clears the terminal's line and goes back to its beginning."""
+
+
+def _write(say: Say, messages: list[Message], show: Callable[[str], object]) -> bool:
     """Show an answer as it comes: not through rich, so unstyled. Returns whether the context cut it."""
-    with closing(texts):
+    line = ReadingLine()
+    with closing(say(messages, on_reading=line.show)) as texts, closing(line):
         while True:
             try:
                 text = next(texts)
             except StopIteration as end:
                 return bool(end.value)
+            line.close()
             show(text)
             sys.stdout.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
@@ -16,7 +16,7 @@ from uuid import uuid4
 import httpx
 
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, PromptReading
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.text import NOTHING_GIVEN, printable
@@ -91,8 +91,12 @@ class EndpointClient:
         temperature: float | None,
         seed: int | None,
         max_tokens: int | None = None,
+        on_reading: Callable[[PromptReading], object] = lambda _: None,
     ) -> Generator[str, None, bool]:
         """Stream the answer's text; returns whether it was cut for want of room. Closing the generator hangs up, which ends the generation.
+
+        Args:
+            on_reading: called now and then while a long prompt is read.
 
         Raises:
             EndpointError: it can't be reached, refused, or the answer broke off.
@@ -107,13 +111,15 @@ class EndpointClient:
                 if response.is_error:
                     response.read()
                 self._check(response)
-                return (yield from self._texts(response))
+                return (yield from self._texts(response, on_reading))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
 
-    def _texts(self, response: httpx.Response) -> Generator[str, None, bool]:
+    def _texts(self, response: httpx.Response, on_reading: Callable[[PromptReading], object]) -> Generator[str, None, bool]:
         cut = False
         for line in response.iter_lines():
+            if (reading := PromptReading.of_comment(line)) is not None:
+                on_reading(reading)
             if not line.startswith("data: "):
                 continue
             data = line.removeprefix("data: ")
@@ -180,8 +186,18 @@ class LocalChat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._runner.close()
 
-    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float | None, seed: int | None) -> Generator[str, None, bool]:
+    def say(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        temperature: float | None,
+        seed: int | None,
+        on_reading: Callable[[PromptReading], object] = lambda _: None,
+    ) -> Generator[str, None, bool]:
         """Stream the answer's text; returns whether it was cut for want of room. Closing the generator ends the generation.
+
+        Args:
+            on_reading: called now and then while a long prompt is read.
 
         Raises:
             ContextOverflow: the conversation has outgrown the context.
@@ -207,6 +223,8 @@ class LocalChat:
         try:
             while (chunks := self._runner.run(_next(stream))) is not None:
                 for chunk in chunks:
+                    for reading in filter(None, map(PromptReading.of_notice, chunk.notices)):
+                        on_reading(reading)
                     if chunk.finish_reason is FinishReason.ERROR:
                         raise PacelineError(chunk.error or "The generation failed")
                     cut = cut or chunk.finish_reason is FinishReason.LENGTH

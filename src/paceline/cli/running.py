@@ -167,6 +167,8 @@ GONE, STARTING = "gone", "starting"
 _FIGURES = {
     "paceline_requests_running": "running",
     "paceline_requests_waiting": "waiting",
+    "paceline_reading_tokens": "reading",
+    "paceline_reading_tokens_read": "reading_read",
     "paceline_generated_tokens_total": "tokens",
     "paceline_kv_blocks_total": "blocks",
     "paceline_kv_blocks_used": "used",
@@ -256,6 +258,10 @@ class EndpointLoad:
     running: int | None = None
     """Sequences that this process itself runs, for its clients or for other machines'; so are all figures below."""
     waiting: int | None = None
+    reading_tokens_read: int | None = None
+    """Tokens that were read of the prompts being read now..."""
+    reading_tokens: int | None = None
+    """...and all of their tokens."""
     tokens_per_s: float | None = None
     kv_used: float | None = None
     """Share of the KV blocks that live answers hold."""
@@ -296,6 +302,7 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
             lines.append(f"  its clients: {counted(one.requests, 'request')} under way{rate}")
         if one.running is not None:
             parts = [f"{one.running} running", f"{one.waiting} waiting"]
+            parts += [f"{one.reading_tokens_read} of {one.reading_tokens} prompt tokens read"] if one.reading_tokens else []
             parts += [] if one.tokens_per_s is None else [f"{one.tokens_per_s:.0f} tokens/s"]
             parts += [] if one.kv_used is None else [f"{one.kv_used:.0%} of KV in use"]
             parts += [] if one.memory_bytes is None else [human(one.memory_bytes)]
@@ -336,6 +343,8 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         client_tokens_per_s=rate("first_tokens", "later_tokens"),
         running=int(last["running"]),
         waiting=int(last["waiting"]),
+        reading_tokens_read=int(last["reading_read"]),
+        reading_tokens=int(last["reading"]),
         tokens_per_s=rate("tokens"),
         kv_used=last["used"] / last["blocks"] if last["blocks"] else None,
         memory_bytes=int(last["memory"]) or None,

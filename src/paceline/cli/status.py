@@ -19,14 +19,14 @@ from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
-from paceline.fleet.plan import PlanRequest
 from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
 from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
-from paceline.node.ways import as_configured, plan
+from paceline.node.ways import plan, plan_request
 from paceline.store.home import Home
 from paceline.ways.draft.sources import FLEET
+from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.routes.fleet_access import typical_request
 
 WATCH_S = 1.0
@@ -121,7 +121,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
 def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
     """What is worth showing anew: anything but the passing of time."""
     return (
-        [(one.url, one.state, one.models, one.requests, one.running, one.waiting) for one in endpoints],
+        [(one.url, one.state, one.models, one.requests, one.running, one.waiting, one.reading_tokens_read) for one in endpoints],
         [
             (
                 each.sight.view.cards,
@@ -261,7 +261,7 @@ def _plans(looked: Looked) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for name in sorted(context.keys() - {name for name, _ in looked.sight.plans}):
         try:
-            request = as_configured(PlanRequest(name, "", *typical_request(context[name])), settings)
+            request = plan_request(PipelineOrder(settings), name, lengths=typical_request(context[name]))
             lines.append((name, headline(plan(cards, request, trust).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))

@@ -6,6 +6,7 @@ Which sampling parameters are taken stands in one table for the API, for request
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -156,6 +157,8 @@ LOCAL_FALLBACK = "local_fallback"
 """The notice that one machine goes on with what others ran with it."""
 KV_TRANSFER = "kv_transfer"
 """The notice of how it ended that another node was to compute a prompt."""
+PROMPT_PROGRESS = "prompt_progress"
+"""The notice of how far a prompt is read: `tokens_read` of `tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +166,39 @@ class Notice:
     """Something that happened to an answer and is no part of it, for clients that ask: a machine was lost, another took over."""
 
     kind: str
-    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`."""
+    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `prompt_progress`."""
     detail: Mapping[str, str | int | float]
+
+
+_PROMPT_COMMENT = re.compile(r": prompt: (\d+) of (\d+) tokens read")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReading:
+    """How far a prompt is read, in tokens."""
+
+    tokens_read: int
+    tokens: int
+
+    def comment(self) -> bytes:
+        """Return it as a comment in a stream of server-sent events."""
+        return b": prompt: %d of %d tokens read\n\n" % (self.tokens_read, self.tokens)
+
+    @classmethod
+    def of_comment(cls, line: str) -> PromptReading | None:
+        """Read a line of a stream; None: it is not such a comment."""
+        found = _PROMPT_COMMENT.fullmatch(line)
+        return None if found is None else cls(int(found[1]), int(found[2]))
+
+    @classmethod
+    def of_notice(cls, notice: Notice) -> PromptReading | None:
+        """Read a notice, which another node may have written; None: it tells something else."""
+        counts = notice.detail.get("tokens_read"), notice.detail.get("tokens")
+        match counts:
+            case (int(tokens_read), int(tokens)) if notice.kind == PROMPT_PROGRESS and 0 <= tokens_read <= tokens:
+                return cls(tokens_read, tokens)
+            case _:
+                return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ class EngineStats:
     """KV blocks that were kept elsewhere, or were to be, by what became of them."""
     kept_bytes: int = 0
     """What is kept there now, of all models."""
+    reading_tokens_read: int = 0
+    """Tokens that were read of the prompts being read now..."""
+    reading_tokens: int = 0
+    """...and all of their tokens."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
@@ -83,7 +87,8 @@ class EngineStats:
     @property
     def ended(self) -> EngineStats:
         """What stays of it once the engine is gone: the counters."""
-        gauges = dict.fromkeys(("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight", "kept_bytes"), 0)
+        now = ("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight", "kept_bytes")
+        gauges = dict.fromkeys((*now, "reading_tokens_read", "reading_tokens"), 0)
         return replace(self, **gauges, max_context=None, steps_expected_s=0.0, drafts_off=False)
 
 

@@ -26,6 +26,7 @@ from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.executor import Executor, SequenceStep, StepOutput
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.kv_source import KvLoans, KvSource
+from paceline.engine.prompt_progress import PromptProgress
 from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import PlannedBatch, SequenceState, TextStream, carry_on, gain_of, score_rows
@@ -81,6 +82,7 @@ class Engine:
         self._told_at, self._step_seconds, self._prefill_per_s = 0, dict[int, float](), 0.0
         """Of costs, as they were after so many steps."""
         self._times = StepTimes(costs, clock)
+        self._prompts = PromptProgress(clock)
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
@@ -149,6 +151,7 @@ class Engine:
             self._scheduler.add(seq)
             if self._drafts:
                 self._drafting.begin(seq)
+        self._prompts.begin(sequences[0])
         self._live[request.request_id] = sequences
         self._n_live += len(sequences)
         self._prompt_tokens += len(request.prompt_ids)
@@ -238,6 +241,7 @@ class Engine:
         scheduler, pool, compared = self._scheduler, self._scheduler.pool, self._drafting.compared
         if self._steps >= self._told_at + TOLD_EVERY:
             self._told_at, self._step_seconds, self._prefill_per_s = self._steps, self._costs.seen_seconds(), self._costs.seen_prefill()
+        prompts_read, prompts_reading = self._prompts.totals()
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
@@ -252,6 +256,8 @@ class Engine:
             kept_bytes=0 if self._kv is None else self._kv.kept_bytes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            reading_tokens_read=prompts_read,
+            reading_tokens=prompts_reading,
             preemptions=scheduler.preemptions,
             steps=self._steps,
             steps_in_flight=len(self._in_flight),
@@ -375,6 +381,7 @@ class Engine:
                 chunks += self._scored(seq, step, drawn[own][:n_scores])
             if own.stop - own.start > n_scores and seq.is_live:
                 chunks.append(self._advance(seq, drawn[own][n_scores:]))
+        chunks += self._prompts.collected(zip(planned.sequences, steps, strict=True))
         self._scheduler.collected(planned)
 
     def _scored(self, seq: SequenceState, step: SequenceStep, drawn: Sequence[Drawn | DrawFailed]) -> list[GenerationChunk]:
@@ -391,6 +398,7 @@ class Engine:
     def _advance(self, seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> GenerationChunk:
         """What a sequence's rows gave, and its end if that was it."""
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
+        self._prompts.end(seq)
         gain = gain_of(seq, drawn)
         token_ids, reason = tuple(gain.token_ids), gain.finish_reason
         self._generated_tokens += len(token_ids)
@@ -419,6 +427,7 @@ class Engine:
     def _forget(self, seq: SequenceState, reason: FinishReason) -> None:
         self._scheduler.end(seq, failed=reason is FinishReason.ERROR)
         self._drafting.end(seq)
+        self._prompts.end(seq)
         self._finished[reason.value] += 1
         self._n_live -= 1
         siblings = self._live[seq.request.request_id]

@@ -161,6 +161,7 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
         for card in cards.values()
         for offer in card.models
         if offer.role in {Role.VERIFIER, Role.SHARD} and offer.shard is None and _is_sound(offer.shape)
+        if card.node_id == request.orchestrator or not _only_reads_prompts(card, offer)
     ]
     named = [(card, offer) for card, offer in layered if _is_named(offer, request.model)]
     digests = {offer.digest for _, offer in named if offer.digest}
@@ -175,6 +176,12 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
         formats = ", ".join(sorted({offer.weights for _, offer in found}))
         raise PlacementError(f"No machine offers {request.title} in {request.weights[:40]} weights", f"Offered: {formats}.")
     return wanted
+
+
+def _only_reads_prompts(card: NodeCard, offer: ModelOffer) -> bool:
+    """Return whether a machine computes prompts of the model for others, and answers none: its copies on the disk are then no reason to ask it."""
+    prefills = [each for each in card.models if each.role is Role.PREFILL]
+    return any(each.model_id == offer.model_id or (each.digest and each.digest == offer.digest) for each in prefills)
 
 
 def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) -> list[list[Machine]]:

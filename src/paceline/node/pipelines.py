@@ -152,17 +152,18 @@ async def _built_as_planned(
     wanted, asked = asked, _with_free_slots(whole, replace(asked, ways=asked.ways - tried))
     await whole.offer(location, None)
     made: Plan | None = None
-    if asked.ways - SPREAD:
+    if asked.ways - SPREAD or settings.tensor_on:
         try:
             plan_now = partial(plan_once_shown, access, location.name, settings, asked, clock, makes_way)
             if settings.draft_on is not None:  # it may come later than this node
                 plan_now = partial(plan_in_time, plan_now, access, location.name, asked.order.settings.search_seconds, clock, told.say)
             made = await asyncio.to_thread(plan_now)
         except ImpossiblePin:
-            raise
+            if not settings.tensor_on:  # ranks that were named are tried all the same: a load knows best what fits
+                raise
         except PlacementError as error:
             logger.info("no plan yet for %s: %s", location.name, error.message)
-        if made is None or made.chosen.way not in SPREAD:
+        if made is None or made.chosen.way not in SPREAD or settings.tensor_on:
             if made is not None:
                 told.say(f"Plan for {settings.model}: {in_words(made)}")
             try:
@@ -288,7 +289,7 @@ async def _build_spread(
         UserError: it can't be had, and why.
     """
     if chosen.way == TENSOR:
-        return await _build_here(whole, _as_ranks(settings, chosen), told)
+        return await _build_here(whole, settings if settings.tensor_on else _as_ranks(settings, chosen), told)
     own = chosen.stages[0].layers
     part = f"layers {own.words}" if len(own) else "embedding and head"
     pipelines = asked.order.settings

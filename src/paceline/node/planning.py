@@ -9,9 +9,9 @@ from paceline.core.clock import Clock
 from paceline.fleet.card import Device, NodeCard
 from paceline.fleet.plan import Choice, Plan, PlannedStage, Way
 from paceline.machine.settings import NodeSettings
-from paceline.node.ways import SPREAD, plan
-from paceline.ways.pipeline.routes.build import PipelineOrder, check_layers, request_of
-from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
+from paceline.node.ways import SPREAD, plan, plan_request
+from paceline.ways.pipeline.routes.build import PipelineOrder, check_layers
+from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess, typical_request
 
 SHOWN_S = 5.0
 """Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""
@@ -72,10 +72,13 @@ def plan_here(
     for shape in shapes:
         check_layers(asked.order, name, shape.n_layers)
     context = settings.context or min((shape.max_context for shape in shapes), default=1 << 31)
-    request = replace(
-        request_of(asked.order, name, settings.weights or "", access.node_id, context),
+    request = plan_request(
+        *(asked.order, name, settings.weights or ""),
+        own=access.node_id,
+        lengths=typical_request(context),
         ways=asked.ways,
         proposer=settings.draft_on,
+        ranks_on=settings.tensor_on,
         draft_model=asked.draft_model,
         kv_tokens=settings.context or 0,
     )

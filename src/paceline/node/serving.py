@@ -77,6 +77,8 @@ class Portrait:
         """Names of models that are there to compute prompts for other nodes."""
         self.served: Callable[[WarmModel], WarmModel] = lambda model: model
         """A model that is loaded, with what was seen as it served."""
+        self.left_bytes: Callable[[], int | None] = lambda: None
+        """What further models may take of memory, as a person bounded it (`--models-memory`); None: what is free."""
 
     def show(self, warm: tuple[WarmModel, ...]) -> None:
         """What is loaded and can be had changed; the next look says so."""
@@ -97,6 +99,9 @@ class Portrait:
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
         """As of the last look."""
         card, load, prefills = self._portrait.card(addresses, links), shown_load(self.load()), self.prefills()
+        if (left := self.left_bytes()) is not None:
+            devices = tuple(replace(device, memory_free_bytes=min(device.memory_free_bytes, max(0, left))) for device in card.devices)
+            card = replace(card, memory_free_bytes=min(card.memory_free_bytes, max(0, left)), devices=devices)
         if not load and not prefills:
             return card
 
@@ -154,6 +159,7 @@ class FleetServing:
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
+        portrait.left_bytes = lambda: self.models.bound.most_bytes
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
         self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.threads, self._beside)

@@ -18,7 +18,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
-from paceline.machine.config_file import CONFIG_FILE, PipelineSettings
+from paceline.machine.config_file import CONFIG_FILE
 from paceline.store.catalog import ModelLocation, locations, open_weights, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
@@ -26,6 +26,7 @@ from paceline.store.selection import is_path
 from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
+from paceline.ways.pipeline.routes.build import PipelineOrder, request_of
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR, Shared
 
@@ -41,19 +42,44 @@ SPREAD: Final = frozenset({PIPELINE, TENSOR})
 """Ways in which other machines run layers, or parts of them."""
 
 
-def as_configured(request: PlanRequest, settings: PipelineSettings) -> PlanRequest:
-    """Return a plan request within what config.toml allows, as `paceline up` plans.
+def plan_request(
+    order: PipelineOrder,
+    model: str,
+    weights: str = "",
+    *,
+    own: NodeId | None = None,
+    lengths: tuple[int, int],
+    ways: frozenset[Way] | None = None,
+    proposer: NodeId | None = None,
+    ranks_on: Sequence[str | None] = (),
+    **fields: Any,
+) -> PlanRequest:
+    """Return what a plan is asked. `plan`, `up`, `status` and every replanning make their requests here, so that they agree.
+
+    Args:
+        order: config.toml with the flags that override it, pins, and layers of this machine.
+        model, weights: as `PlanRequest` has them.
+        own: the node that serves the model; None: any may.
+        lengths: tokens of a typical prompt and answer.
+        ways: those allowed; None: all.
+        proposer: as `PlanRequest` has it.
+        ranks_on: the machines that were named for tensor ranks, None for a rank of this machine. They are a constraint, as pins are.
+        fields: other fields of the request.
 
     Raises:
         ConfigError: no way is left.
     """
-    ways = frozenset(each.way for each in WAYS) if request.ways is None else request.ways
-    allowed = ways if settings.enabled else ways - SPREAD
+    others = tuple(NodeId(name) for name in ranks_on if name is not None)
+    if others and len(ranks_on) == len(others) + 1:  # several ranks on one machine are in no plan: they stay a matter of this machine
+        request = request_of(replace(order, pins=tuple(map(Pin, others)), own_layers=None), model, weights, own, lengths)
+        return replace(request, ways=frozenset({TENSOR}), **fields)
+    ways = frozenset(each.way for each in WAYS) if ways is None else ways
+    allowed = ways if order.settings.enabled else ways - SPREAD
     if ways and not allowed:
         raise ConfigError(
             f"{CONFIG_FILE} switches off {' and '.join(sorted(ways))}", "Set enabled = true in its table [pipeline], or allow other ways."
         )
-    return replace(settings.constrained(request), ways=allowed)
+    return replace(request_of(order, model, weights, own, lengths), ways=allowed, proposer=proposer, **fields)
 
 
 View = Callable[[], Sequence[NodeCard]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import orjson
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.errors import FORM_NOT_FOLLOWED, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, Notice, TokenLogprob
+from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, Notice, PromptReading, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call, Reader, Usage
@@ -44,12 +44,28 @@ class Events:
         self._call = call
         self._sent: Counter[bytes] = Counter()
         self._heard: Counter[tuple[RequestId, bytes]] = Counter()
+        self._reading: dict[RequestId, PromptReading] = {}
+        """Of the call's prompts, those that take long to read."""
+
+    @property
+    def reading(self) -> PromptReading | None:
+        """How far the call's prompts are read, all together; None: none takes long."""
+        each = self._reading.values()
+        return PromptReading(sum(one.tokens_read for one in each), sum(one.tokens for one in each)) if each else None
 
     def take(self, chunks: Sequence[GenerationChunk]) -> tuple[bytes, Sequence[GenerationChunk]]:
         """What an item says of happenings, as events, and the item without them."""
+        if self._reading:
+            for chunk in chunks:
+                if not chunk.notices:
+                    self._reading.pop(chunk.request_id, None)
         if not any(chunk.notices for chunk in chunks):
             return b"", chunks
         told = b""
+        for chunk in chunks:
+            for notice in chunk.notices:
+                if notice.kind == PROMPT_PROGRESS and (reading := PromptReading.of_notice(notice)) is not None:
+                    self._reading[chunk.request_id] = reading
         if self._call.include_events:
             told = b"".join([self._once(chunk.request_id, notice) for chunk in chunks for notice in chunk.notices])
         return told, [chunk for chunk in chunks if not chunk.notices]
@@ -179,6 +195,7 @@ class Answer(Response):
         arrived_s: float,
         stopping: asyncio.Future[None],
         comment_s: float,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         super().__init__()
         self._call = call
@@ -187,13 +204,14 @@ class Answer(Response):
         self._shape = call.shape(call)
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
-        self._comment_s = comment_s
+        self._comment_s, self._clock, self._sleep = comment_s, clock, sleep
         self._headers = [(name.encode(), value.encode()) for name, value in notes(call.ignored, call.fitted).items()]
         self._started = False
         self._ended = False
         """The last of it was sent."""
-        self._quiet = True
-        """Nothing was sent since the last comment was due."""
+        self._sent_s = clock.monotonic()
+        """When something was last sent."""
+        self._events = Events(call)
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -244,14 +262,14 @@ class Answer(Response):
 
     async def _comment(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(self._comment_s / 2)
-            if self._quiet:
-                await self._put(self._shape.comment, send)
-            self._quiet = True
+            if (left_s := self._sent_s + self._comment_s - self._clock.monotonic()) > 0:
+                await self._sleep(left_s)
+            else:
+                await self._put(self._shape.silence(self._events.reading), send)
 
     async def _put(self, body: bytes, send: Send) -> None:
         """Send a part of the stream, behind what comes first."""
-        self._quiet = False
+        self._sent_s = self._clock.monotonic()
         async with self._sending:
             if not self._started:
                 self._started = True
@@ -263,7 +281,7 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
-        event, base, events, readers = shape.event, tally.base, Events(self._call), self._shape.watching(self._call.readers())
+        event, base, events, readers = shape.event, tally.base, self._events, self._shape.watching(self._call.readers())
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 body, item = events.take(whole)
@@ -286,7 +304,7 @@ class Answer(Response):
         await self._put_last(shape.ending(tally.usage(readers)), send)
 
     async def _whole(self, send: Send) -> None:
-        tally, events, readers = self._tally, Events(self._call), self._shape.watching(self._call.readers())
+        tally, events, readers = self._tally, self._events, self._shape.watching(self._call.readers())
         choices = [self._shape.collected() for _ in range(tally.open)]
         partial = [""] * tally.open
         async with aclosing(open_call(self._inference, self._call)) as chunks:

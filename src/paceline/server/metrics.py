@@ -57,6 +57,8 @@ METER_ROWS: tuple[Row[Meter], ...] = (
 ENGINE_ROWS: tuple[Row[EngineStats], ...] = (
     gauge("paceline_requests_waiting", "Sequences waiting for their turn.", lambda stats: stats.waiting),
     gauge("paceline_requests_running", "Sequences being run.", lambda stats: stats.running),
+    gauge("paceline_reading_tokens", "Tokens of the prompts being read.", lambda stats: stats.reading_tokens),
+    gauge("paceline_reading_tokens_read", "Those of them that were read.", lambda stats: stats.reading_tokens_read),
     gauge("paceline_kv_blocks_total", "KV blocks of the pool.", lambda stats: stats.blocks_total),
     gauge("paceline_kv_blocks_used", "KV blocks held by live sequences.", lambda stats: stats.blocks_in_use),
     gauge("paceline_kv_blocks_cached", "KV blocks the prefix cache keeps.", lambda stats: stats.blocks_cached),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from paceline.server.faults import Fault
+from paceline.server.faults import STOPPING, Fault
 from paceline.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 64 << 10
 """Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
+LAST_REQUEST_S = 0.2
+"""How long an idle connection is read once the server stops. Raising it: clients far away get an answer, and a stop takes longer."""
 FRAMING_PER_BODY_BYTE = 8
 """Bytes of chunk sizes that a byte of a body excuses: a chunk for each byte takes five."""
 
@@ -55,6 +57,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
         self._early = b""
         """What came while a request was answered."""
+        self._is_ending = False
+        """The server stops: the next answer is the last."""
         self.is_connected = False
         """A transport has been given to it. Stays so after the end."""
         self.left: Callable[[], None] = lambda: None
@@ -147,6 +151,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self.parser.get_http_version() == "1.0":
                 self.cycle.__class__ = _UntilClose
                 self.cycle.chunked_encoding = False
+            self.cycle.keep_alive = self.cycle.keep_alive and not self._is_ending
             self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
@@ -170,6 +175,23 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._early:
             data, self._early = self._early, b""
             self.data_received(data)
+
+    def shutdown(self) -> None:
+        """Close once what is here was answered. An idle connection is read a moment longer: a request may be on its way, which a close would reset."""
+        self._is_ending = True
+        is_idle = self.cycle is None or self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+        if is_idle:
+            self.loop.call_later(LAST_REQUEST_S, self._close_idle)
+        else:
+            self.cycle.keep_alive = False
+
+    def _close_idle(self) -> None:
+        if self.transport.is_closing() or self._unanswered():
+            return
+        if self._in_headers:
+            self._refuse(STOPPING)
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """The client reads slower than its tokens come; it may do so for a while."""

@@ -46,6 +46,8 @@ from paceline.store.home import Home
 logger = logging.getLogger(__name__)
 
 BUSY_RETRY_S = 2
+OPENED_S = 0.3
+"""How long a stop waits for handshakes. Raising it: slower ones get an answer, and a stop takes longer."""
 AGAIN_S = 1.0
 """After the system had no connection to give: this process has too many files open. Raising it: clients wait longer once some are closed."""
 
@@ -93,8 +95,17 @@ class Acceptor:
         self._accepting = asyncio.create_task(self._accept(), name="accept")
 
     async def close(self) -> None:
-        """Accept no more, and end what is no HTTP yet."""
-        await end_tasks(self._accepting, *(client.opening for client in self._clients if not client.is_open))
+        """Accept no more. What came before this is opened first, so that its requests are answered; a handshake that takes longer is ended."""
+        await end_tasks(self._accepting)
+        with suppress(OSError):  # none waits any more
+            while True:  # closing the socket would reset those that the system has accepted for it
+                connection, address = self._listening.accept()
+                connection.setblocking(False)
+                self._admit(connection, network_of(address[0]))
+        self._listening.close()
+        if openings := [client.opening for client in self._clients if client.opening is not None and not client.is_open]:
+            await asyncio.wait(openings, timeout=OPENED_S)
+        await end_tasks(*(client.opening for client in self._clients if not client.is_open))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

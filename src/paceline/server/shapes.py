@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import orjson
 
-from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
 from paceline.core.text import Vocabulary
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Fault
@@ -103,8 +103,14 @@ class Shape(ABC):
     """An API's answer as bytes: as a stream of events, or whole."""
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    comment: bytes = COMMENT
-    """What a stream carries where it is silent for long."""
+
+    def silence(self, reading: PromptReading | None) -> bytes:
+        """Return what a stream carries where it is silent for long.
+
+        Args:
+            reading: how far the call's prompts are read; None: not known, or they are read.
+        """
+        return COMMENT if reading is None else reading.comment()
 
     @abstractmethod
     def first_events(self) -> bytes:

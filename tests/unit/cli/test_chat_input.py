@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
+from paceline.cli import chat
 from paceline.cli.chat import read_message
 from paceline.cli.endpoint import EndpointClient, LocalChat
-from paceline.core.generation import GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.generation import PROMPT_PROGRESS, GenerationChunk, GenerationRequest, Notice, PromptReading, SamplingParams
 
 
 def lines(*texts: str) -> Callable[[str], str]:
@@ -78,3 +81,36 @@ def test_a_chat_that_says_no_temperature_is_drawn_as_the_model_s_maker_says() ->
             assert next(texts) == "h"
             texts.close()
     assert local.drawn == expected
+
+
+class Slow(ScriptedInference):
+    """Reads long prompts."""
+
+    async def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
+        notice = Notice(PROMPT_PROGRESS, {"tokens_read": 40, "tokens": 100})
+        yield [GenerationChunk(request.request_id, 0, (), "", notices=(notice,))]
+        async for item in super().generate(model, request):
+            yield item
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_chat_says_how_far_the_prompt_is_read_until_the_answer_begins(
+    *, is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Slow()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    with LocalChat(local, local.models()[0]) as one:
+        chat._write(partial(one.say, temperature=0, seed=1), [{"role": "user", "content": "hi"}], chat._show_plain)
+    shown = capsys.readouterr()
+    assert shown.out.startswith("hi")
+    assert ("40 of 100" in shown.err) == is_terminal
+    assert not is_terminal or shown.err.endswith(chat._LINE_AGAIN)
+
+
+def test_comments_of_an_endpoint_say_how_far_the_prompt_is_read() -> None:
+    read = list[PromptReading]()
+    lines = [": the answer goes on", "", ": prompt: 7 of 9 tokens read", ": prompt: x of 9 tokens read", "data: [DONE]"]
+    response = SimpleNamespace(iter_lines=lambda: iter(lines))
+    with EndpointClient("http://127.0.0.1:1", None) as endpoint:
+        assert list(endpoint._texts(response, read.append)) == []  # type: ignore[arg-type]
+    assert read == [PromptReading(7, 9)]

@@ -292,3 +292,13 @@ def test_an_endpoint_that_starts_is_shown_and_waited_for(
         assert (starting(home), running_here(home)) == ([], [])
     finally:
         served.close()
+
+
+@pytest.mark.parametrize(
+    ("read", "tokens", "said"), [(512, 8000, "512 of 8000 prompt tokens read"), (0, 9, "0 of 9 prompt tokens read"), (0, 0, None)]
+)
+def test_an_endpoint_s_load_says_how_far_prompts_are_read(read: int, tokens: int, said: str | None) -> None:
+    shown = shown_of(
+        EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), running=1, waiting=0, reading_tokens_read=read, reading_tokens=tokens)
+    )
+    assert any((said or "prompt tokens") in line for line in shown) == (said is not None)

@@ -13,10 +13,13 @@ from paceline.core.model import LayerRange, ModelSpec, RopeSpec
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import ALONE, Pin, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
-from paceline.node.ways import as_configured, explained, parse_pin
+from paceline.machine.settings import NodeSettings
+from paceline.node import planning
+from paceline.node.ways import explained, parse_pin, plan_request
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.pipeline.routes.build import PipelineOrder, request_of
+from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
+from paceline.ways.tensor.price import TENSOR
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
 OFFER = ModelOffer("m", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, shape=SHAPE)
@@ -129,14 +132,63 @@ def test_a_live_view_is_planned_over() -> None:
     ],
 )
 def test_every_plan_keeps_to_the_settings_file(ways: set[str] | None, enabled: bool, expected: set[str] | None) -> None:
-    asked = PlanRequest("m", ways=None if ways is None else frozenset(map(Way, ways)))
+    asked = None if ways is None else frozenset(map(Way, ways))
     settings = PipelineSettings(enabled=enabled, min_host_trust=Trust.TRUSTED, allow_unlike=True, max_shards_per_request=3)
     if expected is None:
         with pytest.raises(ConfigError, match=r"config\.toml"):
-            as_configured(asked, settings)
+            plan_request(PipelineOrder(settings), "m", lengths=(9, 9), ways=asked)
         return
-    made = as_configured(asked, settings)
-    assert made.ways == expected
-    assert (made.min_host_trust, made.allows_unlike, made.max_shards) == (Trust.TRUSTED, True, 3)
-    ordered = request_of(PipelineOrder(settings), "m", "", NodeId("a"), 1024)
-    assert (ordered.min_host_trust, ordered.allows_unlike, ordered.max_shards) == (Trust.TRUSTED, True, 3), "as up asks"
+    for own in (None, NodeId("a")):
+        made = plan_request(PipelineOrder(settings), "m", own=own, lengths=(9, 9), ways=asked)
+        assert made.ways == expected
+        assert (made.min_host_trust, made.allows_unlike, made.max_shards) == (Trust.TRUSTED, True, 3)
+
+
+class Access:
+    """A node that sees these cards."""
+
+    node_id = NodeId("ant")
+
+    def __init__(self, *cards: NodeCard) -> None:
+        self._cards = cards
+
+    def cards(self) -> tuple[NodeCard, ...]:
+        return self._cards
+
+    def trust(self) -> dict[NodeId, Trust]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("tensor_on", "pins"),
+    [
+        ((None, NodeId("bee")), {"bee"}),
+        ((None, NodeId("bee"), NodeId("cat")), {"bee", "cat"}),
+        ((), None),
+        ((None, None), None),  # ranks of this machine alone
+        ((None, None, NodeId("bee")), None),
+    ],
+)
+def test_ranks_that_were_named_are_a_constraint_of_every_plan(
+    tensor_on: tuple[NodeId | None, ...], pins: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PlanRequest] = []
+    monkeypatch.setattr(planning, "plan", lambda cards, request, trust: seen.append(request))
+    asked = planning.Constraints(frozenset({ALONE}), PipelineOrder(PipelineSettings(enabled=False)))
+    planning.plan_here(Access(card("ant", 2)), "m", NodeSettings("m", tensor_on=tensor_on), asked)  # type: ignore[arg-type]
+    (made,) = seen
+    assert made.orchestrator == "ant"
+    if pins is None:
+        assert (made.ways, made.pins) == ({ALONE}, ())
+    else:
+        assert (made.ways, {pin.node_id for pin in made.pins}, made.proposer) == ({TENSOR}, pins, None)
+
+
+@pytest.mark.parametrize(("role", "asker", "answers"), [("prefill", None, False), ("prefill", "bee", True), ("verifier", None, True)])
+def test_a_machine_that_reads_prompts_alone_is_planned_to_answer_by_none_of_its_copies(role: str, asker: str | None, answers: bool) -> None:
+    bee = card("bee", 12)
+    bee = replace(bee, models=(replace(OFFER, role=Role(role), weights="bf16", warm=True), OFFER))
+    own = None if asker is None else NodeId(asker)
+    made = explained(PlanRequest("m", ways=frozenset({ALONE}), orchestrator=own), lambda: [card("ant", 12), bee])
+    chosen = [made.plan.chosen, *made.plan.runners_up]
+    assert ("bee" in {choice.stages[0].node_id for choice in chosen}) == answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from tests.fakes.fleets import TestFleet
@@ -10,6 +11,8 @@ from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.test_serving import Homes, card_of, nodes
 
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Device, NodeCard
 from paceline.node import serving
 from paceline.store.home import Home
 
@@ -34,3 +37,15 @@ async def test_a_model_that_comes_while_a_node_runs_is_read_and_one_that_could_n
         home.digests.unlink()
         await until(lambda: digest in {offer.digest for offer in card_of(node, "node").models})
         await until(lambda: node.fleet.failing == ())
+
+
+@pytest.mark.parametrize(
+    ("left", "shown"),
+    [(None, (8 << 30, 4 << 30)), (1 << 30, (1 << 30, 1 << 30)), (6 << 30, (6 << 30, 4 << 30)), (0, (0, 0)), (-5, (0, 0))],
+)
+def test_what_models_may_take_is_all_that_a_card_says_is_free(left: int | None, shown: tuple[int, int]) -> None:
+    seen = NodeCard(NodeId("a"), 1, (), b"", 1, 0, memory_free_bytes=8 << 30, devices=(Device("b", "gpu", 8 << 30, 4 << 30, 0),))
+    portrait = serving.Portrait(SimpleNamespace(card=lambda *_: seen))  # type: ignore[arg-type]
+    portrait.left_bytes = lambda: left
+    card = portrait.card((), ())
+    assert (card.memory_free_bytes, card.devices[0].memory_free_bytes) == shown

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any, cast
 
+import pytest
 import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
@@ -49,3 +50,52 @@ def test_a_request_on_a_connection_that_has_just_opened_is_answered_though_no_mo
         return said
 
     assert uvloop.run(talk()).startswith(b"HTTP/1.1 503 ")
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("state", ["not accepted", "just opened", "kept alive", "half sent"])
+@pytest.mark.parametrize("n_clients", [1, 5])
+def test_a_server_that_stops_answers_each_request_that_came(state: str, n_clients: int) -> None:
+    """The bytes lie in the system's buffers, and the server has not looked at them when it stops."""
+
+    async def talk() -> list[bytes]:
+        class Bounded(BoundedProtocol):
+            bounds = ServerSettings()
+
+        loop, config, server = (
+            asyncio.get_running_loop(),
+            uvicorn.Config(cast("Any", refuse), http=Bounded, log_config=None, lifespan="off"),
+            ServerState(),
+        )
+        config.load()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+        address = listening.getsockname()
+        acceptor = Acceptor(listening, lambda: Bounded(config, server, {}), Bounded.bounds, None)
+        acceptor.open()
+        clients = [socket.create_connection(address, 10) for _ in range(n_clients)]
+        if state != "not accepted":
+            while len(server.connections) < n_clients:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0)
+        if state == "kept alive":
+            for client in clients:
+                client.sendall(GET)
+                client.setblocking(False)
+                assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 503 ")
+                client.settimeout(10)
+        for client in clients:
+            client.sendall(GET[:9] if state == "half sent" else GET)
+        for connection in list(server.connections):
+            connection.shutdown()
+        await acceptor.close()
+        for connection in list(server.connections):
+            connection.shutdown()
+        said = await asyncio.gather(*(asyncio.to_thread(client.recv, 4096) for client in clients))
+        for client in clients:
+            client.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        return said
+
+    assert all(said.startswith(b"HTTP/1.1 503 ") for said in uvloop.run(talk()))

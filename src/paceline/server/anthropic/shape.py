@@ -13,13 +13,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, PromptReading, TokenLogprob
 from paceline.engine.sequence import TextStream
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.messages import json_bytes, json_object
 from paceline.server.shapes import CalledTool, Collected, Shape, Streamed, new_call_id
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageUsage(BaseModel):
@@ -103,8 +105,6 @@ class StopReader:
 class MessageShape(Shape):
     """One answer: this API has no `n`."""
 
-    comment = b'event: ping\ndata: {"type":"ping"}\n\n'
-
     def __init__(self, call: Call) -> None:
         self._call = call
         self._request = call.requests[0]
@@ -117,6 +117,9 @@ class MessageShape(Shape):
         """The call whose arguments are being read."""
         self._finish: FinishReason | None = None
         self._stop: StopReader | None = None
+
+    def silence(self, reading: PromptReading | None) -> bytes:
+        return (b"" if reading is None else reading.comment()) + PING
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
         """One that looks for stop sequences, where there are any."""

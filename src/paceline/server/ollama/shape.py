@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
 from paceline.core.inference import ServedModel
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
@@ -148,12 +148,16 @@ class OllamaShape(Shape):
         self._finish: FinishReason | None = None
         self._open: CalledTool | None = None
         self._calls = 0
-        self.comment = self._line(self.gained())
 
     @staticmethod
     @abstractmethod
     def gained(content: str = "", thinking: str = "", calls: Sequence[Fields] = ()) -> Fields:
         """The fields of an answer that have text and calls."""
+
+    def silence(self, reading: PromptReading | None) -> bytes:
+        """Return a line without text: lines of JSON have no comments, and the API has no field for what was read."""
+        del reading
+        return self._line(self.gained())
 
     def first_events(self) -> bytes:
         """Nothing: a line is complete in itself."""

@@ -96,15 +96,17 @@ class PipelineOrder:
     """What the node's plan chose, which is what is built; None: it is planned here."""
 
 
-def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId, context: int) -> PlanRequest:
-    """What the plan is asked for a pipeline that begins on `own`, as it was ordered.
+def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId | None, lengths: tuple[int, int]) -> PlanRequest:
+    """Return what the plan is asked for a pipeline, as it was ordered. `node.ways.plan_request` makes of it a request for all ways.
 
     Args:
         model, weights: as `PlanRequest` has them.
-        context: tokens of the longest request.
+        own: the node that it begins on; None: any may begin it.
+        lengths: tokens of a typical prompt and answer.
     """
-    prompt, answer = typical_request(context)
+    prompt, answer = lengths
     settings = order.settings
+    layers = 0 if order.own_layers is None and not settings.allow_self_as_shard else order.own_layers
     request = PlanRequest(
         model,
         weights,
@@ -114,7 +116,7 @@ def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId, cont
         pins=order.pins,
         objective=order.objective,
         orchestrator=own,
-        orchestrator_layers=0 if order.own_layers is None and not settings.allow_self_as_shard else order.own_layers,
+        orchestrator_layers=None if own is None else layers,
     )
     return settings.constrained(request)
 
@@ -176,7 +178,7 @@ def _planned(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Cloc
     """
     name = setup.opened.name
     request = replace(
-        request_of(order, setup.digest, setup.weights, fleet.node_id, longest_context(setup)),
+        request_of(order, setup.digest, setup.weights, fleet.node_id, typical_request(longest_context(setup))),
         kv_tokens=setup.settings.context or 0,
         rows=max(LEAST_ROWS, setup.most.max_rows),
         called=name,
@@ -289,7 +291,7 @@ def build_engine_over(
     others = LayerRange(len(own), spec.n_layers)
     wanted = Wanted(
         replace(
-            request_of(replace(order, own_layers=len(own)), digest, weights, fleet.node_id, longest_context(setup)),
+            request_of(replace(order, own_layers=len(own)), digest, weights, fleet.node_id, typical_request(longest_context(setup))),
             kv_tokens=least_blocks * BLOCK_TOKENS,
             rows=max(LEAST_ROWS, max_rows),
             called=opened.name,

@@ -76,7 +76,7 @@ def test_where_no_disk_keeps_kv_none_is_counted() -> None:
 @pytest.mark.parametrize("broken", ["served", "sampler", "Engine"])
 def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     setup, executor, fake = MagicMock(), MagicMock(), MagicMock()
-    setup.opened.spec.n_layers, setup.settings.context, fake.kv.context = 4, None, 512
+    setup.opened.spec.n_layers, setup.opened.spec.max_context, setup.settings.context, fake.kv.context = 4, 2048, None, 512
     for name in ("check_layers", "begin_loads", "RouteOpener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "request_of", "StageRequest",
                  "PipelineLimits", "Speed", "vocabulary_id", "context_of"):  # fmt: skip
         monkeypatch.setattr(build, name, getattr(fake, name))
@@ -138,4 +138,4 @@ def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch:
 
 def test_who_may_hold_no_layers_of_its_own_pipeline_is_given_none() -> None:
     asked = PipelineOrder(PipelineSettings(allow_self_as_shard=False))
-    assert request_of(asked, "m", "", NodeId("me"), 4096).orchestrator_layers == 0
+    assert request_of(asked, "m", "", NodeId("me"), (9, 9)).orchestrator_layers == 0
