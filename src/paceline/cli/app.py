@@ -356,7 +356,7 @@ def models(
 @app.command()
 def rm(name: Annotated[str, typer.Argument(help="A pulled model's name.")]) -> None:
     """Delete a pulled model from the disk, with all that caches keep of it."""
-    from paceline.cli.running import run_rm
+    from paceline.cli.loaded import run_rm
 
     run_rm(name)
 
@@ -364,7 +364,7 @@ def rm(name: Annotated[str, typer.Argument(help="A pulled model's name.")]) -> N
 @app.command()
 def ps(as_json: AsJson = False) -> None:
     """List the models that the running `paceline up` of this machine has loaded, and what they take."""
-    from paceline.cli.running import run_ps
+    from paceline.cli.loaded import run_ps
 
     run_ps(as_json=as_json)
 
@@ -372,7 +372,7 @@ def ps(as_json: AsJson = False) -> None:
 @app.command()
 def load(name: Annotated[str, typer.Argument(help="A model's name, a folder, or a GGUF file.")]) -> None:
     """Have the running `paceline up` of this machine load a model."""
-    from paceline.cli.running import run_load
+    from paceline.cli.loaded import run_load
 
     run_load(name)
 
@@ -383,7 +383,7 @@ def unload(
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, max=3600, help="Seconds that its answers may go on.")] = 30.0,
 ) -> None:
     """Free a model's memory, once its answers have ended."""
-    from paceline.cli.running import run_unload
+    from paceline.cli.loaded import run_unload
 
     run_unload(name, wait_s)
 

@@ -9,7 +9,8 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.running import fleet_homes, loaded_here, running
+from paceline.cli.loaded import loaded_here
+from paceline.cli.running import fleet_homes, running
 from paceline.cli.terminal import Terminal, print_json, print_lines, table_of
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust

@@ -103,7 +103,7 @@ async def test_bytes_that_are_no_request_and_requests_that_swell_are_refused_unr
         assert len(wire.ExchangeCapabilitiesRequest.FromString(empty_card * 3).cards) == 3
         for data, kind in (
             (b"\xff\xff", MalformedMessage),
-            (empty_card * 1_100_000, MessageTooLarge),  # 2.2 MB that would take 70
+            (empty_card * 1_060_000, MessageTooLarge),  # 2.1 MB that would take 70
             (empty_card * 300_000, MessageTooLarge),  # counted, not decoded
             (empty_card * 300, MessageTooLarge),  # decoded, not opened
         ):
