@@ -7,6 +7,7 @@ Marks:
     sampled(n)                         keep n of a test's cases
     sampled(n, by=A)                   keep the cases with n values of argument A, the same values for all tests of the file
     sampled(n, by="file", among=NAME)  keep n of the files that are marked with that name
+    sampled(n, by="test")              keep n tests of the file
     whole(reason)                      run with every case only
 """
 
@@ -100,6 +101,8 @@ def _groups(item: pytest.Item) -> list[tuple[tuple[str, int], int | str]]:
         (most,), by = mark.args, mark.kwargs.get("by")
         if by == "file":
             found.append(((mark.kwargs["among"], most), file))
+        elif by == "test":
+            found.append(((f"{file} {by}", most), item.nodeid.partition("[")[0]))
         elif by is None:
             found.append(((item.nodeid.partition("[")[0], most), item.nodeid))
         else:

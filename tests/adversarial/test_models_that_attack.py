@@ -100,7 +100,7 @@ def test_row_48_a_template_ends_within_its_time_and_memory(bounded: Any, source:
 def test_row_48_a_template_is_only_text_in_this_process(bounded: Any) -> None:
     tokenizer = bounded(model("{{ messages[0]['content'] }}"))
     assert tokenizer.render_chat(CHAT, NOW)
-    assert vars(tokenizer.model.template).keys() == {"path", "source", "special_tokens", "response"}
+    assert vars(tokenizer.model.template).keys() == {"path", "source", "special_tokens", "response", "tool_source"}
 
 
 def test_row_48_where_the_system_limits_no_memory_what_takes_much_is_ended(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +260,7 @@ except PacelineError as error:
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system counts no address space")
 @pytest.mark.parametrize("name", HEADS)
 def test_row_50_heads_at_their_bounds_are_read_or_refused_within_256_mib(tmp_path: Path, name: str) -> None:

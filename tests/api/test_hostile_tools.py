@@ -58,9 +58,13 @@ def test_places_are_the_clients_where_a_header_was_dropped(
 
 
 @pytest.mark.parametrize(
-    "schema", [{"properties": {"a": {}}, "required": [["a"]]}, {"properties": {"a": {"type": "array", "minItems": "x"}}}]
+    ("schema", "at"),
+    [
+        ({"properties": {"a": {}}, "required": [["a"]]}, "required"),
+        ({"properties": {"a": {"type": "array", "minItems": "x"}}}, "properties.a.minItems"),
+    ],
 )
-def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
+def test_a_schema_that_is_none(schema: dict[str, Any], at: str) -> None:
     from paceline.server.call import Reading
     from paceline.server.requests import ChatCompletionRequest
     from paceline.server.tools import Tools, answer_grammar
@@ -71,8 +75,9 @@ def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
     )
     tools = Tools.of(asked)
     reading = Reading(FORMATS["gemma4"], tools.schemas, in_reasoning=False, parallel=True, spelled={})
-    with pytest.raises(InvalidRequest, match="tools: a schema can't be read"):
+    with pytest.raises(InvalidRequest) as refused:
         answer_grammar(asked, tools, reading, {})
+    assert refused.value.field == f"tools[0].function.parameters.{at}"
 
 
 def test_many_calls_in_one_turn_of_a_conversation(shared: Served[ScriptedInference]) -> None:

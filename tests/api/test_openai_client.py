@@ -153,10 +153,10 @@ def test_missing_max_tokens_is_the_rest_of_the_context(serve_with: Serve) -> Non
     assert answer.usage.completion_tokens == 29
 
 
-def test_text_parts_are_joined(served: Served[ScriptedInference]) -> None:
+def test_text_parts_are_joined_by_a_line_break(served: Served[ScriptedInference]) -> None:
     content = [{"type": "text", "text": "he"}, {"type": "text", "text": "y"}]
-    answer = client_of(served).chat.completions.create(model="echo", messages=[{"role": "user", "content": content}], max_tokens=3)
-    assert answer.choices[0].message.content == "hey"
+    answer = client_of(served).chat.completions.create(model="echo", messages=[{"role": "user", "content": content}], max_tokens=4)
+    assert answer.choices[0].message.content == "he\ny"
 
 
 def test_an_answer_can_be_sent_back(served: Served[ScriptedInference]) -> None:

@@ -404,7 +404,7 @@ def test_a_tool_that_can_not_be_followed_is_refused_as_a_tool(real: Real) -> Non
     }
     body = ANSWER | {"model": model_of(real), "tools": [tool], "tool_choice": "required"}
     error = real.http.post("/v1/chat/completions", json=body)
-    assert (error.status_code, error.json()["error"]["param"]) == (400, "tools")
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "tools[0].function.parameters.properties.a.pattern")
 
 
 def test_no_form_is_compiled_or_followed_on_the_event_loop_nor_compiled_beside_answers(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ class TestLossesThatPileUp:
 class TestGoingOn:
     """An answer that began at another engine."""
 
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize(
         "fields",
         [

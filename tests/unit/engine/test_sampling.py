@@ -115,6 +115,7 @@ class TestNoise:
 
 
 class TestDraws:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("params", [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}])
     def test_follow_the_distribution(self, params: dict[str, float]) -> None:
         row, one, n = logits(11, vocab=40)[0], state(seed=77, temperature=1.3, **params), 8000

@@ -136,6 +136,7 @@ class Product:
         return arithmetic.product(self.form, self.stored, self.x, bounds)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
 def test_a_product_is_what_the_written_arithmetic_says(form: Form, segments: str) -> None:

@@ -39,7 +39,7 @@ from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import WAKE, RankOrder
 from paceline.ways.tensor.ranks import MOST_STARTS, RankProcesses
 
-pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+pytestmark = [pytest.mark.sampled(8, by="test"), pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")]
 
 BOUND_S = 120.0
 TOKENS = 24

@@ -47,7 +47,7 @@ from paceline.ways.tensor.hosting import CONNECT_S, RankHost, RankPlace
 from paceline.ways.tensor.pump import GroupPump
 from paceline.ways.tensor.rank import EXPORT, block_request
 
-pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
+pytestmark = [pytest.mark.sampled(6, by="test"), pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")]
 
 __all__ = ["alone", "model"]
 

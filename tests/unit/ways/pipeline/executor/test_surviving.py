@@ -87,6 +87,7 @@ class Lab:
         return tokens
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(60))
 def test_bytes_are_those_of_a_pipeline_that_lost_nothing(seed: int) -> None:
     chance = Random(seed)

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import Hosting, Net, Route, User, batch_of, hosting, rows_of, wanted
 
-from paceline.core.errors import BadPipelineRequest, FleetError
+from paceline.core.errors import BadPipelineRequest, FleetError, NotTrusted
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksAsked, BlocksUse
@@ -127,13 +127,20 @@ async def test_what_a_session_has_not_filled_is_not_kept_and_what_it_has_not_lea
 
 
 @in_loop
-async def test_a_node_without_a_disk_says_so_and_a_guest_has_none(tmp_path: Path) -> None:
-    for name, where in (("user", None), ("guest", disk(tmp_path))):
-        net = Net()
-        async with hosting(net, "a", disk=where) as a, User(net, name) as user:
-            stage, _ = await begun(a, user)
-            assert stage.opened.kv_blocks == 0
-            for use, blocks in ((BlocksUse.FIND, ()), (BlocksUse.KEEP, (0,))):
-                with pytest.raises(BadPipelineRequest):
-                    await used(stage, use, KEYS[:1], blocks)
+async def test_a_node_without_a_disk_says_so(tmp_path: Path) -> None:
+    net = Net()
+    async with hosting(net, "a", disk=None) as a, User(net, "user") as user:
+        stage, _ = await begun(a, user)
+        assert stage.opened.kv_blocks == 0
+        for use, blocks in ((BlocksUse.FIND, ()), (BlocksUse.KEEP, (0,))):
+            with pytest.raises(BadPipelineRequest):
+                await used(stage, use, KEYS[:1], blocks)
+
+
+@in_loop
+async def test_a_guest_has_no_layers_run_and_leaves_no_blocks(tmp_path: Path) -> None:
+    net = Net()
+    async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net, "guest") as guest:
+        with pytest.raises(NotTrusted):
+            await begun(a, guest)
     assert not files_in(tmp_path)

@@ -146,6 +146,7 @@ async def over_hosts(head: LayerRunner[Any], sizes: tuple[int, int, int], kills:
         return run, executor, seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sizes", "seen"), [((16, 128, 64), [128, 64]), ((32, 16, 128), [32, 128]), ((64, 64, 16), [64, 64])])
 def test_any_sizes_give_the_bytes_of_one_node(torch_alone: dict[str, list[int]], sizes: tuple[int, int, int], seen: list[int]) -> None:
     head = load_here(torch.load, OWN)
