@@ -328,15 +328,17 @@ def may_share_a_plan(one: NodeCard, other: NodeCard) -> bool:
 def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:
     """Addresses of another node that may lead to it from here, in the order it gave.
 
-    Loopback leads to another machine's node only if there is nothing else: then both are on one machine, as they are where they share another address.
+    Loopback and this machine's own addresses lead to other nodes of this machine only, or to whatever else listens here. A node dials them only if it
+    announces loopback itself, and the other node has nothing else or is on this machine too. Bridges of containers have the same address on many machines.
     """
     hosts = {address: _host(address) for address in dict.fromkeys(card.addresses)}
-    mine = {host for address in own.addresses if (host := _host(address)) is not None and not _is_loopback(host)}
-    usable = {address: host for address, host in hosts.items() if host is not None and may_be_reached(host, mine)}
-    apart = [address for address, host in usable.items() if not _is_loopback(host)]
-    if apart and not mine & set(usable.values()):
-        return tuple(apart[:MOST_ADDRESSES])
-    return tuple(usable)[:MOST_ADDRESSES]
+    mine = {host for address in own.addresses if (host := _host(address)) is not None}
+    outside = {host for host in mine if not _is_loopback(host)}
+    usable = {address: host for address, host in hosts.items() if host is not None and may_be_reached(host, outside)}
+    apart = [address for address, host in usable.items() if not _is_loopback(host) and host not in outside]
+    if outside != mine and (not apart or outside & set(usable.values())):
+        return tuple(usable)[:MOST_ADDRESSES]
+    return tuple(apart[:MOST_ADDRESSES])
 
 
 def _are_stages(mine: ModelOffer, yours: ModelOffer) -> bool:

@@ -281,7 +281,7 @@ def test_which_addresses(addresses: tuple[str, ...], expected: tuple[str, ...]) 
         (("169.254.9.1:7",), ("169.254.9.2:1",)),
         (("10.9.9.9:7", "169.254.9.1:7"), ("10.0.0.2:1", "169.254.9.2:1")),
         (("10.9.9.9:7", "[fe80::9]:7"), ("10.0.0.2:1",)),
-        (("169.254.9.2:7",), ("169.254.9.2:1", "127.0.0.1:1")),
+        (("169.254.9.2:7", "127.0.0.1:7"), ("169.254.9.2:1", "127.0.0.1:1")),
     ],
     ids=["cable alone", "cable and network", "network alone", "same machine"],
 )
@@ -290,6 +290,21 @@ def test_link_local_addresses_are_measured_from_machines_that_have_one(own: tupl
         address for address in ("10.0.0.2:1", "169.254.9.2:1", "[fe80::2]:1", "127.0.0.1:1") if address in expected or "10.0" not in address
     ]
     assert addresses_to_measure(card("own", *own), card("bee", *others)) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "addresses", "expected"),
+    [
+        (("10.9.9.9:7",), ("127.0.0.1:22", "[::1]:22", "127.8.0.1:22", "localhost:22"), ()),
+        (("10.9.9.9:7",), ("10.9.9.9:22", "127.0.0.1:22", CABLE), (CABLE,)),
+        (("10.9.9.9:7", "172.17.0.1:7"), ("172.17.0.1:7", WIFI), (WIFI,)),
+        (("[2001:db8::1]:7",), ("[2001:db8:0::1]:22",), ()),
+        (("127.0.0.1:7",), ("127.0.0.1:8",), ("127.0.0.1:8",)),
+        (("127.0.0.1:7",), ("127.0.0.1:22", CABLE), (CABLE,)),
+    ],
+)
+def test_a_card_names_no_port_of_a_machine_that_is_not_its_own(own: tuple[str, ...], addresses: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    assert addresses_to_measure(card("own", *own), card("bee", *addresses)) == expected
 
 
 def model(role: Role = Role.VERIFIER, digest: str = "d", weights: str = "int4", vocabulary: str = "v") -> ModelOffer:

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
 from itertools import combinations, permutations
 from typing import Any, Final, cast
 
@@ -43,6 +44,8 @@ _LARGEST: Final = 9_223_372_036_854_774_784
 """The largest 64-bit integer that a double holds. Bounds beyond it are moved here: the compiler takes none."""
 _LONG: Final = 10**18
 """From here on a bound needs another one on its other side."""
+_MOST_MULTIPLE: Final = 10_000
+"""Of `multipleOf`, its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more schemas."""
 _ENDLESS: Final = 1 << 24
 """Letters, items or properties that no answer reaches: a maximum beyond it allows everything."""
 _ARRANGED, _CHOSEN = 400, 1000
@@ -348,6 +351,8 @@ def _numbers(found: Schema, at: str) -> None:
     multiple = found.get("multipleOf", 1)
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0 or not math.isfinite(multiple):
         raise _refuse(f"{at}.multipleOf", "it is a number above 0", "Send one.")
+    if int("".join(map(str, Decimal(str(multiple)).as_tuple().digits))) > _MOST_MULTIPLE or multiple > _MOST_MULTIPLE:
+        raise _refuse(f"{at}.multipleOf", f"its digits are a number above {_MOST_MULTIPLE}", "Send a smaller one, or leave it out.")
     if multiple == 1 and "multipleOf" in found and "number" not in kinds:
         del found["multipleOf"]
 

@@ -107,6 +107,7 @@ def test_a_keyword_that_allows_everything_is_dropped(more: dict[str, Any]) -> No
     [
         ({"maxLength": 5.0, "minItems": 0}, {"maxLength": 5}),
         ({"type": "integer", "multipleOf": 1}, {"type": "integer"}),
+        *(({"multipleOf": each}, {"multipleOf": each}) for each in (10_000, 9973, 0.01, 0.0001, 2.5)),
         ({"minimum": -(1 << 63), "maximum": (1 << 63) - 1}, {"minimum": -LARGEST, "maximum": LARGEST}),
         ({"exclusiveMinimum": -1.7e308}, {"minimum": -LARGEST}),
         ({"minimum": 0, "exclusiveMinimum": -1e300}, {"minimum": 0}),
@@ -176,6 +177,7 @@ def tagged(*values: object, **more: object) -> dict[str, Any]:
         ({"pattern": "("}, "pattern"),
         ({"pattern": "a\\b"}, "pattern"),
         ({"multipleOf": 1e-12, "type": "number"}, "multipleOf"),
+        *(({"multipleOf": each, "type": "number"}, "multipleOf") for each in (10_001, 999_983, 1e300, 99_991.5, 0.99991)),
         ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
         ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}, "minProperties"),
         ({"minimum": 3, "maximum": 2, "type": "integer"}, "m"),
