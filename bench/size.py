@@ -83,7 +83,9 @@ class Bench:
     def bytes(self) -> Iterator[Row]:
         """The identity matrix at a 1B shape, which CI runs with fewer layers."""
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", str(ROOT / "tests/identity/test_sizes.py")]
-        done = subprocess.run(command, env={**OURS.environment(), "PACELINE_SIZES": "whole", "PACELINE_TEST_ALL": "1"}, cwd=ROOT, check=False)
+        done = subprocess.run(
+            command, env={**OURS.environment(), "PACELINE_SIZES": "whole", "PACELINE_TEST_ALL": "1"}, cwd=ROOT, check=False
+        )
         measured = "equal" if done.returncode == 0 else "see above"
         yield Row(
             "bytes at a 1B shape: 1, 2, 3 stages, context 8k, kills, batch 1 and 16, all formats",
