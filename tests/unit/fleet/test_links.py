@@ -303,7 +303,9 @@ def test_link_local_addresses_are_measured_from_machines_that_have_one(own: tupl
         (("127.0.0.1:7",), ("127.0.0.1:22", CABLE), (CABLE,)),
     ],
 )
-def test_a_card_names_no_port_of_a_machine_that_is_not_its_own(own: tuple[str, ...], addresses: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_a_card_names_no_port_of_a_machine_that_is_not_its_own(
+    own: tuple[str, ...], addresses: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
     assert addresses_to_measure(card("own", *own), card("bee", *addresses)) == expected
 
 
