@@ -1,6 +1,6 @@
 """Choose which cases of heavy tests a run has: a sample drawn by a seed, or all of them.
 
-`make test` runs the sample, `make test-all` (PACELINE_TEST_ALL=1) runs every case. The seed is PACELINE_TEST_SEED, otherwise the commit; the report's
+`make test` runs the sample, `make test-all` (PACELINE_TEST_ALL=1) runs every case. The seed is PACELINE_TEST_SEED, otherwise the week; the report's
 header prints it, so that a failing sample can be run again. A test that is named on the command line (`file.py::test[case]`) always runs.
 
 Marks:
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-from pathlib import Path
+from datetime import UTC, datetime
 
 import pytest
 
@@ -24,12 +23,8 @@ ALL = os.environ.get("PACELINE_TEST_ALL", "") not in {"", "0"}
 """Whether this run has every case."""
 
 
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip()[:12] or "0"
-
-
-SEED = os.environ.setdefault("PACELINE_TEST_SEED", "") or _commit()
+# A week has one sample: a test that fails after a change fails for the change, and not for the draw.
+SEED = os.environ.setdefault("PACELINE_TEST_SEED", "") or datetime.now(UTC).strftime("%G-W%V")
 os.environ["PACELINE_TEST_SEED"] = SEED  # the other processes of this run draw the same sample
 
 

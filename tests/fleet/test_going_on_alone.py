@@ -33,7 +33,7 @@ from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes.build import PipelineOrder
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 OWN = 1
 """Layer, of three."""

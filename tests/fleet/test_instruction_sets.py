@@ -22,7 +22,7 @@ from paceline.store.home import Home
 SETS = cpu.lowerings_here()
 """The fastest first."""
 pytestmark = [
-    pytest.mark.sampled(3, by="file", among="models over machines"),
+    pytest.mark.sampled(1, by="file", among="models over machines"),
     pytest.mark.skipif(len(SETS) < 2, reason="this processor has one set of instructions that kernels are made of"),
 ]
 

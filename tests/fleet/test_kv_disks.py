@@ -16,7 +16,7 @@ from tests.fleet.test_pipeline import SMALL, found_fleet
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 PROMPT = "A list of rivers: " + "the Rhine, the Rhone, the Oder, " * 24
 ASK: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 1, "seed": 5, "max_tokens": 24}

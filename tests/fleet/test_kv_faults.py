@@ -27,7 +27,7 @@ from tests.fleet.test_kv_moves import SMALL, ask, counted
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.pushing import PushEnd
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 FIRST = 5
 """Blocks that are sent before something happens."""

@@ -20,7 +20,7 @@ from tests.fleet.test_kv_moves import SMALL, ask, counted
 
 from paceline.ways.kv.pushing import PushEnd
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 NUMBERS = count()
 LEAST = 'paceline_kv_push_least_tokens{node="p"}'

@@ -15,7 +15,7 @@ from tests.fleet.test_forwarding import client_of, metric
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "8192", "--threads", "1", "--model", MODEL)
 STORY = " ".join(f"On day {day} the riders went {day * 7 % 31} miles and drank {day * 5 % 11} cups of tea." for day in range(1, 25))

@@ -17,7 +17,7 @@ from paceline.net.nixl import is_installed
 from paceline.store.home import Home
 
 pytestmark = [
-    pytest.mark.sampled(2, by="file", among="KV between machines"),
+    pytest.mark.sampled(1, by="file", among="KV between machines"),
     pytest.mark.skipif(not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12"),
 ]
 

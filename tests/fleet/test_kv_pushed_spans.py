@@ -19,7 +19,7 @@ from tests.fleet.test_kv_moves import SMALL, counted
 from paceline.ways.kv.lease import LeaseEnd
 from paceline.ways.kv.pushing import PushEnd
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 STORY = " ".join(f"On day {day} the riders went {day * 7 % 31} miles and drank {day * 5 % 11} cups of tea." for day in range(1, 25))
 PUSHED = 'paceline_kv_peer_blocks_total{what="pushed"}'

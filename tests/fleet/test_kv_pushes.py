@@ -18,7 +18,7 @@ from tests.fleet.test_kv_moves import SMALL, STORY, ask, counted
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 PUSHED = 'paceline_kv_pushes_total{outcome="%s"}'
 PREFILLED = 'paceline_kv_prefills_total{outcome="%s"}'

@@ -17,7 +17,7 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(2, by="file", among="KV between machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="KV between machines")
 
 CHECKS = 'paceline_kv_spot_checks_total{found="%s"}'
 GIVEN = 'paceline_kv_peer_blocks_total{what="given"}'

@@ -23,7 +23,7 @@ from paceline.backends import cpu
 from paceline.store.home import Home
 
 pytestmark = [
-    pytest.mark.sampled(3, by="file", among="models over machines"),
+    pytest.mark.sampled(1, by="file", among="models over machines"),
     pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2"),
 ]
 

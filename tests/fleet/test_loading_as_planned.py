@@ -14,7 +14,7 @@ from tests.fleet.test_pipeline import SMALL, found_fleet
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 ASK: dict[str, Any] = {
     "model": MODEL,

@@ -14,7 +14,7 @@ from tests.fleet.machines import BOUND_S, EMPTY, free_port, machines, token_in, 
 from paceline.machine.settings import DEFAULT_MODEL
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 SCRIPT = str(Path(__file__).parent / "wrong_drafter.py")
 

@@ -18,7 +18,7 @@ from tests.fleet.test_pipeline import found_fleet
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=512, max_context=1024, rms_eps=1e-5,

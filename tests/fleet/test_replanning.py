@@ -15,7 +15,7 @@ from tests.fleet.test_pipeline import found_fleet
 from paceline.fleet.choices import HELD_S
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 SCRIPT = str(Path(__file__).parent / "paced_node.py")
 ASK: dict[str, Any] = {

@@ -20,7 +20,7 @@ from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 MIB = 1 << 20
 LIMIT_BYTES = 640 * MIB

@@ -15,7 +15,7 @@ from tests.fleet.test_pipeline import SMALL, found_fleet, route_of
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 ASKS: tuple[dict[str, Any], ...] = (
     {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 1, "seed": 5, "max_tokens": 256},

@@ -15,7 +15,7 @@ from tests.fleet.test_replanning import runs
 
 from paceline.store.home import Home
 
-pytestmark = pytest.mark.sampled(3, by="file", among="models over machines")
+pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 
 
 def test_machines_that_compute_other_bytes_share_a_model_only_where_that_is_allowed(tmp_path: Path) -> None:

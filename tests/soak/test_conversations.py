@@ -1,6 +1,6 @@
 """Conversations over three machines that are struck: no byte is wrong, and no lease, block or file is left.
 
-`make soak` has 500 of them; `make test-all` 12; `make test`, if it draws this file, 6.
+`make soak` has 500 of them; `make test-all` 12.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 from tests.fleet.machines import until, until_nothing
 from tests.fleet.test_forwarding import metric
-from tests.sampling import ALL
 from tests.soak.conversations import left_of, wandering
 
-CONVERSATIONS = int(os.environ.get("PACELINE_SOAK_CONVERSATIONS", "12" if ALL else "6"))
+CONVERSATIONS = int(os.environ.get("PACELINE_SOAK_CONVERSATIONS", "12"))
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 3
 ENOUGH_TO_SEE = 50
 """Conversations of which some are fetched, and some pushed, whatever is drawn."""
 
-pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(600 + 60 * CONVERSATIONS)]
+pytestmark = [pytest.mark.whole("machines are struck for minutes"), pytest.mark.timeout(600 + 60 * CONVERSATIONS)]
 
 
 def test_conversations_go_on_whatever_machines_suffer_and_nothing_is_left(tmp_path: Path) -> None:

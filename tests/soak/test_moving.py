@@ -1,6 +1,6 @@
 """Machines behind a door are struck at random tokens under many streams: every answer is complete and as one machine gives it.
 
-`make soak` strikes 200 times; `make test-all` 8 times; `make test`, if it draws this file, 4.
+`make soak` strikes 200 times; `make test-all` 8 times.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 from tests.fleet.machines import until
-from tests.sampling import ALL
 from tests.soak.moving import DOWN_S, MOST_BETWEEN, Clients, Right, Trio, asked, trio
 from tests.soak.soak import answer
 
-FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", "8" if ALL else "4"))
+FAULTS = int(os.environ.get("PACELINE_SOAK_FAULTS", "8"))
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 8
 
-pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(300 + 30 * FAULTS)]
+pytestmark = [pytest.mark.whole("machines are struck for minutes"), pytest.mark.timeout(300 + 30 * FAULTS)]
 
 
 @pytest.fixture(scope="module")

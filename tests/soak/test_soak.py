@@ -1,6 +1,6 @@
 """Machines of a pipeline die at random tokens under many streams: every answer is complete and as one machine gives it, and nothing leaks.
 
-`make soak` kills 200 times, and for five minutes at a pace, of the whole bundled model; `make test-all` 8 times, and for some seconds; `make test`, if it draws this file, 4 times.
+`make soak` kills 200 times, and for five minutes at a pace, of the whole bundled model; `make test-all` 8 times, and for some seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import pytest
 from tests.fakes.shallow_model import write_shallow
 from tests.fleet.machines import Machine, until, until_nothing
 from tests.fleet.open_files import open_files, unexplained
-from tests.sampling import ALL
 from tests.soak.soak import Soak, answer, asked, settle
 
 from paceline.bench.fleet import LocalFleet
 
-KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "8" if ALL else "4"))
+KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "8"))
 MINUTES = int(os.environ.get("PACELINE_SOAK_MINUTES", "0"))
 PACE_S = 5.0
 SHORT_S = 10
@@ -34,7 +33,7 @@ FIFTH = int(os.environ.get("PACELINE_SOAK_LAYERS", "5")) // 5
 """Of the model's layers: all of it, or its first ones."""
 SMALL = ("--threads", "1", "--context", "512", "--kv-tokens", "6144")
 
-pytestmark = [pytest.mark.sampled(1, by="file", among="soaks"), pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)]
+pytestmark = [pytest.mark.whole("machines are struck for minutes"), pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)]
 
 Right = list[tuple[dict[str, Any], tuple[str, str]]]
 

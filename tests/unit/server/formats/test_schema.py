@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from tests.sampling import ALL, draws
 from tests.unit.engine.test_grammar import VOCABULARY
 from tests.unit.server.formats.random_schemas import random_answer, random_schema
 
@@ -47,7 +47,7 @@ COUNT = 500
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(COUNT)] if os.environ.get("PACELINE_TEST_ALL") == "1" else [random.SystemRandom().sample(range(COUNT), 40)],
+    [range(COUNT) if ALL else draws("random schemas").sample(range(COUNT), 40)],
     ids=["seeds"],
 )
 def test_an_answer_to_any_schema_that_ends_parses_and_is_of_it(seeds: list[int]) -> None:
