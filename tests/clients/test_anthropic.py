@@ -143,11 +143,11 @@ def test_several_tools(served: Scripted) -> None:
     assert kinds(ask(served, CALL, tools=[WEATHER], tool_choice={"type": "none"})) == ["text"]
 
 
-def test_an_input_that_was_cut_is_what_the_client_makes_of_it(served: Scripted) -> None:
+def test_a_call_that_was_cut_is_text(served: Scripted) -> None:
     cut = ask(served, CALL, tools=[WEATHER], max_tokens=CALL.index("ris"))
-    assert (cut.content[0].input, cut.stop_reason) == ({}, "max_tokens")
+    assert (kinds(cut), cut.stop_reason) == (["text"], "max_tokens")
     two = CALL.replace('"Paris"', '"Paris", "day": "Mon')
-    assert ask(served, two, tools=[WEATHER], max_tokens=two.index("on")).content[0].input == {"city": "Paris"}
+    assert "Paris" in ask(served, two, tools=[WEATHER], max_tokens=two.index("on")).content[0].text
 
 
 def test_a_conversation_goes_on(served: Scripted) -> None:

@@ -109,7 +109,9 @@ class Fault:
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        own = own_field(OWN_NAMES.get(api, {}), self.param)
+        # A field that is refused by its name is one that the client sent, and has that name already.
+        is_sent = self.code == "unsupported_parameter" and "." not in (self.param or "")
+        own = None if is_sent else own_field(OWN_NAMES.get(api, {}), self.param)
         message = rename_field(self.message, self.param, own).encode("utf-8", "replace").decode()
         partial = {"partial_text": self.partial_text} if self.partial_text else {}
         match api:

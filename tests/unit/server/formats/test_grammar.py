@@ -121,9 +121,10 @@ class Spelling(ByteVocabulary):
                 data = data[len(special.encode()) :]
                 continue
             first = 1 + len(self.specials)
-            token = max(
-                (i for i in range(first, self.size - 1) if data.startswith(self.token_bytes(i))), key=lambda i: len(self.token_bytes(i))
-            )
+            fitting = [i for i in range(first, self.size - 1) if data.startswith(self.token_bytes(i))]
+            if not fitting:  # no token spells what follows
+                break
+            token = max(fitting, key=lambda i: len(self.token_bytes(i)))
             ids.append(token)
             data = data[len(self.token_bytes(token)) :]
         return ids
