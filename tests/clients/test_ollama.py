@@ -99,7 +99,7 @@ def test_a_schema_is_kept_to(real: Served[EngineHost]) -> None:
     with ollama.Client(real.url) as client:
         chat = client.chat(messages=[{"role": "user", "content": "Who?"}], **asked)
         raw = client.generate(prompt="Who? ", raw=True, **asked)
-        with pytest.raises(ollama.ResponseError, match="format[.]type: ") as caught:
+        with pytest.raises(ollama.ResponseError, match=r"format\.type: ") as caught:
             client.chat(messages=[{"role": "user", "content": "Who?"}], **{**asked, "format": {"type": "nothing"}})
     assert caught.value.status_code == 400
     for text in (chat.message.content, raw.response):

@@ -43,9 +43,10 @@ class Pieces(ByteVocabulary):
         del add_special
         data, ids = text.encode(), list[int]()
         while data:
-            token = max(
-                (token for token in range(1, EOS) if data.startswith(self.token_bytes(token))), key=lambda t: len(self.token_bytes(t))
-            )
+            fitting = [token for token in range(1, EOS) if data.startswith(self.token_bytes(token))]
+            if not fitting:  # no token spells what follows
+                break
+            token = max(fitting, key=lambda t: len(self.token_bytes(t)))
             ids.append(token)
             data = data[len(self.token_bytes(token)) :]
         return ids
