@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
-from tests.unit.engine.test_grammar import EOS, VOCABULARY
+from tests.unit.engine.test_whole_forms import DIGITS
 
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
@@ -124,13 +124,13 @@ def random_answer(schema: Schema, grammars: Grammars, draw: random.Random, most:
     for _ in range(most):
         mask = matcher.mask()
         assert mask is not None, "nothing was guessed"
-        tokens = np.flatnonzero(np.unpackbits(mask, count=VOCABULARY.size, bitorder="little")).tolist()
+        tokens = np.flatnonzero(np.unpackbits(mask, count=DIGITS.size, bitorder="little")).tolist()
         if not tokens:
             return None
-        closing = [token for token in tokens if token == EOS or VOCABULARY.token_bytes(token)[:1] in b'"]}']
+        closing = [token for token in tokens if token in DIGITS.eos_ids or DIGITS.token_bytes(token)[:1] in b'"]}']
         token = draw.choice(closing if closing and draw.random() < 0.4 else tokens)
-        if token == EOS:
+        if token in DIGITS.eos_ids:
             return written.decode() if matcher.is_accepting else None
         matcher.take(token)
-        written += VOCABULARY.token_bytes(token)
+        written += DIGITS.token_bytes(token)
     return None

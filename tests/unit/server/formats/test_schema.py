@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from tests.sampling import ALL, draws
-from tests.unit.engine.test_grammar import VOCABULARY
+from tests.unit.engine.test_whole_forms import DIGITS
 from tests.unit.server.formats.random_schemas import random_answer, random_schema
 
 from paceline.core.errors import InvalidRequest
@@ -20,7 +20,7 @@ from paceline.server.formats.patterns import without_look_around
 from paceline.server.formats.schema import followed_schema
 
 PRINTED = Path(__file__).parents[3] / "data" / "printed_schemas"
-GRAMMARS = Grammars(VOCABULARY, tried=True)
+GRAMMARS = Grammars(DIGITS, tried=True)
 LARGEST = 9_223_372_036_854_774_784
 
 
@@ -226,7 +226,7 @@ def test_look_ahead_at_the_beginning_is_followed(pattern: str, matches: list[str
     schema = json.dumps(followed_schema({"type": "string", "pattern": pattern}))
     for text in (*matches, *others):
         matcher = GRAMMARS.matcher(Grammar(GrammarKind.JSON_SCHEMA, schema))
-        tokens = VOCABULARY.encode(json.dumps(text))
+        tokens = DIGITS.encode(json.dumps(text))
         is_taken = matcher.mask(tokens) is not None
         for token in tokens if is_taken else ():
             matcher.take(token)
