@@ -68,5 +68,5 @@ def test_how_to_install_is_a_command_for_the_python_that_runs(has_pip: bool, tmp
     code = "from paceline.core.errors import how_to_install; print(how_to_install('paceline[torch]'))"
     path = f"{Path(errors.__file__).parents[2]}:{tmp_path}"
     said = subprocess.run([python, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
-    asked = [str(python), "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
+    asked = [str(python), "-P", "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
     assert shlex.split(said) == [*asked, "paceline[torch]"]
