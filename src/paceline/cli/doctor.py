@@ -10,7 +10,6 @@ import asyncio
 import os
 import platform
 import shutil
-import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -43,7 +42,6 @@ from paceline.net.discovery import own_hosts, own_interfaces
 from paceline.net.member.reach import Barrier, Reach, Setting, barrier_at, own_facts, reach
 from paceline.net.member.state import Looked, look, read_running
 from paceline.net.tensor.dialling import tensor_addresses
-from paceline.net.tensor.native import LENDERS, lends_here
 from paceline.net.trust.certificates import is_address
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -137,9 +135,6 @@ def _machine(home: Home) -> Iterator[Finding]:
     here = platform.node() or "this machine"
     yield Finding("versions", Level.OK, here, f"paceline {__version__}, arithmetic {ARITHMETIC}, Python {facts.python}, {numba}")
     yield _kernels(home, here)
-    if not lends_here():
-        said = f"compiled code can't use the TLS of this Python ({facts.python}, {ssl.OPENSSL_VERSION}): tensor ranks of other machines are slower"
-        yield Finding("tls", Level.NOTE, here, said, f"Run paceline with {LENDERS}.")
     free, endpoints = available_bytes(), endpoints_here(home)
     if free < LEAST_MEMORY and endpoints:
         yield Finding("memory", Level.NOTE, here, f"{human(free)} is free beside what runs", "A further model may not fit.")

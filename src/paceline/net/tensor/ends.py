@@ -6,8 +6,7 @@ After the greeting nothing goes from the receiver to the sender but a CLOSE, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -32,7 +31,6 @@ from paceline.net.tensor.frames import (
     tensor_start,
 )
 from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, IncomingBytes, TensorMessage
-from paceline.net.tensor.native import NativeTls
 from paceline.net.tensor.pipe import Pipe, PipeSilence
 
 
@@ -51,24 +49,6 @@ class End:
     @property
     def closed(self) -> bool:
         return self._pipe.closed
-
-    @property
-    def native(self) -> NativeTls | None:
-        """The stream, for compiled code that sends or receives whole tensors between two of this end's own; None: it can't be had."""
-        return self._pipe.native
-
-    @contextmanager
-    def lent(self) -> Generator[int]:
-        """While compiled code uses the stream. Gives the sequence number that is next; `tell_lent` has the one behind what was moved.
-
-        Raises:
-            StreamClosed: it is closed.
-        """
-        with self._pipe:
-            yield self._conversation.next_seq
-
-    def tell_lent(self, next_seq: int) -> None:
-        self._conversation.next_seq = next_seq
 
     def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
         """Idempotent, from any thread; wakes the one that reads or writes.
@@ -318,16 +298,6 @@ class TensorReceiver(End):
             raise error
         self._rehearsal.came(event)
         return event
-
-    @property
-    def at_rest(self) -> bool:
-        """Nothing has come that was not given out: it may be lent."""
-        return self._incoming.empty and self._conversation.between
-
-    def put_back(self, data: bytes) -> None:
-        """What was read of a frame while this was lent, from its beginning on."""
-        self._incoming.space()[: len(data)] = data
-        self._incoming.filled(len(data))
 
     def look(self, seconds: float) -> None:
         """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""

@@ -24,7 +24,6 @@ from collections.abc import Callable
 
 from paceline.core.errors import StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
-from paceline.net.tensor.native import native_of, reader_of
 
 CLOSE_WAIT_S = 1.0
 """How long closing waits for the thread that was woken."""
@@ -88,6 +87,15 @@ def _ready(sock: socket.socket, seconds: float, *, writing: bool) -> bool:
     return bool(poll.poll(math.ceil(1000 * seconds)))
 
 
+def _reader_of(sock: ssl.SSLSocket) -> Callable[[int, memoryview], int]:
+    """Return a function that reads up to one TLS record and raises as `recv_into` does.
+
+    It goes past the socket's own layer where there is one: large tensors are read record by record.
+    """
+    held = getattr(sock, "_sslobj", None)
+    return held.read if held is not None else lambda n, into: sock.recv_into(into, n)
+
+
 class PipeSilence:
     """Until when something has to move: a deadline that each byte moves on, by as long as it was away at first.
 
@@ -126,9 +134,7 @@ class Pipe:
         self.now = time.perf_counter
         """The monotonic clock of all deadlines."""
         sock.setblocking(False)
-        self._sock, self._read = sock, reader_of(sock)
-        self.native = native_of(sock)
-        """For compiled code that reads or writes it, inside `with`, instead of this."""
+        self._sock, self._read = sock, _reader_of(sock)
         self._using = threading.Lock()
         self.look_s = 0.0
         """How long a reader looks before it sleeps."""

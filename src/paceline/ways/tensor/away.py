@@ -14,8 +14,6 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from paceline.backends.cpu import crossing
-from paceline.core.clock import deadline_once_ready
 from paceline.core.errors import ExecutorLost, FleetError, NodeStopping, NodeUnreachable, PacelineError, StreamClosed
 from paceline.fleet.eligibility import Use
 from paceline.machine.fetch import in_thread
@@ -107,7 +105,6 @@ class AwayRank:
         fleet, node_id = self._place.fleet, self._place.node_id
         expected = None
         try:
-            await in_thread(crossing.prepare)  # before the other node begins to wait for streams, which it does once its rank is loaded
             expected, live = fleet.tensors.expect(), fleet.view().get(node_id)
             if live is None:
                 raise NodeUnreachable(f"{node_id} is not in view")
@@ -179,7 +176,7 @@ class AwayRank:
 
 def _opened(dials: Callable[[float], TensorSender], expected: ExpectedStream) -> tuple[TensorSender, TensorReceiver]:
     """Open both streams. Blocks. Raises FleetError."""
-    deadline = deadline_once_ready(crossing.prepare, CONNECT_S)
+    deadline = time.perf_counter() + CONNECT_S
     sender = dials(deadline)
     try:
         return sender, expected.wait(deadline)

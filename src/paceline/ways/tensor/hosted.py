@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from paceline.backends.cpu import crossing
 from paceline.backends.memory import own_bytes
 from paceline.core.errors import ConfigError, PacelineError, ShardUnavailable, StreamClosed, WeightsError
 from paceline.core.ids import NodeId
@@ -83,10 +82,6 @@ class HostedRank:
         if not process.is_ready and (gone := process.gone) is not None:
             raise ShardUnavailable(f"The process of a tensor rank {gone}", "What it printed says why.")
         return process.is_ready
-
-    def prepare(self) -> None:
-        """Compile what `connect` needs. The other side waits for streams from then on."""
-        crossing.prepare()
 
     def connect(
         self,

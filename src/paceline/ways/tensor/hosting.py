@@ -6,6 +6,7 @@ A rank is the call that opened it: it is loaded into a process of its own, takes
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,6 @@ from paceline.backends.holding import working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind
 from paceline.core.background import came_within, tell_loop
-from paceline.core.clock import deadline_once_ready
 from paceline.core.errors import (
     BadPipelineRequest,
     PacelineError,
@@ -207,7 +207,7 @@ class RankHost:
             yield RankLoading(done, max(done, total))
         expected = self._fleet.tensors.expect()
         ends.callback(expected.cancel)
-        deadline = await in_thread(partial(deadline_once_ready, rank.prepare, CONNECT_S))
+        deadline = time.perf_counter() + CONNECT_S
         yield RankOpened(self._fleet.tensors.port, expected.ticket, rank.process.numerics_id)
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         addresses = self._fleet.tensor_addresses_of(caller.node_id, int(request.addresses[0].rpartition(":")[2]))

@@ -1,9 +1,8 @@
 """Two threads, one on each side of a pair of tensor streams, that have a rank on another machine meet its group: what each leaves in its own memory, they
 carry to the other's.
 
-At each exchange a side sends what its ranks left and takes what the other's did: all of a command's in compiled code (`crossing`), or here, where the
-streams can't be lent to it. Up to `AT_ONCE_BYTES` the system has room for it on its way; what is more
-is sent by a thread beside, so that neither side waits for the other to read, and both ways of a link are full. A group of several machines meets at the
+At each exchange a side sends what its ranks left and takes what the other's did. Up to `AT_ONCE_BYTES` fit into the socket's buffer. Larger sums are sent
+by a second thread, so that neither side waits for the other to read, and both directions of a link are full. A group of several machines meets at the
 first: it passes on what it got.
 No other barrier is needed: a plane is written again two exchanges later at the earliest, when its bytes have long been sent.
 """
@@ -29,9 +28,7 @@ from paceline.core.errors import ExecutorLost, StreamClosed, StreamCorrupt, Stre
 from paceline.core.model import LayerRange
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, TensorMessage
-from paceline.net.tensor.native import LENDERS
 from paceline.ways.tensor import frames
-from paceline.ways.tensor.crossing import CalledOff, Crossing
 from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
 from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.process import RankProcess
@@ -47,6 +44,10 @@ SENT_S: Final = 10.0
 ASKED_S: Final = 10.0
 """For a process to give out or take in a block."""
 JOIN_S: Final = 5.0
+
+
+class CalledOff(Exception):
+    """The group gives up the command that its ranks run."""
 
 
 class Pump(ABC):
@@ -78,10 +79,6 @@ class Pump(ABC):
         self._closed = False
         self._rows, self._seen = 0, dict[tuple[bool | None, int], npt.NDArray[np.float32]]()
         """What `_views` has made for batches of so many rows."""
-        outs, ins = ([0, *self._others], [rank]) if leads else ([rank], [0, *self._others])
-        self._crossing = Crossing(memory, sender, receiver, outs, ins, self._views, look_s=LOOK_S, stalled_s=SENT_S)
-        if not self._crossing.is_possible:
-            logger.warning("sums of rank %d take longer: they cross without compiled code, for which run paceline with %s", rank, LENDERS)
         receiver.look(LOOK_S)
         self._thread = threading.Thread(target=self._run, name=f"paceline-rank-{rank}-streams", daemon=True)
 
@@ -166,19 +163,12 @@ class Pump(ABC):
 
     @abstractmethod
     def _meet_all(self, number: int, half: bool | None, rows: int) -> None:
-        """One exchange, without compiled code."""
+        """Run one exchange. Raises CalledOff."""
 
     def _exchange(self, behind: int, halves: Sequence[bool | None], rows: int) -> None:
-        """All exchanges of a command, behind one. Raises CalledOff."""
-        crossing, done = self._crossing, 0
-        while done < len(halves):
-            if crossing.is_possible and self._receiver.at_rest:
-                if not crossing.run(behind + 1 + done, halves[done:], rows, self._check):
-                    self._take(SUMS)
-                    raise self._receiver.refuse(StreamCorrupt("Sums of another exchange, or of another shape"))
-                return
-            done += 1
-            self._meet_all(behind + done, halves[done - 1], rows)
+        """Run all exchanges of a command. `behind` is the number of the exchange before the first. Raises CalledOff."""
+        for number, half in enumerate(halves, behind + 1):
+            self._meet_all(number, half, rows)
 
     def _meet(self, number: int, half: bool | None, rows: int, first: int, second: int) -> None:
         """The first rank's sums and those of the one away cross: `first` is this side's."""

@@ -98,7 +98,6 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     assert settings.device is not None, "decided for all ranks"
     assert settings.weights is not None, "decided for all ranks"
     cpu.prepare(settings.device.lowering, home.kernels)
-    from paceline.backends.cpu import crossing
     from paceline.backends.cpu.exchange import Exchange
     from paceline.ways.tensor.memory import GroupMemory
 
@@ -137,8 +136,6 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
         nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
         runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)
         memory.await_word(memory.number_address, memory.number - 1)
-        if order.is_away:  # of whom the node carries the sums
-            crossing.prepare()
         kernel_cache.complete()
     return memory, runner
 

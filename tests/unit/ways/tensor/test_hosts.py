@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ from tests.unit.net.member.nodes import make_node, until_seen
 from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _recall, _until, alone, answers, engine, group_of, model
 
 from paceline.backends import cpu
-from paceline.backends.cpu import crossing
 from paceline.backends.memory import own_bytes
 from paceline.core.errors import ConfigError, NodeStopping
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
@@ -43,7 +41,7 @@ from paceline.ways.tensor import load_group
 from paceline.ways.tensor.away import AwayRank
 from paceline.ways.tensor.codec import RankLoading, RankOpened, Stops, read_event
 from paceline.ways.tensor.hosted import HostedRank
-from paceline.ways.tensor.hosting import CONNECT_S, RankHost, RankPlace
+from paceline.ways.tensor.hosting import RankHost, RankPlace
 from paceline.ways.tensor.pump import GroupPump
 from paceline.ways.tensor.rank import EXPORT, block_request
 
@@ -118,25 +116,6 @@ def test_a_rank_of_another_node_answers_as_one_process(model: Path, alone: list[
     with group(model, hosts.places("b"), 1.0, 1.0) as built:
         assert answers(built, "away") == alone
         assert rank_of(built).gone is None
-
-
-def test_compiling_for_the_first_time_takes_nothing_of_the_time_to_connect(
-    model: Path, alone: list[list[int]], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an empty kernel cache on a slow core, each side compiles for longer than connecting may take."""
-    now, prepare, late_s = time.perf_counter, crossing.prepare, [0.0]
-    compiles_s = iter((2 * CONNECT_S, 2 * CONNECT_S))
-
-    def slowly() -> None:
-        prepare()
-        late_s[0] += next(compiles_s, 0.0)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now() + late_s[0])
-    monkeypatch.setattr(crossing, "prepare", slowly)
-    with group(model, hosts.places("b"), 1.0, 1.0) as built:
-        assert late_s[0] == 4 * CONNECT_S
-        assert rank_of(built).gone is None
-        assert answers(built, "first", 1) == alone[:1]
 
 
 @pytest.mark.parametrize("places", [("b", "c"), ("b", "")], ids=["two away", "one away and one here"])
@@ -273,7 +252,6 @@ def test_a_rank_away_that_is_lost_costs_no_answer(
 def test_sums_that_a_thread_beside_sends_cross_and_end_with_their_stream(
     model: Path, alone: list[list[int]], hosts: Hosts, hosted: list[HostedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.net.tensor.pipe.native_of", lambda _: None)  # compiled code needs none
     monkeypatch.setattr("paceline.ways.tensor.pump.AT_ONCE_BYTES", -1)
     with group(model, hosts.places("b"), 1.0, 1.0) as built:
         assert answers(built, "beside") == alone

@@ -1,4 +1,4 @@
-"""What ranks leave crosses a pair of real TLS streams whole, in compiled code and without, whatever else comes."""
+"""Sums of two ranks cross a pair of real TLS streams whole, and a command that is called off leaves the streams in step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -22,17 +21,11 @@ from paceline.backends import cpu
 if not cpu.runs_here():
     pytest.skip("this processor has no AVX2", allow_module_level=True)
 
-from paceline.backends.cpu import crossing
 from paceline.backends.cpu.exchange import Exchange
 from paceline.backends.cpu.shares import deal
-from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError
 from paceline.core.model import BLOCK_TOKENS
 from paceline.engine.local import row_plan
-from paceline.net.tensor import native
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
-from paceline.net.tensor.frames import CODES, starts
-from paceline.ways.tensor import frames
-from paceline.ways.tensor.crossing import Crossing
 from paceline.ways.tensor.memory import Command, GroupMemory, make_memory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.pump import GroupPump, Pump, RankPump
@@ -83,32 +76,18 @@ def memories() -> Iterator[tuple[GroupMemory, GroupMemory]]:
         os.close(fd)
 
 
-COMPILED = {"both compiled": (True, True), "the first one": (True, False), "the other one": (False, True), "neither": (False, False)}
-
-
-@pytest.fixture(params=COMPILED)
-def sides(
-    request: pytest.FixtureRequest, streams: Ends, memories: tuple[GroupMemory, GroupMemory], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Side, Side]]:
-    """Both pumps at work; who waits on the first one's side sleeps."""
+@pytest.fixture
+def sides(streams: Ends, memories: tuple[GroupMemory, GroupMemory]) -> Iterator[tuple[Side, Side]]:
+    """Both pumps at work. Threads that wait on the first side sleep."""
     (sends, its_receives), (its_sends, receives) = streams
-    process = cast("RankProcess", NoProcess())
     memories[0].say_crowded(True)
-    made: list[Side] = []
+    group = GroupPump(memories[0], 1, sends, receives, lambda _: None)
+    rank = RankPump(cast("RankProcess", NoProcess()), memories[1], LAYERS, 1000, its_sends, its_receives, lambda _: None)
     with ExitStack() as undo:
-        for rank, compiled in enumerate(COMPILED[request.param]):
-            if not compiled:
-                for end in ((sends, receives), (its_sends, its_receives))[rank]:
-                    monkeypatch.setattr(end._pipe, "native", None)
-            if rank == 0:
-                pump: Pump = GroupPump(memories[0], 1, sends, receives, lambda _: None)
-            else:
-                pump = RankPump(process, memories[1], LAYERS, 1000, its_sends, its_receives, lambda _: None)
-            assert pump._crossing.is_possible == compiled
+        for pump in (group, rank):
             pump.start()
             undo.callback(pump.close)
-            made.append(Side(rank, memories[rank], pump))
-        yield made[0], made[1]
+        yield Side(0, memories[0], group), Side(1, memories[1], rank)
 
 
 def until(true: Callable[[], bool], pump: Pump) -> None:
@@ -184,95 +163,3 @@ def test_what_is_called_off_ends_between_two_exchanges_and_the_next_begins_anew(
     until(lambda: not sides[1].memory.is_given_up, sides[1].pump)
     command(sides, 3, 3)
     meet(sides, 4, 3, 2)
-
-
-def lone(memory: GroupMemory, streams: Ends, stalled_s: float = 100.0) -> tuple[Crossing, TensorSender]:
-    """A rank's side, and who sends to it."""
-    (sends, receives), (its_sends, _) = streams
-    exchange = Exchange(TINY, SIZES.shares, 1, memory.exchange, SIZES.max_rows)
-    crossing.prepare()
-    made = Crossing(
-        memory,
-        its_sends,
-        receives,
-        [1],
-        [0],
-        lambda half, rows, rank: exchange.sums_of(rank, bool(half))[:, :rows],
-        look_s=0.001,
-        stalled_s=stalled_s,
-    )
-    assert made.is_possible
-    return made, sends
-
-
-@pytest.mark.parametrize("header", [frames.numbered(frames.SUMS, 2), b"G"], ids=["of another exchange", "of another kind"])
-def test_what_is_no_sum_is_the_next_message(memories: tuple[GroupMemory, GroupMemory], streams: Ends, header: bytes) -> None:
-    made, sends = lone(memories[1], streams)
-    sends.send(header, np.ones(3, np.uint16), soon())
-    assert not made.run(1, [False, True], 3, lambda: None)
-    message = streams[0][1].receive(soon())
-    assert (message.header, message.array.tolist()) == (header, [1, 1, 1])
-
-
-def cut_off(sends: TensorSender) -> None:
-    sends._pipe.close()
-
-
-def within(sends: TensorSender) -> None:
-    """A frame's data, and no frame behind it."""
-    (start, n), *_ = starts(frames.numbered(frames.SUMS, 1), 4 * TINY.hidden * MANY, CODES[np.dtype(np.float32)], (1, MANY, TINY.hidden))
-    sends._pipe.send(start + bytes(n) + b"\xff" * 9, soon())
-
-
-def half_of_one(sends: TensorSender) -> None:
-    (start, _), *_ = starts(frames.numbered(frames.SUMS, 1), 4 * TINY.hidden * MANY, CODES[np.dtype(np.float32)], (1, MANY, TINY.hidden))
-    sends._pipe.send(start + bytes(100), soon())
-
-
-@pytest.mark.parametrize(
-    ("does", "error", "stalled_s"),
-    [(cut_off, TensorStreamError, 100.0), (within, StreamCorrupt, 100.0), (half_of_one, StreamStalled, 0.01)],
-)
-def test_a_stream_that_breaks_says_so(
-    memories: tuple[GroupMemory, GroupMemory],
-    streams: Ends,
-    does: Callable[[TensorSender], None],
-    error: type[TensorStreamError],
-    stalled_s: float,
-) -> None:
-    made, sends = lone(memories[1], streams, stalled_s)
-    does(sends)
-    with pytest.raises(error):
-        made.run(1, [False], MANY, lambda: None)
-    with pytest.raises(StreamClosed):
-        made.run(1, [False], MANY, lambda: None)
-
-
-def test_a_socket_that_is_kept_in_another_way_is_not_lent(streams: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    sock = streams[0][0]._pipe._sock
-    assert native.native_of(sock) is not None
-    assert native.lends_here()
-    with monkeypatch.context() as patched:
-        patched.setattr(native, "_HEAD", native._HEAD + 8)
-        assert native.native_of(sock) is None
-        assert not native.lends_here()
-
-
-@pytest.mark.parametrize("differs", ["within itself", "another library", "another version of Python", "no CPython"])
-def test_of_an_interpreter_that_is_not_known_nothing_is_lent(differs: str, streams: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    sock = streams[0][0]._pipe._sock
-    match differs:
-        case "within itself":  # as interpreters are that link the TLS library statically
-            monkeypatch.delattr("_ssl.__file__")
-        case "another library":
-            monkeypatch.setattr("ssl.OPENSSL_VERSION", "OpenSSL 9.9.9")
-        case "another version of Python":
-            monkeypatch.setattr("sys.version_info", (3, 99))
-        case _:
-            monkeypatch.setattr("sys.implementation", SimpleNamespace(name="pypy"))
-    native._library.cache_clear()
-    try:
-        assert native.native_of(sock) is None
-        assert not native.lends_here()
-    finally:
-        native._library.cache_clear()
