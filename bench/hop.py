@@ -6,7 +6,7 @@ Two processes, each pinned to a core of its own, mutual TLS over loopback, a Sta
 what the far side spent at work of its own: none measures the path alone; 1 ms of Python lets the other's core go to sleep; reading 40 MB is
 nearest to a stage, whose weights leave nothing else in the caches. The same batches go over a plain grpc.aio bidirectional stream, a block of
 one after a block of the other, so that both see the same machine. `looking`: a reader looks for some ms before it sleeps. `ready`: as stages
-do, it rehearses meanwhile, and a sender prepares its message before the work. At the end: what compressing activations would take and save.
+do, a sender also prepares its message before the work. At the end: what compressing activations would take and save.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
-from paceline.engine.local import WireBits
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
-from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
+from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 
 WIDTH = 576
@@ -117,10 +116,6 @@ def work(orders: Orders) -> float:
     return clock() - began
 
 
-def rehearse(batch: StageBatch, x_TD: WireBits) -> None:
-    check_activations(x_TD, batch.n_rows, WIDTH)
-
-
 # ---------------------------------------------------------------------------------------------------- the far process
 
 
@@ -158,7 +153,7 @@ async def _far(identity: Identity, pipe: Connection, took: Any) -> None:
     def echo_tensors() -> None:
         orders = Orders(0, 0, 0, 0)
         while True:
-            batch, x_TD = source.receive(clock() + 600, rehearse if orders.ready else None)
+            batch, x_TD = source.receive(clock() + 600)
             if not batch.sequences:
                 return
             orders = Orders.of(batch)
@@ -212,7 +207,7 @@ class Near:
         work(orders)
         began = clock()
         self._sink.send(batch, x_TD, clock() + PATIENCE_S)
-        self._source.receive(clock() + PATIENCE_S, rehearse if orders.ready else None)
+        self._source.receive(clock() + PATIENCE_S)
         return clock() - began
 
     async def over_grpc(self, batch: StageBatch, x_TD: Any) -> float:

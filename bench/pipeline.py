@@ -88,7 +88,7 @@ def stage_process(core: int, cut: int, identity_pem: bytes, other_certificate: b
     sink = StreamSink(dial([f"127.0.0.1:{back_port}"], member, back_ticket, identity, never, time.perf_counter() + PATIENCE_S))
     source = StreamSource(expected.wait(time.perf_counter() + PATIENCE_S))
     while True:
-        batch, x_TD = source.receive(time.perf_counter() + PATIENCE_S, stage.rehearse)
+        batch, x_TD = source.receive(time.perf_counter() + PATIENCE_S)
         sink.prepare(batch, x_TD.shape[1])
         sink.send(batch, stage.run(batch, x_TD), time.perf_counter() + PATIENCE_S)
 

@@ -58,9 +58,6 @@ class FarRunner:
     def from_wire(self, x_TD: WireBits) -> WireBits:
         return x_TD
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """There is nothing that it would make faster."""
-
     def close(self) -> None:
         self._process.communicate()
 

@@ -75,12 +75,6 @@ class NullRunner:
     def from_wire(self, x_TD: WireBits) -> UInt64:
         return np.ascontiguousarray(x_TD).view(np.uint64).reshape(len(x_TD))
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Nothing: there are no weights."""
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Nothing, likewise."""
-
     kv_layout = "null"
 
     @property

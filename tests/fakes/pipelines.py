@@ -17,7 +17,7 @@ from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, shard_id
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Rehearse, RouteStage, StageReport
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, RouteStage, StageReport
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 Item = tuple[StageBatch, WireBits]
@@ -30,7 +30,6 @@ class MemoryPipe:
     def __init__(self) -> None:
         self._items: queue.Queue[Item | None] = queue.Queue()
         self._closed = False
-        self._last: Item | None = None
 
     def prepare(self, batch: StageBatch, width: int) -> None:
         """There is nothing to prepare."""
@@ -41,16 +40,13 @@ class MemoryPipe:
             raise StreamClosed("the pipe is closed")
         self._items.put((batch, np.array(x_TD)))
 
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> Item:
-        if self._last is not None and rehearse is not None:
-            rehearse(self._last[0], np.zeros_like(self._last[1]))
+    def receive(self, deadline: float) -> Item:
         try:
             item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise StreamStalled("nothing came") from None
         if item is None or self._closed:
             raise StreamClosed("the pipe is closed")
-        self._last = item
         return item
 
     def close(self) -> None:
@@ -131,13 +127,9 @@ class MemoryRoute:
         stage.take_blocks_of(self.block_size)
         source, sink = self._pipes[place], self._pipes[place + 1]
 
-        def rehearse(batch: StageBatch, x_TD: WireBits) -> None:
-            with machine.lock:
-                stage.rehearse(batch, x_TD)
-
         while True:
             try:
-                batch, x_TD = source.receive(time.monotonic() + 3600, rehearse)
+                batch, x_TD = source.receive(time.monotonic() + 3600)
                 if machine.dies_at is not None:
                     machine.dies_at -= 1
                     machine.alive = machine.dies_at > 0

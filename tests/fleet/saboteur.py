@@ -71,9 +71,6 @@ class BadStage:
                 pass
         return out_TD
 
-    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
-        self._stage.rehearse(batch, x_TD)
-
 
 def wait_for_the_end(session: Session, deed: Deed, most_s: float = float("inf")) -> None:
     end = time.monotonic() + most_s

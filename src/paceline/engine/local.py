@@ -203,17 +203,6 @@ class LayerRunner(Protocol[Activations]):
         """Final norm and head of the rows named, float32 [R, V]. May reuse one buffer from call to call."""
         ...
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Go the way of `run_layers` without computing, so that code and first weights are at hand; changes no result. May do nothing.
-
-        It uses what batches use: a caller that shares a runner between threads keeps it apart from them as it keeps them apart.
-        """
-        ...
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Likewise, of `logits`."""
-        ...
-
     @property
     def kv_layout(self) -> str:
         """How the bytes of a block lie: blocks may be copied between runners whose layers, layout and numerics id are equal."""

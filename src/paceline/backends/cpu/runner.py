@@ -23,7 +23,7 @@ from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.rows import GATES, embed_rows, reader
 from paceline.backends.cpu.shares import LANES, segment_bounds
-from paceline.backends.cpu.sizes import BLOCK, CACHE_LINE, N_PIECE, NEIGHBOURS, PART, aligned, record_bytes
+from paceline.backends.cpu.sizes import BLOCK, N_PIECE, NEIGHBOURS, PART, aligned, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
@@ -31,9 +31,6 @@ from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec, MoeSpec, Norms, rotary_dims
 from paceline.core.weights import GROUP, rope_tables
 from paceline.engine.local import Int32, RowPlan
-
-NEAR_BYTES = 512 << 10
-"""Of the weights, read by a thread that waits: half of a second-level cache."""
 
 Bf16 = npt.NDArray[np.uint16]
 
@@ -297,24 +294,10 @@ class CpuRunner:
             self._arrays.unfinished[:] = self._routed[:] = 0  # of tiles, and panels of rows, that some threads had begun
         return self._without_padding(self._arrays.x_bf16[:rows])
 
-    def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
-        # A step of no layers: all that is touched is written anew by the next.
-        self._describe(x_TD, plan, part.start, part.start)
+    def compile_layers(self, x_TD: Bf16, plan: RowPlan) -> None:
+        """Compile what `run_layers` runs, by a step of no layers. Everything that the step writes is written again by the next one."""
+        self._describe(x_TD, plan, self.layers.start, self.layers.start)
         self._team.run_layers()
-        self._bring_near(self._places[part.start - self.layers.start, places.Q, places.AT])
-
-    def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
-        # Of no rows, likewise.
-        self._put_rows(x_TD)
-        self._arrays.head_rows[: len(rows_R)] = rows_R
-        self._batch[places.LOGIT_ROWS] = 0
-        self._team.run_head()
-        self._bring_near(self._places[-1, places.HEAD, places.AT])
-
-    def _bring_near(self, address: np.int64) -> None:
-        """Read the first weights of what comes next, as far as the second-level cache holds them."""
-        start = int(address) - self._weights.ctypes.data
-        self._weights[start : start + NEAR_BYTES : CACHE_LINE].max()
 
     def _describe(self, x_TD: Bf16, plan: RowPlan, first_layer: int, stop_layer: int) -> None:
         """Put a batch where the kernels read it."""

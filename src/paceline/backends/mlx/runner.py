@@ -104,12 +104,6 @@ class MlxRunner:
             return np.zeros((0, self._model.spec.vocab), np.float32)
         return np.array(self._model.head(x_TD[mx.array(rows_R)]).astype(mx.float32))
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Nothing: Metal keeps its own caches."""
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Nothing, likewise."""
-
     @property
     def block_bytes(self) -> int:
         return 2 * len(self._pool.layers) * self._pool.piece_bytes

@@ -72,12 +72,6 @@ class PooledRunner(Generic[Pool]):
     def to_wire(self, x_TD: Tensor) -> WireBits:
         return wire_bits(x_TD)
 
-    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
-        """Nothing: torch's own time is longer by far, and a GPU keeps its own caches."""
-
-    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
-        """Nothing, likewise."""
-
     @property
     def block_bytes(self) -> int:
         return bytes_of(self._pool.block(0))

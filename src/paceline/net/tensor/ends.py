@@ -30,7 +30,7 @@ from paceline.net.tensor.frames import (
     hello,
     tensor_start,
 )
-from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, IncomingBytes, TensorMessage
+from paceline.net.tensor.incoming import FROM_RECEIVER, Array, Closed, IncomingBytes, TensorMessage
 from paceline.net.tensor.pipe import Pipe, PipeSilence
 
 
@@ -223,59 +223,17 @@ class TensorSender(End):
         return error
 
 
-MOST_BYTES = BUFFER_BYTES // 2
-"""Of a message that is rehearsed. Larger ones take long anyway, and copying them would push other things out of the caches."""
-
-
-class Rehearsal:
-    """Reads a message like the last one again, so that what reads the next is at hand when it comes.
-
-    Law: nothing that was received is kept but its header; the made-up tensor is zeros. The stream itself is not touched.
-    """
-
-    def __init__(self) -> None:
-        conversation = Conversation()
-        conversation.on(Event.HELLO)
-        conversation.on(Event.WELCOME)
-        self._conversation = conversation
-        self._incoming = IncomingBytes(conversation, FROM_SENDER)
-        self._header = b""
-        self._zeros: Array | None = None
-
-    def came(self, message: TensorMessage) -> None:
-        """A message to be like."""
-        array, zeros = message.array, self._zeros
-        self._header = message.header
-        if zeros is None or zeros.shape != array.shape or zeros.dtype != array.dtype:
-            small = len(message.header) + array.nbytes <= MOST_BYTES
-            self._zeros = np.zeros(array.shape, array.dtype) if small else None
-
-    def again(self) -> TensorMessage | None:
-        """Read one; None where there is nothing to be like, or it was large."""
-        zeros, conversation, incoming = self._zeros, self._conversation, self._incoming
-        if zeros is None:
-            return None
-        start = tensor_start(conversation.next_seq, len(self._header), zeros.nbytes, CODES[zeros.dtype], zeros.shape, zeros.nbytes)
-        frame = start + self._header + zeros.tobytes()
-        incoming.space()[: len(frame)] = frame
-        incoming.filled(len(frame))
-        message = incoming.next()
-        return message if isinstance(message, TensorMessage) else None
-
-
 class TensorReceiver(End):
     """Receives tensors. The listener makes it, from a connection that has been greeted."""
 
     def __init__(self, pipe: Pipe, conversation: Conversation, incoming: IncomingBytes, on_close: Callable[[], None] | None = None) -> None:
         super().__init__(pipe, conversation, incoming, on_close)
-        self._rehearsal = Rehearsal()
 
-    def receive(self, deadline: float, rehearse: Callable[[TensorMessage], None] | None = None) -> TensorMessage:
+    def receive(self, deadline: float) -> TensorMessage:
         """The next tensor. Its array is good until the next call.
 
         Args:
             deadline: on the monotonic clock, for as long as nothing comes (`pipe.Silence`).
-            rehearse: called now and then while this looks, with a message like the last one, of zeros.
 
         Raises:
             StreamIdle: none has begun to come.
@@ -284,7 +242,7 @@ class TensorReceiver(End):
         """
         try:
             with self._pipe:
-                event = self._next(deadline, self._rehearsing(rehearse) if rehearse else None)
+                event = self._next(deadline)
         except StreamStalled as error:
             if self._incoming.empty and self._conversation.between:
                 raise StreamIdle(error.message) from error
@@ -296,7 +254,6 @@ class TensorReceiver(End):
             error = error_of(event.code, event.message, self.peer)
             self.fail(error)
             raise error
-        self._rehearsal.came(event)
         return event
 
     def look(self, seconds: float) -> None:
@@ -308,23 +265,13 @@ class TensorReceiver(End):
         self.fail(error)
         return error
 
-    def _rehearsing(self, rehearse: Callable[[TensorMessage], None]) -> Callable[[], None]:
-        """Read a message like the last one, and do with it what is done with the next."""
-
-        def again() -> None:
-            message = self._rehearsal.again()
-            if message is not None:
-                rehearse(message)
-
-        return again
-
-    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> TensorMessage | Closed:
+    def _next(self, deadline: float) -> TensorMessage | Closed:
         incoming, pipe = self._incoming, self._pipe
         silence = PipeSilence(deadline, pipe.now)
         while True:
             event = incoming.next()
             if event is None:
-                incoming.filled(pipe.receive(incoming.space(), silence.deadline, rehearse))
+                incoming.filled(pipe.receive(incoming.space(), silence.deadline))
                 silence.moved(incoming.tensor_bytes)
             elif isinstance(event, TensorMessage | Closed):
                 return event

@@ -6,8 +6,6 @@ beyond its own.
 
 A thread that sleeps until something comes wakes late, on a core that has gone cold. So a reader may look for a while first, which halves
 the way of a small message and more; but only on a core that no other thread wants: a thread that is interrupted at it does without for a second.
-Meanwhile it may rehearse what it will do with what comes, at first soon again, then less and less often: what is in the core's own caches stays
-there, and who comes during a rehearsal waits for its end.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ NOTICEABLE_S = 200e-6
 """Of shorter waits one can't tell whether they were interrupted."""
 NOT_WANTED_S = 1.0
 """How long no thread looks where another wanted the core."""
-
-FIRST_PAUSE_S = 100e-6
-"""Between the first two rehearsals; each pause is twice the one before."""
 
 RECORD_BYTES = 16 << 10
 """Of TLS, at most: where one is full, the next is likely to be there."""
@@ -180,18 +175,17 @@ class Pipe:
             if at < n:
                 self._wait(silence.deadline, "takes nothing", writing=True)
 
-    def receive(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None = None) -> int:
+    def receive(self, into: memoryview, deadline: float) -> int:
         """At least a byte; up to a record, or as many whole ones as are there.
 
         Args:
             deadline: on the monotonic clock.
-            rehearse: called while this looks. Takes some tens of microseconds, and changes nothing.
 
         Raises:
             StreamStalled: nothing came.
             StreamClosed: the other side went away.
         """
-        n = self._look(into, deadline, rehearse) if self.look_s else self.receive_now(into)
+        n = self._look(into, deadline) if self.look_s else self.receive_now(into)
         while not n:
             self._wait(deadline, "sends nothing", writing=False)
             n = self.receive_now(into)
@@ -220,17 +214,14 @@ class Pipe:
             raise self._gone()
         return n
 
-    def _look(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None) -> int:
+    def _look(self, into: memoryview, deadline: float) -> int:
         """Read until something comes, for a while, if the core is this thread's."""
         n, now = self.receive_now(into), self.now()
         if n or now < self._looks_from:
             return n
-        began, computed, pause, again = now, time.thread_time(), FIRST_PAUSE_S, now
+        began, computed = now, time.thread_time()
         until = min(began + self.look_s, deadline)
         while not n and now < until:
-            if rehearse is not None and now >= again:
-                rehearse()
-                again, pause = self.now() + pause, 2 * pause
             _give_way()
             n, now = self.receive_now(into), self.now()
         took = now - began

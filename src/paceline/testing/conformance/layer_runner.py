@@ -306,13 +306,6 @@ class LayerRunnerSuite:
         run(runner, Rows(prompt.ids[:start], 0, prompt.table))
         assert same(runner, run_cut(runner, Rows(accepted, start, prompt.table, Path.GENERATED), (1,)), after)
 
-    def test_a_rehearsal_changes_nothing(self, runner: LayerRunner[Any], prompt: Rows) -> None:
-        whole = run(runner, prompt)[0]
-        zeros = np.zeros_like(whole.x_TD)
-        runner.rehearse_layers(zeros, plan_of([prompt]), runner.layers)
-        runner.rehearse_logits(zeros, np.arange(3, dtype=np.int32))
-        assert same(runner, whole.tail(len(prompt.ids) - 1), run(runner, Rows(prompt.ids[-1:], len(prompt.ids) - 1, prompt.table))[0])
-
     def test_what_was_given_up_and_is_run_again_is_what_it_would_have_been(
         self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows
     ) -> None:

@@ -94,13 +94,6 @@ class RouteSuite:
         x_TD[:] = 0
         assert np.array_equal(route.source.receive(soon())[1], expected)
 
-    def test_a_rehearsal_changes_nothing(self, case: RouteCase, route: Route) -> None:
-        expected = self.there_and_back(route, batch_of(1), self.bits(case, 2))
-        rehearsed: list[StageBatch] = []
-        route.sink.send(batch_of(2, sequence=2, block=1), self.bits(case, 2), soon())
-        _, y_TD = route.source.receive(soon(), lambda batch, _: rehearsed.append(batch))
-        assert np.array_equal(y_TD, expected)
-
     def test_of_a_batch_that_only_fills_kv_no_rows_come_back(self, case: RouteCase, route: Route) -> None:
         filling = replace(batch_of(1), fills_to=route.stages[-1].layers.stop)
         assert self.there_and_back(route, filling, self.bits(case, 2)).shape == (0, case.width)

@@ -188,12 +188,6 @@ class TensorGroup:
     def from_wire(self, x_TD: Bf16) -> Bf16:
         return x_TD
 
-    def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
-        self._runner.rehearse_layers(x_TD, plan, part)
-
-    def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
-        """Nothing: ranks meet at the head's end."""
-
     @property
     def block_bytes(self) -> int:
         return self._sizes.spec.kv_bytes_per_token(self.layers) * self.block_size

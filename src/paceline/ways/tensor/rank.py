@@ -134,7 +134,7 @@ def _load(order: RankOrder, memory_fd: int, connection: Connection) -> tuple[Gro
     runner = cpu.load(OtherRope(weights, sizes.spec), options, tell, lowering=settings.device.lowering, exchange=exchange)
     with kernel_cache.alone():  # before others wait for this rank
         nothing = row_plan([1], [0], [0], np.zeros((1, 1), np.int32))
-        runner.rehearse_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing, order.layers)
+        runner.compile_layers(np.zeros((1, sizes.spec.hidden), np.uint16), nothing)
         memory.await_word(memory.number_address, memory.number - 1)
         kernel_cache.complete()
     return memory, runner

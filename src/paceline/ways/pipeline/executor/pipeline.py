@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -270,7 +269,7 @@ class PipelineExecutor:
         began = self._clock.monotonic()
         bound = min(deadline, began + self._allowed_s())
         try:
-            answered, bits_TD = route.source.receive(bound, self._rehearse)
+            answered, bits_TD = route.source.receive(bound)
             self._check(oldest.batch, answered, bits_TD)
         except (TensorStreamError, ShardCorrupt) as error:
             raise self._lost(error) from error
@@ -361,15 +360,6 @@ class PipelineExecutor:
         if fault is not None:
             raise self._lost(None)
         return route
-
-    def _rehearse(self, batch: StageBatch, bits_TD: WireBits) -> None:
-        """What `collect` does with a batch that came."""
-        oldest = self._pending[0]
-        if oldest.batch.fills_to:
-            return
-        with suppress(ShardCorrupt):  # it is like the last one, which may have been another
-            self._check(oldest.batch, replace(batch, batch_id=oldest.batch.batch_id), bits_TD)
-            self._head.rehearse_logits(bits_TD, oldest.rows_R)
 
     def _check(self, sent: StageBatch, answered: StageBatch, bits_TD: Any) -> None:
         if answered.batch_id != sent.batch_id:

@@ -11,7 +11,7 @@ travel as.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -21,10 +21,6 @@ from paceline.core.model import ActivationDtype, LayerRange, LayerSpan, ModelRef
 from paceline.engine.local import WireBits
 from paceline.machine.kv_spans import KvMove
 from paceline.ways.pipeline.executor.stage import StageBatch
-
-Rehearse = Callable[[StageBatch, WireBits], None]
-"""Goes a batch's way, as far as that changes nothing, so that what the next one needs is at hand: a kernel that reads weights of many MB
-leaves no code and no data in the caches. Takes some tens of microseconds; the batch is like the last one, its activations are zeros."""
 
 
 class ActivationSink(Protocol):
@@ -59,12 +55,11 @@ class ActivationSink(Protocol):
 class ActivationSource(Protocol):
     """Gives batches, in order. For one thread."""
 
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         """The next batch. The array is good until the next call.
 
         Args:
             deadline: on the monotonic clock, for as long as no byte comes: each that does gives the whole time anew.
-            rehearse: may be called while nothing comes.
 
         Raises:
             StreamStalled: nothing came until `deadline`.

@@ -41,7 +41,6 @@ from paceline.ways.pipeline.executor.route import (
     ActivationSource,
     Opening,
     PipelineFault,
-    Rehearse,
     Route,
     Router,
     RouteStage,
@@ -242,9 +241,9 @@ class LocalRoute:
         self._check_open()
         self._waiting.append((batch, np.array(x_TD)))
 
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         """Run the oldest."""
-        del deadline, rehearse  # kernels in this thread can't be given up half way
+        del deadline  # kernels in this thread can't be given up half way
         self._check_open()
         batch, x_TD = self._waiting.popleft()
         behind = batch.behind(self.stages[0].layers)

@@ -10,7 +10,6 @@ Stages run activations; the orchestrator alone knows tokens. A `StageBatch` says
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -176,16 +175,6 @@ class Stage:
         # Noted before the kernels run, because the next stage waits for what follows them.
         self._note_written(batch, tables_SB)
         return runner.to_wire(self._compute(batch, tables_SB, runner.from_wire(x_TD)))
-
-    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
-        """`ways.pipeline.executor.route.Rehearse`, of a batch like one that was run."""
-        if not batch.sequences or not all(map(self._tables.length, batch.sequences)):
-            return
-        with suppress(BadPipelineRequest, ShardCorrupt):
-            check_activations(x_TD, len(x_TD), self._width)
-            self._check(batch, len(x_TD))
-            plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, self._tables.of(batch.sequences))
-            self._runner.rehearse_layers(x_TD, plan, self._layers)
 
     @property
     def blocks(self) -> StageBlocks:

@@ -29,14 +29,14 @@ from paceline.engine.local import WireBits
 from paceline.net.member.node import FleetNode
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
-from paceline.net.tensor.incoming import Array, TensorMessage
+from paceline.net.tensor.incoming import Array
 from paceline.net.tensor.listener import ExpectedStream as Ticket
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.credentials import check_callable
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
-from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, Rehearse
+from paceline.ways.pipeline.executor.route import ActivationSink, NextStage
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -158,11 +158,8 @@ class StreamSource:
     def peer(self) -> NodeId:
         return self._receiver.peer
 
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
-        again = None if rehearse is None else lambda message: rehearse(*self._batch(message))
-        return self._batch(self._receiver.receive(deadline, again))
-
-    def _batch(self, message: TensorMessage) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
+        message = self._receiver.receive(deadline)
         x_TD = message.array
         if x_TD.dtype != WIRE[self._dtype] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
             raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))

@@ -96,18 +96,6 @@ class FairLock:
         finally:
             self._pass_on()
 
-    @contextmanager
-    def hold_if_free(self) -> Generator[bool]:
-        """Have the turn for as long as the block runs, if no thread has it now. Says whether."""
-        with self._lock:
-            mine = not self._taken
-            self._taken = True
-        try:
-            yield mine
-        finally:
-            if mine:
-                self._pass_on()
-
     def _wait(self, bound_s: float) -> None:
         with self._lock:
             if not self._taken:
@@ -345,7 +333,7 @@ class Session:
         now = self._clock.monotonic
         try:
             try:
-                return source.receive(now() + IDLE_S, self._rehearse)
+                return source.receive(now() + IDLE_S)
             except StreamIdle:
                 return None
             except StreamStalled:
@@ -353,12 +341,6 @@ class Session:
                 return source.receive(now() + self._limits.stall_s)
         except FleetError as error:
             raise _Ended(_broken(error, "The input", source.peer)) from error
-
-    def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
-        """While nothing comes, and no other session computes here."""
-        with self.place.lock.hold_if_free() as mine:
-            if mine:
-                self.place.stage.rehearse(batch, x_TD)
 
     def _close_ends(self) -> None:
         with self._lock:

@@ -114,19 +114,6 @@ def test_rows_that_are_no_activations_are_refused() -> None:
         stage(NullRunner(n_blocks=12)).run(FIRST, rows(6)[:, :3])
 
 
-def test_a_rehearsal_changes_nothing() -> None:
-    rehearsed, plain = stage(NullRunner(n_blocks=12)), stage(NullRunner(n_blocks=12))
-    following = StageBatch(BatchId(2), [SequenceId(7)], [2], [5], [1], [0], [])
-    last = StageBatch(BatchId(3), [SequenceId(9)], [3], [0], [0], [1], [0], released=[SequenceId(7), SequenceId(8)])
-    rehearsed.rehearse(FIRST, rows(6))  # of sequences that it does not know
-    for batch in (FIRST, following, last):
-        n = sum(batch.row_counts)
-        assert rehearsed.run(batch, rows(n)).tolist() == plain.run(batch, rows(n)).tolist()
-        for other in (FIRST, following, last):
-            rehearsed.rehearse(other, rows(sum(other.row_counts)))
-        rehearsed.rehearse(batch, rows(n + 1))
-
-
 def test_batches_may_name_wider_blocks_than_the_runner_keeps() -> None:
     """Blocks of 8 tokens are two of the runner's each: the same rows, within the lease, shared in whole wide blocks alone."""
     runner = NullRunner(n_blocks=12)

@@ -108,12 +108,6 @@ class CountingRunner:
         assert len(data) == 8 * len(part or self.layers)
         self.kv[block] = bytes(data)
 
-    def rehearse_layers(self, x_TD: Bits, plan: RowPlan, part: LayerRange) -> None:
-        assert not self.closed, "a shard is freed while it rehearses"
-
-    def rehearse_logits(self, x_TD: Bits, rows_R: Int32) -> None:
-        raise AssertionError("a stage holds no head")
-
     def close(self) -> None:
         self.closed = True
 

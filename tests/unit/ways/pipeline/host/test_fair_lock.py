@@ -1,4 +1,4 @@
-"""Turns that are taken only where nobody wants them hold nobody up, and give back nothing that is another's."""
+"""Turns at computing pass from one thread to the next."""
 
 from __future__ import annotations
 
@@ -10,26 +10,15 @@ from paceline.core.errors import PipelineStalled
 from paceline.ways.pipeline.host.session import FairLock
 
 
-def test_a_free_turn_is_held_and_given_back() -> None:
+def test_a_turn_that_another_thread_has_is_waited_for_within_the_bound() -> None:
     lock = FairLock()
-    with lock.hold_if_free() as mine:
-        assert mine
-        with pytest.raises(PipelineStalled), lock.hold(0.001):
-            pass
+    with lock.hold(1.0), pytest.raises(PipelineStalled), lock.hold(0.001):
+        pass
     with lock.hold(0.001):
         pass
 
 
-def test_a_turn_that_another_has_is_left_alone() -> None:
-    lock = FairLock()
-    with lock.hold(1.0):
-        with lock.hold_if_free() as mine:
-            assert not mine
-        with pytest.raises(PipelineStalled), lock.hold(0.001):
-            pass
-
-
-def test_whoever_waits_for_a_free_turn_s_end_comes_next() -> None:
+def test_a_waiting_thread_gets_the_next_turn() -> None:
     lock, came = FairLock(), threading.Event()
 
     def wait() -> None:
@@ -37,8 +26,7 @@ def test_whoever_waits_for_a_free_turn_s_end_comes_next() -> None:
             came.set()
 
     thread = threading.Thread(target=wait)
-    with lock.hold_if_free() as mine:
-        assert mine
+    with lock.hold(1.0):
         thread.start()
         while not lock.waiting:
             threading.Event().wait(0.001)
