@@ -17,7 +17,7 @@ BYTE_COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib |
 LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all pure clients install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
+.PHONY: help run test test-all times pure clients install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ layers: install-dev  ## Imports go one way
 
 unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 	$(BIN)/python tools/run_tests.py $(PYTEST)
+
+times: install-dev  ## Measure how long test files take, for the sample that `make test` draws
+	PACELINE_TEST_FILE_S=0 PACELINE_TEST_KEEP_TIMES=tests/seconds.json $(BIN)/python tools/run_tests.py
 
 pure: install-dev  ## Tests of the packages without input and output (core, engine, fleet), in about a minute
 	$(BIN)/python tools/run_tests.py -q -n 2 tests/unit/core tests/unit/engine tests/unit/fleet tests/scenarios

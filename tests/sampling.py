@@ -1,7 +1,10 @@
 """Choose which cases of heavy tests a run has: a sample drawn by a seed, or all of them.
 
 `make test` runs the sample, `make test-all` (PACELINE_TEST_ALL=1) runs every case. The seed is PACELINE_TEST_SEED, otherwise the week; the report's
-header prints it, so that a failing sample can be run again. A test that is named on the command line (`file.py::test[case]`) always runs.
+header prints it, so that a failing sample can be run again.
+
+Of the cases that the marks keep, each file runs about `FILE_S` seconds. `tests/seconds.json` says how long files take; `make times` measures them.
+A file that is named on the command line (`file.py`, `file.py::test[case]`) runs without that bound, and a test that is named always runs.
 
 Marks:
     sampled(n)                         keep n of a test's cases
@@ -13,9 +16,12 @@ Marks:
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections import defaultdict
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +32,11 @@ ALL = os.environ.get("PACELINE_TEST_ALL", "") not in {"", "0"}
 # A week has one sample: a test that fails after a change fails for the change, and not for the draw.
 SEED = os.environ.setdefault("PACELINE_TEST_SEED", "") or datetime.now(UTC).strftime("%G-W%V")
 os.environ["PACELINE_TEST_SEED"] = SEED  # the other processes of this run draw the same sample
+
+
+FILE_S = float(os.environ.get("PACELINE_TEST_FILE_S", "10"))
+"""Seconds by the clock, of each file; 0: no bound. Raising it: a run has more cases of the heaviest files, and takes longer."""
+SECONDS = Path(__file__).parent / "seconds.json"
 
 
 def examples(whole: int) -> int:
@@ -60,10 +71,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     draw = _Draw()
     for item in items:
         draw.add(item)
-    out = [item for item in items if not draw.keeps(item)]
-    if out:
+    kept = {item for item in items if draw.keeps(item)}
+    if FILE_S:
+        kept -= _beyond_the_bound(
+            [item for item in items if item in kept], {argument for argument in config.args if argument.endswith(".py")}
+        )
+    if out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if draw.keeps(item)]
+        items[:] = [item for item in items if item in kept]
+
+
+def _beyond_the_bound(items: list[pytest.Item], named: set[str]) -> set[pytest.Item]:
+    """Return the items that files which take longer than `FILE_S` do without. A file of one long test runs in some weeks only."""
+    seconds, files = json.loads(SECONDS.read_text()), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        files[item.nodeid.partition("::")[0]].append(item)
+    out = set[pytest.Item]()
+    for file, cases in files.items():
+        share = FILE_S / seconds.get(file, FILE_S)
+        if share < 1 and file not in named:
+            draw = draws(f"{file} seconds")
+            out.update(draw.sample(cases, len(cases) - int(share * len(cases) + draw.random())))
+    return out
 
 
 class _Draw:

@@ -1,16 +1,19 @@
-"""A plugin of pytest that ends a run with what each test file took: time by the clock, and of the processor, its children's too.
+"""A plugin of pytest that ends a run with the seconds that each test file took: by the clock, and of the processor with its child processes.
 
-python -m pytest -p tools.file_times
+    python -m pytest -p tools.file_times
 
-Where xdist runs the tests in several processes, each tells the first one at its end.
+PACELINE_TEST_KEEP_TIMES=FILE writes the seconds by the clock there, as JSON: tests/sampling.py reads them.
+Where xdist runs the tests in several processes, each reports to the first one at its end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +56,10 @@ class FileTimes:
         self._processor_s.update(processor_s)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print a line a file, the slowest first."""
+        """Print a line per file, the slowest first."""
+        if keep := os.environ.get("PACELINE_TEST_KEEP_TIMES"):
+            kept = {name: round(took, 1) for name, took in sorted(self._clock_s.items()) if took >= LEAST_S}
+            Path(keep).write_text(json.dumps(kept, indent=0) + "\n")
         terminalreporter.section("seconds by file: clock, processor")
         slow = [(name, clock_s) for name, clock_s in self._clock_s.most_common() if clock_s >= LEAST_S]
         quick = self._clock_s.keys() - {name for name, _ in slow}
