@@ -17,7 +17,7 @@ BYTE_COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib |
 LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all times pure clients install install-dev lint types layers unit soak neon format stubs wire lock schema land-schema wheel bench clean
+.PHONY: help run test test-all times pure clients install install-dev lint types layers unit soak neon format stubs lock schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -105,9 +105,6 @@ format: install-dev  ## Rewrite to style
 stubs: install-dev  ## Make the gRPC stubs from proto/
 	$(BIN)/python tools/generate_stubs.py
 
-wire: install-dev  ## Record the bytes of every message anew, which later versions are tested against: for a change of the wire that is meant
-	$(BIN)/python -m tools.record_wire
-
 lock: $(VENV)/.venv  ## Write requirements/ anew, where pyproject.toml changed; to newer versions with LOCK=--upgrade
 	$(PIP) 'uv>=0.8,<1'
 	$(BIN)/python tools/lock.py $(LOCK)
@@ -116,13 +113,11 @@ lock: $(VENV)/.venv  ## Write requirements/ anew, where pyproject.toml changed; 
 BUF_HOME := tools/buf
 BUF := $(BUF_HOME)/node_modules/.bin/buf
 
-schema:  ## Check proto/ for style, and that it can still talk to the schema that landed last
+schema:  ## Check proto/ for style, and that it breaks nothing of the newest release
 	@if ! command -v npm >/dev/null; then echo "schema: not checked, because there is no npm to get buf from"; test -z "$$CI"; exit $$?; fi; \
 	set -e; $(MAKE) --no-print-directory $(BUF); \
-	$(BUF) lint proto; $(BUF) breaking proto --against proto/landed.binpb; echo "schema: no break against proto/landed.binpb"
-
-land-schema: $(BUF)  ## Make today's proto/ the schema that later ones must not break
-	$(BUF) build proto --exclude-source-info -o proto/landed.binpb
+	$(BUF) lint proto; tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { echo "schema: compared with nothing, because there is no tag yet"; exit 0; }; \
+	$(BUF) breaking proto --against ".git#tag=$$tag,subdir=proto"; echo "schema: no break against $$tag"
 
 $(BUF): $(BUF_HOME)/package-lock.json
 	npm ci --silent --no-audit --no-fund --prefix $(BUF_HOME)

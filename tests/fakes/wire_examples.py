@@ -342,10 +342,10 @@ def shard_examples() -> Iterator[Example]:
     for name, event in (
         ("loading", StageLoading(1 << 30, 3 << 30)),
         ("opened", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True)),
-        ("opened with a disk", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 1)),
+        ("opened with a disk", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, kv_blocks=True)),
         ("opened afresh", StageOpened(7501, ticket, 100, 32, "cpu/1", False, False, False)),
-        ("opened that moves blocks", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 0, 1)),
-        ("opened that takes prompts", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, 0, 2, True)),
+        ("opened that moves blocks", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, kv_moves=True)),
+        ("opened that takes prompts", StageOpened(7501, ticket, 100, 32, "cpu/1", True, True, True, kv_moves=True, kv_under_way=True)),
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
         ("report of latency", StageReport(9, 8, 7, 1, 12.5, 3.25, 4.5)),
@@ -379,8 +379,6 @@ def shard_examples() -> Iterator[Example]:
     for message in (
         shard_pb2.WarmLayersResponse(loaded=True, loading=loading),
         shard_pb2.KvBlocksResponse(n_blocks=2),
-        shard_pb2.EchoRowsRequest(session_id=b"s" * 16, batch_id=12, first_row=3, n_rows=4),
-        shard_pb2.EchoRowsResponse(rows=b"\1\2"),
     ):
         yield plain("rich", message)
         yield plain("minimal", type(message)())
@@ -452,7 +450,6 @@ def kv_examples() -> Iterator[Example]:
     yield plain("routed", kv_pb2.PrefillRequest(request_id="r", remote_engine_id="p", remote_request_id="s", remote_tp_size=1))
     yield plain("pushed in parts", kv_pb2.WatchPrefixesResponse(version=7, spans=[span], prefills_in_parts=True, prompts_per_s=400.0))
     yield plain("of a prompt", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), prefill=bytes(32)))
-    yield plain("that hears of loss", kv_pb2.FetchBlocksRequest(digest=SHA, numerics_id="n", layout=bytes(16), hears_of_loss=True))
     yield plain("in parts", kv_pb2.PrefillRequest(request_id="r", epoch=7, ticket=bytes(32), in_parts=True))
     yield plain("has all", kv_pb2.PrefillRequest(request_id="r", epoch=7, has_all=True))
 

@@ -254,13 +254,6 @@ def test_kernels_that_compute_otherwise_are_named(tmp_path: Path, monkeypatch: p
     assert "--device torch-cpu" in wrong.todo
 
 
-def test_a_python_whose_tls_compiled_code_can_t_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_kernels", lambda *_: Finding("kernels", Level.OK, "here", ""))
-    for lends in (True, False):
-        monkeypatch.setattr(doctor, "lends_here", lambda lends=lends: lends)
-        assert ("tls" in {each.check for each in doctor._machine(Home.from_environment())}) is not lends
-
-
 def test_little_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 20)
     monkeypatch.setattr(doctor, "_kernels", lambda *_: Finding("kernels", Level.OK, "here", ""))

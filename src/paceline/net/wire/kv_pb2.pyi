@@ -168,7 +168,6 @@ class FetchBlocksRequest(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     STOP_LAYER_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
-    HEARS_OF_LOSS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     numerics_id: _builtins.str
     layout: _builtins.bytes
@@ -183,8 +182,6 @@ class FetchBlocksRequest(_message.Message):
     stop_layer: _builtins.int
     prefill: _builtins.bytes
     """The ticket of a call of Prefill in parts: what it computes is waited for, for some seconds. Empty, or of a call that is over: what is there counts."""
-    hears_of_loss: _builtins.bool
-    """Where another than the callee was to send the blocks, and does not, the callee opens the stream in its place, and ends it."""
     @_builtins.property
     def nixl(self) -> Global___NixlOffer:
         """Not there: blocks come over the tensor stream alone."""
@@ -202,11 +199,10 @@ class FetchBlocksRequest(_message.Message):
         first_layer: _builtins.int = ...,
         stop_layer: _builtins.int = ...,
         prefill: _builtins.bytes = ...,
-        hears_of_loss: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "first_layer", b"first_layer", "hears_of_loss", b"hears_of_loss", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "prefill", b"prefill", "stop_layer", b"stop_layer", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nixl", b"_nixl", "digest", b"digest", "first_layer", b"first_layer", "keys", b"keys", "layout", b"layout", "nixl", b"nixl", "numerics_id", b"numerics_id", "prefill", b"prefill", "stop_layer", b"stop_layer", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nixl: _TypeAlias = _typing.Literal["nixl"]  # noqa: Y015
     _WhichOneofArgType__nixl: _TypeAlias = _typing.Literal["_nixl", b"_nixl"]  # noqa: Y015

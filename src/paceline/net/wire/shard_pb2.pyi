@@ -172,10 +172,10 @@ class StageOpened(_message.Message):
     holds_identity: _builtins.bool
     resumed: _builtins.bool
     """The stage has the KV of that name. Absent: its node keeps none, and takes no batches that only fill KV."""
-    kv_blocks: _builtins.int
-    """The version of KvBlocks that the node answers for this session. 0: none, as it keeps no KV on a disk."""
-    kv_moves: _builtins.int
-    """The version of what the node does for this session between its blocks and other nodes' KvService. 0: nothing."""
+    kv_blocks: _builtins.bool
+    """The node keeps KV of this session on a disk, and answers KvBlocks."""
+    kv_moves: _builtins.bool
+    """The node moves KV of this session between its blocks and the KvService of other nodes."""
     kv_under_way: _builtins.bool
     """It fetches blocks of prompts that are still being computed, too (`KvMove.ticket`)."""
     def __init__(
@@ -189,8 +189,8 @@ class StageOpened(_message.Message):
         one_path: _builtins.bool = ...,
         holds_identity: _builtins.bool = ...,
         resumed: _builtins.bool | None = ...,
-        kv_blocks: _builtins.int = ...,
-        kv_moves: _builtins.int = ...,
+        kv_blocks: _builtins.bool = ...,
+        kv_moves: _builtins.bool = ...,
         kv_under_way: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
@@ -394,58 +394,9 @@ class WarmLayersResponse(_message.Message):
 Global___WarmLayersResponse: _TypeAlias = WarmLayersResponse  # noqa: Y015
 
 @_typing.final
-class EchoRowsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    BATCH_ID_FIELD_NUMBER: _builtins.int
-    FIRST_ROW_FIELD_NUMBER: _builtins.int
-    N_ROWS_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    batch_id: _builtins.int
-    """A batch that was not sent yet."""
-    first_row: _builtins.int
-    """Rows [first_row, first_row + n_rows) of its activations, as they arrive."""
-    n_rows: _builtins.int
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        batch_id: _builtins.int = ...,
-        first_row: _builtins.int = ...,
-        n_rows: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "first_row", b"first_row", "n_rows", b"n_rows", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EchoRowsRequest: _TypeAlias = EchoRowsRequest  # noqa: Y015
-
-@_typing.final
-class EchoRowsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROWS_FIELD_NUMBER: _builtins.int
-    rows: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        rows: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EchoRowsResponse: _TypeAlias = EchoRowsResponse  # noqa: Y015
-
-@_typing.final
 class KvBlocksRequest(_message.Message):
-    """KV blocks of a session's layers, on a disk of the stage's node, or between it and other nodes: asked only where `StageOpened.kv_blocks`, or `kv_moves`, is
-    a version that the caller knows.
+    """KV blocks of a session's layers, on a disk of the stage's node, or between it and other nodes: asked only if `StageOpened.kv_blocks`,
+    or `kv_moves`, is set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -461,7 +412,7 @@ class KvBlocksRequest(_message.Message):
     use: _builtins.str
     """find: how many of these are there. restore: read them into blocks of the session. keep: write blocks of the session under these names.
     fetch: have blocks of these names from another node. give: send blocks of the session, under these names, to one that asked for them.
-    compare: whether blocks of the session hold what the first of them holds, whatever their names; from version 2 of `kv_moves` on.
+    compare: whether blocks of the session hold what the first of them holds, whatever their names.
     """
     keys: _builtins.bytes
     """Their names, of 16 bytes each, one behind the other: a chain's, from one of its blocks on."""

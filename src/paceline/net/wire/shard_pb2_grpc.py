@@ -54,11 +54,6 @@ class ShardServiceStub:
                 request_serializer=paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.FromString,
                 _registered_method=True)
-        self.EchoRows = channel.unary_unary(
-                '/paceline.v1.ShardService/EchoRows',
-                request_serializer=paceline_dot_v1_dot_shard__pb2.EchoRowsRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_shard__pb2.EchoRowsResponse.FromString,
-                _registered_method=True)
 
 
 class ShardServiceServicer:
@@ -91,13 +86,6 @@ class ShardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EchoRows(self, request, context):
-        """Nodes answer UNIMPLEMENTED: rows are no longer read back.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ShardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -120,11 +108,6 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.KvBlocks,
                     request_deserializer=paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.SerializeToString,
-            ),
-            'EchoRows': grpc.unary_unary_rpc_method_handler(
-                    servicer.EchoRows,
-                    request_deserializer=paceline_dot_v1_dot_shard__pb2.EchoRowsRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_shard__pb2.EchoRowsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,33 +218,6 @@ class ShardService:
             '/paceline.v1.ShardService/KvBlocks',
             paceline_dot_v1_dot_shard__pb2.KvBlocksRequest.SerializeToString,
             paceline_dot_v1_dot_shard__pb2.KvBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def EchoRows(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.ShardService/EchoRows',
-            paceline_dot_v1_dot_shard__pb2.EchoRowsRequest.SerializeToString,
-            paceline_dot_v1_dot_shard__pb2.EchoRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

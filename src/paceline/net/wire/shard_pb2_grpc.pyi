@@ -23,8 +23,6 @@ class ShardServiceStub:
     """Returns at once."""
     KvBlocks: _aio.UnaryUnaryMultiCallable[_shard_pb2.KvBlocksRequest, _shard_pb2.KvBlocksResponse]
     """Of a session that is connected."""
-    EchoRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.EchoRowsRequest, _shard_pb2.EchoRowsResponse]
-    """Nodes answer UNIMPLEMENTED: rows are no longer read back."""
 
 class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,13 +55,5 @@ class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_shard_pb2.KvBlocksRequest, _abc.Awaitable[_shard_pb2.KvBlocksResponse]],
     ) -> _abc.Awaitable[_shard_pb2.KvBlocksResponse]:
         """Of a session that is connected."""
-
-    @_abc_1.abstractmethod
-    def EchoRows(
-        self,
-        request: _shard_pb2.EchoRowsRequest,
-        context: _aio.ServicerContext[_shard_pb2.EchoRowsRequest, _abc.Awaitable[_shard_pb2.EchoRowsResponse]],
-    ) -> _abc.Awaitable[_shard_pb2.EchoRowsResponse]:
-        """Nodes answer UNIMPLEMENTED: rows are no longer read back."""
 
 def add_ShardServiceServicer_to_server(servicer: ShardServiceServicer, server: _aio.Server) -> None: ...

@@ -447,5 +447,4 @@ def fetch_request(fetch: PeerFetch, port: int, receiving: Receiving) -> wire.Fet
         ticket=receiving.ticket,
         nixl=None if offered is None else offered.message,
         prefill=fetch.prefill,
-        hears_of_loss=True,
     )

@@ -168,9 +168,8 @@ class KvServicer(KvServiceServicer):
                 blocks = [loan.blocks[key] for key in keys[:n_blocks]]
                 sending = asyncio.wrap_future(kv.spread.give_part(move, keys[:n_blocks], blocks, GIVE_S))
                 lent, loan, rest = loan, None, over.pop_all()
-                if request.hears_of_loss:
-                    opened = self._owner.dial(caller, request.tensor_port, request.ticket, None, kv.block_bytes)
-                    sending.add_done_callback(partial(self._tell_loss, opened))
+                opened = self._owner.dial(caller, request.tensor_port, request.ticket, None, kv.block_bytes)
+                sending.add_done_callback(partial(self._tell_loss, opened))
                 sending.add_done_callback(lambda _: kv.loans.give_back(lent))
                 sending.add_done_callback(lambda done: _sent(rest, done))
                 return wire.FetchBlocksResponse(n_blocks=n_blocks, from_node_id=holder.node_id, in_turns=True)

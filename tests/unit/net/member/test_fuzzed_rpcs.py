@@ -67,7 +67,6 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
         "ShardService/ConnectStage": shard_pb2.ConnectStageRequest(
             session_id=bytes(16), node_id="a", tensor_addresses=["127.0.0.1:1"], ticket=bytes(32)
         ),
-        "ShardService/EchoRows": shard_pb2.EchoRowsRequest(session_id=bytes(16), batch_id=1, n_rows=1),
         "KvService/WatchPrefixes": kv_pb2.WatchPrefixesRequest(digest="0" * 64, numerics_id="n"),
         "KvService/FetchBlocks": kv_pb2.FetchBlocksRequest(
             digest="0" * 64,

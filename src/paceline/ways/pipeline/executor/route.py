@@ -74,10 +74,6 @@ class ActivationSource(Protocol):
 
 SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
-KV_BLOCKS_VERSION = 1
-"""Of what a caller asks of blocks that a stage's node keeps on a disk."""
-KV_MOVES_VERSION = 2
-"""Of what a caller asks between those blocks and other nodes. Callers compare it for equality: what is only added has a field of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +128,10 @@ class StageOpened:
     holds_identity: bool
     resumed: bool | None = None
     """It has the KV that a session of the same name left. None: its node keeps none."""
-    kv_blocks: int = 0
-    """The version of `BlocksAsked` that it answers; 0: its node keeps no blocks on a disk."""
-    kv_moves: int = 0
-    """The version of `KvMove` that it answers; 0: its node has no blocks from others, and gives none."""
+    kv_blocks: bool = False
+    """Whether its node keeps blocks on a disk, and answers `BlocksAsked`."""
+    kv_moves: bool = False
+    """Whether its node moves blocks from and to other nodes (`KvMove`)."""
     kv_under_way: bool = False
     """It fetches blocks of prompts that are still being computed, too."""
 

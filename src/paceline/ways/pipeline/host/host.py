@@ -15,8 +15,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import grpc
-
 from paceline.core.background import Background, came_within, end_tasks, tell_loop
 from paceline.core.clock import Clock
 from paceline.core.errors import (
@@ -40,8 +38,6 @@ from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServ
 from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.ways.pipeline.codec import read_blocks, read_connect, read_open, read_warm, write_event
 from paceline.ways.pipeline.executor.route import (
-    KV_BLOCKS_VERSION,
-    KV_MOVES_VERSION,
     BlocksAsked,
     BlocksDone,
     NextStage,
@@ -323,8 +319,8 @@ class NodeShardHost:
             runner.one_path,
             runner.holds_identity,
             resumed,
-            KV_BLOCKS_VERSION if is_member and self._disk is not None else 0,
-            KV_MOVES_VERSION if is_member and self._mover is not None else 0,
+            is_member and self._disk is not None,
+            is_member and self._mover is not None,
             kv_under_way=is_member and self._mover is not None,
         )
 
@@ -364,11 +360,6 @@ class ShardServicer(ShardServiceServicer):
         done = await self._host.use_blocks(request.session_id, self._admitted(context), read_blocks(request))
         return wire.KvBlocksResponse(n_blocks=done.n_blocks, is_wrong=done.is_wrong)
 
-    async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
-        del request
-        self._admitted(context)
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rows are no longer read back")
-
     def _admitted(self, context: Context) -> Member:
         caller = self._who(context)
         self._host.admit(caller)
@@ -381,6 +372,5 @@ def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Serv
         "ShardService/ConnectStage": Limit(64 * KIB, 128, least=Use.HAVE_LAYERS_RUN),
         "ShardService/WarmLayers": Limit(4 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
         "ShardService/KvBlocks": Limit(256 * KIB, 64, least=Use.HAVE_LAYERS_RUN),
-        "ShardService/EchoRows": Limit(KIB, 16, least=Use.HAVE_LAYERS_RUN),
     }
     return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)

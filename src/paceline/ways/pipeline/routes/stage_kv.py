@@ -27,7 +27,7 @@ from paceline.store.kv_folder import BLOCK_COUNTS
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.codec import KEY_BYTES, MAX_KEYS
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, KV_MOVES_VERSION, BlocksAsked, BlocksDone, BlocksUse, PipelineFault
+from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksDone, BlocksUse, PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBlocks
 from paceline.ways.pipeline.routes.opening import FleetRoute
 
@@ -310,10 +310,10 @@ class StagesKv:
         if any(trust.get(stage.node_id, Trust.GUEST) is Trust.GUEST for stage in route.sessions):
             return
         size = self.executor.block_size
-        moves = all((stage.opened.kv_moves, stage.opened.block_size) == (KV_MOVES_VERSION, size) for stage in route.sessions)
+        moves = all(stage.opened.kv_moves and stage.opened.block_size == size for stage in route.sessions)
         if moves and size == self._head.block_size and self._is_alike(route):
             self._moving = route
-        if self._limits is None or any(stage.opened.kv_blocks != KV_BLOCKS_VERSION for stage in route.sessions):
+        if self._limits is None or not all(stage.opened.kv_blocks for stage in route.sessions):
             return
         self._asked = route
         own = self._head.layers

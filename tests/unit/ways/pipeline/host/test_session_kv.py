@@ -13,7 +13,7 @@ from tests.unit.ways.pipeline.host.hosts import Hosting, Net, Route, User, batch
 from paceline.core.errors import BadPipelineRequest, FleetError, NotTrusted
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.ways.pipeline.client import RemoteStage
-from paceline.ways.pipeline.executor.route import KV_BLOCKS_VERSION, BlocksAsked, BlocksUse
+from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
 from paceline.ways.pipeline.host.session_kv import StageDisk
 
 KEYS = tuple(secrets.token_bytes(16) for _ in range(3))
@@ -49,7 +49,7 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
     net = Net()
     async with hosting(net, "a", disk=disk(tmp_path)) as a, User(net) as user, User(net, "other") as other:
         stage, _ = await begun(a, user, 2, 5)
-        assert stage.opened.kv_blocks == KV_BLOCKS_VERSION
+        assert stage.opened.kv_blocks
         assert await used(stage, BlocksUse.FIND, KEYS) == 0
         assert await used(stage, BlocksUse.KEEP, KEYS[:2], (2, 5)) == 2
         runner = a.loads.runners[0]
@@ -131,7 +131,7 @@ async def test_a_node_without_a_disk_says_so(tmp_path: Path) -> None:
     net = Net()
     async with hosting(net, "a", disk=None) as a, User(net, "user") as user:
         stage, _ = await begun(a, user)
-        assert stage.opened.kv_blocks == 0
+        assert not stage.opened.kv_blocks
         for use, blocks in ((BlocksUse.FIND, ()), (BlocksUse.KEEP, (0,))):
             with pytest.raises(BadPipelineRequest):
                 await used(stage, use, KEYS[:1], blocks)
