@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tests.conformance.suites.layer_runner import Rows, run
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends import table
@@ -28,7 +29,6 @@ from paceline.engine.executor import Path as KernelPath
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model, resolve
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Rows, run
 
 Logs = npt.NDArray[np.float64]
 """Log probabilities [T, V]."""

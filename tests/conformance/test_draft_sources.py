@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from tests.conformance.suites.draft_source import BOUND_S, DraftSourceCase, DraftSourceSuite
 from tests.fakes.loops import on_a_loop
 from tests.unit.net.member.nodes import until
 from tests.unit.ways.draft.cards import SMALL
@@ -18,7 +19,6 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk, DraftSource
-from paceline.testing.conformance.draft_source import BOUND_S, DraftSourceCase, DraftSourceSuite
 from paceline.ways.draft.finding import Drafter, Key, OwnProposers
 from paceline.ways.draft.pool import ProposerPool
 from paceline.ways.draft.remote import DraftMeter, RemoteDrafts

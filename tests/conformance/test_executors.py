@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.conformance.suites.executor import BLOCKS, VOCAB, ExecutorSuite
 from tests.conformance.test_routes import routes_over
 from tests.fakes.executors import InOrderExecutor
 from tests.fakes.null_backend import NullRunner
@@ -23,7 +24,6 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits

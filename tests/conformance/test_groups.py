@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conformance.suites.layer_runner import AT_ONCE, CountedSource, LayerRunnerSuite, RunnerCase
 from tests.fakes.seeded_models import TINY, write_gguf
 
 from paceline.backends import cpu, table
@@ -20,7 +21,6 @@ from paceline.machine.settings import NodeSettings
 from paceline.store.catalog import open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import AT_ONCE, CountedSource, LayerRunnerSuite, RunnerCase
 from paceline.ways.tensor.group import TensorGroup
 
 pytestmark = [pytest.mark.sampled(1, by="case"), pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")]

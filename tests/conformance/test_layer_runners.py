@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from tests.conformance.suites.layer_runner import LayerRunnerSuite, Load, RunnerCase
 
 from paceline.backends import cpu, mlx, torch
 from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
@@ -16,7 +17,6 @@ from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import LayerRunnerSuite, Load, RunnerCase
 
 LLAMA = ModelSpec(
     model_type="llama", n_layers=3, hidden=96, n_heads=6, n_kv_heads=2, head_dim=32, ffn=160, vocab=307, max_context=512,

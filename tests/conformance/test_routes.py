@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from typing import Any
 
 import pytest
+from tests.conformance.suites.route import BOUND_S, RouteCase, RouteSuite
 from tests.fakes.loops import on_a_loop
 from tests.fakes.pipelines import Machine, MemoryRoute
 from tests.unit.ways.pipeline.host.hosts import SPEC, Net, User, hosting, wanted
@@ -19,7 +20,6 @@ from paceline.backends.options import LoadOptions
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.engine.local import LayerRunner
-from paceline.testing.conformance.route import BOUND_S, RouteCase, RouteSuite
 from paceline.ways.pipeline.executor.search import LocalRoute
 from paceline.ways.pipeline.host.loading import LoadsLayers
 from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener

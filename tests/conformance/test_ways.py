@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.conformance.suites.way import WaySuite
 from tests.sampling import examples
 from tests.unit.ways.mirror.price import Mirrored
 
@@ -15,7 +16,6 @@ from paceline.fleet.machines import Machine
 from paceline.fleet.plan import Choice
 from paceline.fleet.ways import Alone, PricedFleet, PricesWay
 from paceline.node.ways import WAYS
-from paceline.testing.conformance.way import WaySuite
 
 
 @pytest.mark.parametrize("way", [*WAYS, Mirrored()], ids=lambda way: way.way)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
+from tests.conformance.suites.layer_runner import Rows, run
 from tests.fakes.blocks import to_blocks
 from transformers import (
     Gemma3TextConfig,
@@ -41,7 +42,6 @@ from paceline.backends.quantize import to_float32
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import DenseTensor, StoredTensor
 from paceline.engine.local import LayerRunner
-from paceline.testing.conformance.layer_runner import Rows, run
 
 Logits = npt.NDArray[np.float32]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.conformance.suites.layer_runner import Rows, plan_of, run
 from tests.golden import reference as hf
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -20,7 +21,6 @@ from paceline.backends import cpu
 from paceline.core.model import WeightsFormat
 from paceline.store.catalog import open_model
 from paceline.store.tokenizer import pack_tokenizer, unpack_tokenizer
-from paceline.testing.conformance.layer_runner import Rows, plan_of, run
 
 FILE = os.environ.get("PACELINE_GEMMA", "")
 TEXT = (

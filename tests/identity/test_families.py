@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Outcome, Rows, plan_of, run
 from tests.golden import reference as hf
 from tests.identity.test_matrix import needs_kernels
 
@@ -19,7 +20,6 @@ from paceline.engine.local import LayerRunner
 from paceline.store.digests import DigestCache
 from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Outcome, Rows, plan_of, run
 
 pytestmark = [needs_kernels, pytest.mark.sampled(5, by="source"), pytest.mark.timeout(600)]
 

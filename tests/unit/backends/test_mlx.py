@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Rows, blocks, run, tokens
 from tests.conformance.test_layer_runners import SPECS
 
 from paceline.backends import mlx, table
@@ -20,7 +21,6 @@ from paceline.core.model import Activation, LayerRange, ModelSpec, RopeSpec, Wei
 from paceline.core.weights import rope_tables
 from paceline.engine.executor import Path
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Rows, blocks, run, tokens
 
 BF16, INT4 = WeightsFormat.BF16, WeightsFormat.INT4
 needs_mlx = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Rows, blocks, run, tokens
 from tests.conformance.test_layer_runners import SPECS
 
 from paceline.backends import mlx
@@ -22,7 +23,6 @@ from paceline.core.ports import find_port
 from paceline.engine.executor import Path as RowPath
 from paceline.engine.local import LayerRunner
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Rows, blocks, run, tokens
 
 SPEC = SPECS["qwen3"]
 LENGTHS = (5, 9, 17, 33, 61, 140)

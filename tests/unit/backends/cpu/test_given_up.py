@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Rows, RunnerCase, blocks, plan_of, run, same, tokens
 
 from paceline.backends import cpu
 from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Path
 from paceline.engine.local import StepWatch
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Rows, RunnerCase, blocks, plan_of, run, same, tokens
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=12, hidden=96, n_heads=6, n_kv_heads=2, head_dim=32, ffn=160, vocab=307, max_context=2048,

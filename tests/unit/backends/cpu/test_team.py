@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
+from tests.conformance.suites.layer_runner import Rows, RunnerCase, blocks, run, same, tokens
 
 from paceline.backends import cpu
 from paceline.backends.cpu import sync
@@ -21,7 +22,6 @@ from paceline.backends.cpu.sync import groups_of, node_of
 from paceline.backends.numerics import SeededWeights
 from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
 from paceline.store.home import Home
-from paceline.testing.conformance.layer_runner import Rows, RunnerCase, blocks, run, same, tokens
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 

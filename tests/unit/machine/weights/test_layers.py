@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Rows, activation_bits, plan_of
 from tests.fakes.seeded_models import shape, write_gguf
 from tests.unit.machine.weights.nodes import Fleet, lying_about, staged_files
 from tests.unit.net.member.nodes import in_loop
@@ -22,7 +23,6 @@ from paceline.store.catalog import list_models, open_model, resolve
 from paceline.store.home import Home
 from paceline.store.partial import covers, list_parts, open_part
 from paceline.store.pull import pull
-from paceline.testing.conformance.layer_runner import Rows, activation_bits, plan_of
 
 Homes = Callable[[str], Home]
 Given = tuple[Home, str]

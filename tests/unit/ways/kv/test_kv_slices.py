@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tests.conformance.suites.layer_runner import Rows, RunnerCase, plan_of, tokens
 from tests.conformance.test_layer_runners import LLAMA
 
 from paceline.backends import torch
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, WeightsFormat
-from paceline.testing.conformance.layer_runner import Rows, RunnerCase, plan_of, tokens
 from paceline.ways.kv.slices import kv_slices
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.conformance.suites.executor import BLOCKS, VOCAB, Driver, ExecutorSuite
 from tests.fakes.null_backend import NullRunner
 from tests.unit.ways.mirror.executor import MirrorExecutor
 from tests.unit.ways.mirror.price import MIRROR, Mirrored
@@ -18,7 +19,6 @@ from paceline.engine.executor import Executor
 from paceline.fleet.placement import explain, plan
 from paceline.fleet.plan import PlanRequest
 from paceline.node.ways import WAYS
-from paceline.testing.conformance.executor import BLOCKS, VOCAB, Driver, ExecutorSuite
 
 
 def null() -> NullRunner:

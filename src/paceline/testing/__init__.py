@@ -1,1 +1,0 @@
-"""Conformance suites for other implementations of the seams."""
