@@ -62,9 +62,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/nix
 	@$(BYTE_COMPILE)
 	@touch $@
 
-lint: install-dev  ## Style
+lint: install-dev  ## Style, and the licences of what is installed
 	$(BIN)/ruff check src tests bench tools
 	$(BIN)/ruff format --check src tests bench tools
+	$(BIN)/python tools/licences.py --check
+	$(BIN)/python tools/draw_chart.py --check
 
 types: install-dev  ## Strict type checking of src
 	$(BIN)/pyright --pythonpath $(BIN)/python
