@@ -20,6 +20,7 @@ import json
 import os
 import random
 from collections import defaultdict
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw.add(item)
     kept = {item for item in items if draw.keeps(item)}
     if FILE_S:
-        kept -= _beyond_the_bound(
+        kept -= beyond_the_bound(
             [item for item in items if item in kept], {argument for argument in config.args if argument.endswith(".py")}
         )
     if out := [item for item in items if item not in kept]:
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
 
 
-def _beyond_the_bound(items: list[pytest.Item], named: set[str]) -> set[pytest.Item]:
+def beyond_the_bound(items: list[pytest.Item], named: Collection[str]) -> set[pytest.Item]:
     """Return the items that files which take longer than `FILE_S` do without. A file of one long test runs in some weeks only."""
     seconds, files = json.loads(SECONDS.read_text()), defaultdict[str, list[pytest.Item]](list)
     for item in items:
