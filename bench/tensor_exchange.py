@@ -39,7 +39,7 @@ from paceline.net.trust.identity import Identity
 from paceline.ways.tensor.memory import GroupMemory, make_memory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.pump import GroupPump, RankPump
-from paceline.ways.tensor.rank import GroupSizes
+from paceline.ways.tensor.sizes import GroupSizes
 
 VALUES: Final = 576
 rows = 1

@@ -18,7 +18,6 @@ from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.store.conftest import GgufModel, gguf_model, write_folder  # noqa: F401
 from tests.unit.store.test_pull import COMMIT, Hub, server  # noqa: F401
 
-from paceline.backends import cpu
 from paceline.cli.models import run_pull
 from paceline.core.errors import DownloadError, HubSilent, ModelNotFound, WrongBytes
 from paceline.core.ids import Trust
@@ -311,7 +310,9 @@ def test_27_sizes_beyond_the_disk_and_digests_of_other_files_are_refused(tmp_pat
 async def test_22_without_a_hub_nodes_that_have_other_files_beside_the_same_weights_are_not_believed(
     taker: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "refuses", lambda spec: None)  # which is offered, though its sizes are too small for kernels
+    monkeypatch.setattr(
+        "paceline.backends.table.refuses", lambda spec: None
+    )  # which is offered, though its sizes are too small for kernels
     write_folder(tmp_path / "made")
     files = {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()}
     settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": EVIL}

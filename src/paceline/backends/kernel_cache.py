@@ -26,7 +26,7 @@ from pathlib import Path
 from llvmlite import binding
 from numba.core import config
 
-from paceline.backends.cpu import Lowering, compiled_for, features, lowering_in_use
+from paceline.backends.instructions import Lowering, compiled_for, features, lowering_in_use
 from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)

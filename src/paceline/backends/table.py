@@ -20,8 +20,9 @@ from enum import StrEnum
 from importlib.util import find_spec
 from typing import Final
 
-from paceline.backends import cpu
-from paceline.backends.cpu import Lowering
+from paceline.backends import instructions
+from paceline.backends.cpu.support import refuses
+from paceline.backends.instructions import Lowering
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel, how_to_install
 from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, RopeSpec, WeightsFormat, yarn_gain
@@ -56,7 +57,7 @@ class Kernels(StrEnum):
 
 def fastest_on_processors() -> Kernels:
     """What runs models on this machine's processors."""
-    lowering = cpu.lowering_in_use()
+    lowering = instructions.lowering_in_use()
     return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
 
@@ -67,12 +68,12 @@ def use_on_processors(asked: Kernels) -> None:
         ConfigError: this processor lacks their instructions, or kernels of others are in use.
     """
     if asked.lowering is not None:
-        if asked.lowering not in cpu.lowerings_here():
-            here = ", ".join(f"cpu-{lowering}" for lowering in cpu.lowerings_here()) or Kernels.TORCH
+        if asked.lowering not in instructions.lowerings_here():
+            here = ", ".join(f"cpu-{lowering}" for lowering in instructions.lowerings_here()) or Kernels.TORCH
             raise ConfigError(
                 f"--device {asked} can't be used here: this processor has no {asked.lowering}", f"It runs {here}. Leave --device out."
             )
-        cpu.use_lowering(asked.lowering)
+        instructions.use_lowering(asked.lowering)
 
 
 def torch_refuses(spec: ModelSpec) -> str | None:
@@ -169,14 +170,14 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
             return Kernels.MLX
         if asked is not None:
             raise ConfigError(f"--device mlx can't run this model here: {missing}", "Leave --device out.")
-    reason = cpu.refuses(spec) if cpu.runs_here() else f"this processor has no {'dot product' if cpu.is_arm() else 'AVX2'}"
-    if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in cpu.lowerings_here():
+    reason = refuses(spec) if instructions.runs_here() else f"this processor has no {'dot product' if instructions.is_arm() else 'AVX2'}"
+    if asked is not None and asked.lowering is not None and reason is None and asked.lowering not in instructions.lowerings_here():
         reason = f"this processor has no {asked.lowering}"
     if (asked is not None and asked.compiled) or (asked is None and reason is None):
         if reason is not None:
             raise ConfigError(f"--device {asked} can't run this model here: {reason}", "Leave --device out.")
         return asked or fastest_on_processors()
-    if asked is None and cpu.runs_here():
+    if asked is None and instructions.runs_here():
         raise UnsupportedModel(
             f"No compiled kernels run this model: {reason}",
             f"Serve it on a GPU, or, many times slower, with --device torch-cpu, which takes: {how_to_install('paceline[torch]')}",

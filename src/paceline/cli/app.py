@@ -199,7 +199,8 @@ def up(
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
     from paceline.cli.options import ApiOptions, server_settings
-    from paceline.cli.sharing import SharingOptions, run_shared
+    from paceline.cli.sharing import run_shared
+    from paceline.cli.sharing_options import SharingOptions
 
     write_log(log_level.upper())
     first, *more = model or [DEFAULT_MODEL]

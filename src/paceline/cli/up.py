@@ -45,7 +45,7 @@ from paceline.ways.tensor.rank import STOP_TOLD
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from paceline.cli.sharing import SharingOptions
+    from paceline.cli.sharing_options import SharingOptions
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
     from paceline.node.build import BuiltNode

@@ -15,6 +15,7 @@ from typing import Protocol
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.text import common_length
+from paceline.engine.kv_fetch import KvFetch
 from paceline.engine.prefix_cache import BlockPool, Prefixes
 from paceline.engine.sequence import BlockCheck, SequenceState
 
@@ -29,40 +30,6 @@ LEAST_MARK = 4
 PROMPTS_END = 4
 """Tokens that a template may add behind a prompt and leave out once the chat goes on, such as an empty thought. Raising it: conversations that part in
 their last tokens count as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenBlocks:
-    """What a peer gave of a fetch's blocks."""
-
-    giver: NodeId
-    alike: Callable[[Sequence[BlockId]], KvFetch]
-    """Finds how many blocks, from the first on, hold what the first one holds: that many are `filled` then; 0: it can't be known."""
-    first: int = 0
-    """Those before it were kept here."""
-
-
-class KvFetch(Protocol):
-    """Blocks on their way."""
-
-    @property
-    def given(self) -> GivenBlocks | None:
-        """Final once `is_over`; None: a peer gave none of them."""
-        ...
-
-    @property
-    def filled(self) -> int:
-        """Blocks that stand, from the first on. Final once `is_over`."""
-        ...
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no block is written any more. A source bounds how long it takes."""
-        ...
-
-    def cancel(self) -> None:
-        """Have it end soon: it is wanted no more. Idempotent."""
-        ...
 
 
 class KvSource(Protocol):

@@ -26,7 +26,7 @@ from paceline.engine.sampling import TOO_COMPLEX, Drawn, DrawRow, DrawState
 from paceline.engine.step_costs import StepLoad
 
 if TYPE_CHECKING:
-    from paceline.engine.kv_source import KvFetch
+    from paceline.engine.kv_fetch import KvFetch
     from paceline.engine.matcher import Matcher
 
 

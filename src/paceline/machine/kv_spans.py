@@ -14,7 +14,8 @@ from typing import Any, Final, Protocol
 from paceline.core.errors import ExecutorLost
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.engine.kv_source import GivenBlocks, KvFetch, KvLoans, KvSource
+from paceline.engine.kv_fetch import GivenBlocks, KvFetch
+from paceline.engine.kv_source import KvLoans, KvSource
 from paceline.engine.local import LayerRunner
 
 NO_LAYERS: Final = LayerRange(0, 0)

@@ -26,7 +26,7 @@ from paceline.machine.capability import CapabilityReport, WarmModel, as_served, 
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.machine.weights import give_weights
-from paceline.net.member.meter import fleet_metrics
+from paceline.net.member.metrics import fleet_metrics
 from paceline.net.member.node import FleetNode
 from paceline.net.member.state import Claim
 from paceline.net.server import Service

@@ -155,11 +155,11 @@ def family_of(arch: str, n_experts: int) -> Family | None:
     return next(of_arch, BY_ARCH.get(arch))
 
 
-def nearest(name: str) -> Family | None:
-    """The family whose name is most like one that is none. None: no name is much like it, as llama is not like mamba (0.6)."""
+def nearest(name: str) -> str:
+    """Return the family whose name is most like one that is unknown, as people know it; empty if no name is close (llama and mamba, at 0.6, are not)."""
     names = [*BY_NAME, *BY_ARCH]
     found = get_close_matches(name.lower(), names, 1, cutoff=0.65)
-    return (BY_NAME.get(found[0]) or BY_ARCH[found[0]]) if found else None
+    return (BY_NAME.get(found[0]) or BY_ARCH[found[0]]).shown if found else ""
 
 
 def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:

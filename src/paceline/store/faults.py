@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.text import printable
-from paceline.store.families import nearest
 
 LONGEST: Final = 500
 """Characters of a reason that are shown."""
@@ -43,14 +42,13 @@ def check_not_pointer(path: Path, beginning: bytes) -> None:
         )
 
 
-def unsupported(path: Path, reason: str, like: str = "") -> UnsupportedModel:
-    """The file at `path` is whole, but Paceline does not run what is in it.
+def unsupported(path: Path, reason: str, nearest: str = "") -> UnsupportedModel:
+    """Return the error for a file that is whole, but whose model Paceline does not run.
 
     Args:
-        like: its family, where that is what is not run.
+        nearest: the family that runs and whose name is most like the file's, as people know it; empty: there is none.
     """
-    near = nearest(like) if like else None
-    instead = "" if near is None else f"The nearest that runs is {near.shown}. "
+    instead = f"The nearest that runs is {nearest}. " if nearest else ""
     return UnsupportedModel(f"{path}: {_shown(reason)}", f"{instead}`paceline models --supported` lists the families that Paceline runs")
 
 

@@ -22,7 +22,7 @@ from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
 from paceline.core.weights import NORM_NAMES, SINKS, inverse_frequencies
 from paceline.store.digests import DigestCache
-from paceline.store.families import BY_NAME, Family, Windows, apart, family_of, scaled_by_depth
+from paceline.store.families import BY_NAME, Family, Windows, apart, family_of, nearest, scaled_by_depth
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import ArrayRef, GgufHeader, HeadIncomplete, read_header
 from paceline.store.hf_folder import ENCODERS
@@ -63,7 +63,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float
     if family is not None and family.name == "olmo2" and header.integer(f"{arch}.attention.sliding_window"):
         family = BY_NAME["olmo3"]  # under the same name
     if family is None:
-        raise unsupported(path, f"its architecture is {arch!r}", like=arch)
+        raise unsupported(path, f"its architecture is {arch!r}", nearest(arch))
     for key in _UNUSED_BY_DEFAULT:
         if header.number(f"{arch}.{key}"):
             raise unsupported(path, f"{arch}.{key} is set")

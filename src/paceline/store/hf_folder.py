@@ -20,7 +20,7 @@ from paceline.core.errors import ModelFileError
 from paceline.core.model import Activation, LongContext, LowRank, ModelSpec, MoeSpec, Multipliers, RopeSpec, WindowSpec, YarnSpec, yarn_gain
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
-from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, scaled_by_depth
+from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, nearest, scaled_by_depth
 from paceline.store.faults import Fields, check_not_pointer, damaged, encoder_alone, quantised, reading, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.stacked_experts import unstacked
@@ -123,12 +123,12 @@ def _spec(config: JsonObject) -> ModelSpec:
         raise encoder_alone(config.path)
     if family in _OF_TEXTS and (texts := config.child("text_config")) is not None:
         if (inner := texts.text("model_type") or _OF_TEXTS[family]) != _OF_TEXTS[family]:
-            raise unsupported(config.path, f"its texts are of the family {inner!r}", like=inner)
+            raise unsupported(config.path, f"its texts are of the family {inner!r}", nearest(inner))
         tied = {key: config.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in config.fields}
         family, config = _OF_TEXTS[family], JsonObject(config.path, tied | texts.fields)
     kind = BY_NAME.get(family)
     if kind is None:
-        raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", like=family)
+        raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs", nearest(family))
     config = JsonObject(config.path, {**kind.defaults, **config.fields})
     for field in _UNUSED_BY_DEFAULT:
         if config.fields.get(field) and not _is_known(config, kind, field):

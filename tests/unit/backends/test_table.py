@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.conformance.test_layer_runners import LLAMA
 
-from paceline.backends import cpu, table
+from paceline.backends import cpu, instructions, table
 from paceline.backends.table import Kernels, choose, fastest_on_processors
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, MoeSpec, WeightsFormat
@@ -36,7 +36,7 @@ def test_what_compiled_kernels_do_not_run_is_refused_and_runs_in_torch_only_wher
 
 
 def test_a_processor_without_compiled_kernels_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "runs_here", lambda: False)
+    monkeypatch.setattr(instructions, "runs_here", lambda: False)
     assert choose(LLAMA, WeightsFormat.STORED) is Kernels.TORCH
 
 
@@ -46,6 +46,6 @@ def test_torch_that_is_missing_is_said_of_what_asked_for_it(monkeypatch: pytest.
     with pytest.raises(UnsupportedModel, match=r"^--device torch-cpu was asked for, and torch is not installed") as refused:
         choose(LLAMA, WeightsFormat.BF16, asked=Kernels.TORCH)
     assert "paceline[torch]" in refused.value.hint
-    monkeypatch.setattr(cpu, "runs_here", lambda: False)
+    monkeypatch.setattr(instructions, "runs_here", lambda: False)
     with pytest.raises(UnsupportedModel, match=r"^This model needs torch here \(this processor has no \w"):
         choose(LLAMA, WeightsFormat.BF16)

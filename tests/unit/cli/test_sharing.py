@@ -15,7 +15,8 @@ from tests.unit.cli.test_commands import assert_user_error, paceline
 
 from paceline.cli.options import ApiOptions, tensor_nodes, tensor_speeds
 from paceline.cli.running import announced
-from paceline.cli.sharing import SharingOptions, run_shared
+from paceline.cli.sharing import run_shared
+from paceline.cli.sharing_options import SharingOptions
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Way

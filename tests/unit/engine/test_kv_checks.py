@@ -14,7 +14,8 @@ from tests.fakes.null_backend import NullRunner, UInt64
 
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId
-from paceline.engine.kv_source import GivenBlocks, KvLoans
+from paceline.engine.kv_fetch import GivenBlocks
+from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import Int32
 from paceline.engine.prefix_cache import prompt_keys, root_key
 from paceline.machine.kv_spans import n_alike

@@ -20,10 +20,11 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.compiling import inner
-from paceline.backends.cpu import Lowering, lowering_in_use, sizes
+from paceline.backends.cpu import sizes
 from paceline.backends.cpu.lowering import EMIT, lowered
 from paceline.backends.cpu.simd import F32, I32, I64, B, Emit, F, H, I, Value
 from paceline.backends.cpu.sizes import ATTENTION_TILES, BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE, AttentionTile
+from paceline.backends.instructions import Lowering, lowering_in_use
 
 CAREFUL = 2
 """Of ways to compute products: right where results were flushed before they were rounded (`Emit.has_underflowed`)."""

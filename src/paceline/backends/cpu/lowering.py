@@ -23,9 +23,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import Lowering, is_arm, lowering_in_use
 from paceline.backends.cpu.neon import Neon, NeonI8mm
 from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, Emit, F, I, ProductSum, RunningSum, Value
+from paceline.backends.instructions import Lowering, is_arm, lowering_in_use
 
 _FLUSH = 0x8040
 """Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""

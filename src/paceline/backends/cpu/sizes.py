@@ -7,7 +7,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import MOST_HEAD_DIM, Lowering
+from paceline.backends.cpu.support import MOST_HEAD_DIM
+from paceline.backends.instructions import Lowering
 
 BLOCK = 16
 """Tokens a KV block: the lanes of a vector."""

@@ -20,7 +20,7 @@ from paceline.core.errors import ExecutorLost, NixlFailed, StreamClosed, StreamC
 from paceline.core.generation import KvLeg
 from paceline.core.ids import BlockId, NodeId
 from paceline.core.model import LayerSpan
-from paceline.engine.kv_source import GivenBlocks, KvFetch
+from paceline.engine.kv_fetch import GivenBlocks, KvFetch
 from paceline.machine.kv_spans import KvPart, MovedBlocks, PartsFetch
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.incoming import TensorMessage

@@ -21,7 +21,8 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.engine.kv_source import GivenBlocks, KvFetch, KvLoan, KvLoans
+from paceline.engine.kv_fetch import GivenBlocks, KvFetch
+from paceline.engine.kv_source import KvLoan, KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.machine.kv_spans import KvMove, KvPart, KvSpread, MovedBlocks, PartsFetch, n_alike
 from paceline.machine.kv_tier import DiskTier, part_of

@@ -32,10 +32,11 @@ from paceline.engine.local import Int32, LocalExecutor, RowPlan
 from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
 from paceline.ways.tensor import rank as protocol
-from paceline.ways.tensor.memory import GroupMemory, GroupSizes, make_memory
+from paceline.ways.tensor.memory import GroupMemory, make_memory
 from paceline.ways.tensor.process import Rank
 from paceline.ways.tensor.rank import RankOrder, block_request
 from paceline.ways.tensor.ranks import RankProcesses
+from paceline.ways.tensor.sizes import GroupSizes
 
 
 class TensorGroup:

@@ -58,7 +58,8 @@ from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.partial import HEADS, open_heads
 from paceline.ways.tensor.codec import RankEvent, RankFault, RankLoading, RankOpened, RankRequest, read_open, write_event
-from paceline.ways.tensor.rank import GroupSizes, RankOrder
+from paceline.ways.tensor.rank import RankOrder
+from paceline.ways.tensor.sizes import GroupSizes
 
 if TYPE_CHECKING:
     from paceline.ways.tensor.hosted import HostedRank

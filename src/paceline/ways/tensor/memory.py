@@ -21,7 +21,7 @@ from paceline.backends.cpu.exchange import exchange_bytes
 from paceline.backends.cpu.sizes import CACHE_LINE
 from paceline.core.model import LayerRange
 from paceline.engine.local import Int32, RowPlan, row_plan
-from paceline.ways.tensor.rank import GroupSizes
+from paceline.ways.tensor.sizes import GroupSizes
 
 _PAGE: Final = 4096
 _WORD: Final = CACHE_LINE // 8

@@ -18,11 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paceline.backends.cpu.shares import Share
 from paceline.core.errors import PacelineError
 from paceline.core.ids import BlockId
-from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.model import LayerRange
 from paceline.machine.settings import NodeSettings
+from paceline.ways.tensor.sizes import GroupSizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,20 +40,6 @@ LOOKS_S: Final = 1.0
 """Between two looks of a rank that sleeps, should a wake be lost."""
 HEADER: Final = 1 + 3 * 8
 """Bytes of what asks for a block: the letter, the block, and the first and the last layer but one."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSizes:
-    """What decides how the memory lies: alike in all ranks."""
-
-    spec: ModelSpec
-    shares: tuple[Share, ...]
-    max_rows: int
-    """Of a batch."""
-    max_blocks: int
-    """Of a sequence's table."""
-    logits_rows: int
-    """Of a batch whose logits are wanted, at most."""
 
 
 @dataclass(frozen=True, slots=True)

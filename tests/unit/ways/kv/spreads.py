@@ -23,7 +23,7 @@ from paceline.core.errors import FleetError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.engine.kv_source import KvFetch
+from paceline.engine.kv_fetch import KvFetch
 from paceline.machine.kv_spans import KvMove
 from paceline.machine.kv_tier import part_of
 from paceline.ways.kv.source import PeerKv

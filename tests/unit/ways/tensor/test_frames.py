@@ -23,7 +23,8 @@ from paceline.engine.local import row_plan
 from paceline.net.tensor.incoming import TensorMessage
 from paceline.ways.tensor.frames import RankCommand, block_message, read_command, read_number, write_command
 from paceline.ways.tensor.memory import Command, GroupMemory, make_memory
-from paceline.ways.tensor.rank import EXPORT, IMPORT, GroupSizes, block_request
+from paceline.ways.tensor.rank import EXPORT, IMPORT, block_request
+from paceline.ways.tensor.sizes import GroupSizes
 
 SIZES = GroupSizes(TINY, deal(TINY, (1.0, 1.0)), 32, 8, 4)
 LAYERS, N_BLOCKS = TINY.all_layers, 50

@@ -29,7 +29,7 @@ from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.ways.tensor.memory import Command, GroupMemory, make_memory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.pump import GroupPump, Pump, RankPump
-from paceline.ways.tensor.rank import GroupSizes
+from paceline.ways.tensor.sizes import GroupSizes
 
 MANY = 1 + (1 << 20) // (4 * TINY.hidden)
 """Rows whose sums take more than one frame."""

@@ -19,7 +19,7 @@ from paceline.core.background import came_within, tell_loop
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import BlockId, NodeId
-from paceline.engine.kv_source import KvFetch
+from paceline.engine.kv_fetch import KvFetch
 from paceline.machine.kv_spans import KvMove, KvMover, n_alike
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, part_of
 from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksDone, BlocksUse
