@@ -67,6 +67,7 @@ lint: install-dev  ## Style, and the licences of what is installed
 	$(BIN)/ruff format --check src tests bench tools
 	$(BIN)/python tools/licences.py --check
 	$(BIN)/python tools/draw_chart.py --check
+	$(BIN)/python -m tools.lint_prose
 
 types: install-dev  ## Strict type checking of src
 	$(BIN)/pyright --pythonpath $(BIN)/python
