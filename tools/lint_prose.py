@@ -90,15 +90,13 @@ def lines_changed() -> None:
     """Print the lines added and removed, by package."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607 - as a person finds it
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S607 - as a person finds it
+        return done.stdout.strip()
 
-    try:
-        base = next(
-            (found for ref in ("origin/main", "main") if (found := git("merge-base", "HEAD", ref)) != git("rev-parse", "HEAD")), "HEAD~1"
-        )
-        rows = [line.split("\t") for line in git("diff", "--numstat", base, "--", "src", "tests").splitlines()]
-    except (OSError, subprocess.CalledProcessError):
-        return
+    head = git("rev-parse", "HEAD")
+    bases = [git("merge-base", "HEAD", ref) for ref in ("origin/main", "main")]
+    base = next((each for each in bases if each not in {"", head}), "HEAD~1")
+    rows = [line.split("\t") for line in git("diff", "--numstat", base, "--", "src", "tests").splitlines()]
     added, removed = Counter[str](), Counter[str]()
     for plus, minus, name in rows:
         if name.endswith(".py") and "_pb2" not in name:
