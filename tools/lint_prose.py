@@ -13,6 +13,7 @@ import ast
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -87,7 +88,9 @@ def count() -> dict[str, int]:
 
 
 def lines_changed() -> None:
-    """Print the lines added and removed, by package."""
+    """Print the lines added and removed, by package; nothing where there is no git."""
+    if shutil.which("git") is None:
+        return
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S607 - as a person finds it
