@@ -68,6 +68,7 @@ lint: install-dev  ## Style, and the licences of what is installed
 	$(BIN)/python tools/licences.py --check
 	$(BIN)/python tools/draw_chart.py --check
 	$(BIN)/python -m tools.lint_prose
+	$(BIN)/python -m tools.write_reference --check
 
 types: install-dev  ## Strict type checking of src
 	$(BIN)/pyright --pythonpath $(BIN)/python
