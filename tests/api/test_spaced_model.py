@@ -146,7 +146,7 @@ def test_scored_tokens_of_a_completion_make_up_its_text(served: Served[EngineHos
     choice = served.http.post(COMPLETIONS, json=body).json()["choices"][0]
     lines = served.http.post(COMPLETIONS, json=body | {"stream": True}).text.splitlines()
     events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
-    streamed = {name: sum([(event["logprobs"] or {}).get(name, []) for event in events], []) for name in ("tokens", "text_offset")}
+    streamed = {name: [one for event in events for one in (event["logprobs"] or {}).get(name, [])] for name in ("tokens", "text_offset")}
     shown = choice["logprobs"]
     assert streamed == {name: shown[name] for name in streamed}
     assert "".join(shown["tokens"]) == choice["text"].removeprefix("<s>")
