@@ -30,6 +30,7 @@ from paceline.server.formats.expressions import (
     references,
     starts_of,
 )
+from paceline.server.formats.loops import with_flat_loops, without_tail_calls
 from paceline.server.formats.overruns import Automaton, Edges, NotFollowed, Reading, Work
 
 
@@ -62,6 +63,7 @@ def followed_rules(rules: Rules, root: str) -> Followed:
     """
     rules, work = _reached(rules, root), Work()
     _check_ends(rules, work)
+    rules = {name: without_tail_calls(name, rule) for name, rule in rules.items()}
     if root in _patterns(rules, None):
         return Followed(rules, root, is_regular=True)
     inlined: dict[str, Expression] = {}
@@ -71,7 +73,9 @@ def followed_rules(rules: Rules, root: str) -> Followed:
 
     for name in _patterns(rules, _LETTERS):
         inlined[name] = mapped(rules[name], inline)
-    divided = {name: _divided(mapped(rule, inline)) for name, rule in rules.items() if name not in inlined}
+    recursive = {name: mapped(rule, inline) for name, rule in rules.items() if name not in inlined}
+    flat = _reached({name: with_flat_loops(rule, recursive) for name, rule in recursive.items()}, root)
+    divided = {name: _divided(rule) for name, rule in flat.items()}
     while overruns := Reading(divided, root, work).overruns():
         cuts = (overruns.get(number, frozenset()) for number in count())
 

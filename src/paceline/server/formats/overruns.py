@@ -31,7 +31,7 @@ from paceline.server.formats.expressions import (
 
 _COPIES: Final = 256
 """Letters of a counted part that is written out, to compare it; a longer one is compared as if its count had no limit."""
-_WORK: Final = 300_000
+_WORK: Final = 500_000
 """Steps of some three microseconds. Raising it: larger grammars are followed, and a hostile one takes longer to be refused."""
 
 Edges = AbstractSet[tuple[int, int]]

@@ -137,6 +137,16 @@ SAMPLES: dict[str, tuple[str, list[str], list[str]]] = {
         ],
         ["int main()", "int f(){return0}", "int f(){x=1;}", "intf(){}", "int f(){if(a){}}", "int f(){/* a }", "int f(int){}"],
     ),
+    "older json": (
+        JSON.replace('ws ::= | " " | "\\n" [ \\t]{0,20}', "ws ::= ([ \\t\\n] ws)?"),
+        ['{"a":\n\t  [1, 2.5e3 ,true]\n}\n\n', "{}"],
+        ["[1]", '{"a" 1}'],
+    ),
+    "elements": (
+        'root ::= el\nel ::= "<" name ">" content "</" name ">"\nname ::= [a-z]+\ncontent ::= "" | text content | el content\ntext ::= [^<]+',
+        ["<b>hello <i>world</i>, é\n</b>", "<b></b>"],
+        ["<b>hello", "hello", "<b><</b>"],
+    ),
     "list": (LIST, ["- a\n- bé\n", "- -\n"], ["x", "- \n", "- a", "- a\x0b\n"]),
     "english": (ENGLISH, ["It's 5 o'clock, [or] not?", 'a\n"b"\\'], ["é", "a  b", " a", "a "]),
     "japanese": (JAPANESE, ["あい。 カ", "漢字"], ["a", "あ  い", "あ "]),
@@ -178,6 +188,13 @@ RECURSIVE: list[tuple[str, str, str]] = [
     ('root ::= ("/*" ([^*] | "*" [^/])* "*/")+ nested', r"(/\*([^*]|\*[^/])*\*/)+", "/*"),
     ('root ::= ("a"* "b"*){0,2} nested ("ab")?', r"(a*b*){0,2}(ab)?", "ab"),
     ('root ::= [à-é]* nested "ñ" [é-ñ]?', r"[à-é]*ñ[é-ñ]?", "éñò"),
+    ('root ::= [ab] root | nested "c"', r"[ab]*c", "abc"),
+    ('root ::= (word | nested "-")*\nword ::= [ab]+', r"[ab-]*", "ab-"),
+    ('root ::= item+ nested "c"\nitem ::= [ab]+ | "c" nested', r"[abc]+c", "abc"),
+    ('root ::= ws nested "a" ws\nws ::= ([ \\n] ws)?', r"[ \n]*a[ \n]*", "a \n"),
+    ('root ::= root "b" | "a" nested | root "c"', r"a[bc]*", "abc"),
+    ('root ::= "a"? root? | nested "b"', r"a*b?", "ab"),
+    ('root ::= ("a" | "b" root)? nested | "c" root', r"[bc]*a?", "abc"),
     ('root ::= list nested "a"?\nlist ::= list "," [ab]+ | [ab]+', r"[ab]+(,[ab]+)*a?", "ab,"),
 ]
 
