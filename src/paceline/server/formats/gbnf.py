@@ -31,7 +31,7 @@ from paceline.server.formats.overruns import NotFollowed
 _RULE: Final = re.compile(r"(?m)^[ \t]*[A-Za-z][A-Za-z0-9_-]*[ \t]*::=")
 _WORD: Final = re.compile(
     r'\s+|#[^\n]*|(?P<text>"(?:\\.|[^"\\])*")|(?P<letters>\[(?:\\.|[^\]\\])*\])|(?P<mark>::=|[|()*+?.])'
-    r"|(?P<count>\{\s*[0-9]+\s*(?:,\s*[0-9]*\s*)?\})|(?P<name>[A-Za-z0-9_-]+)",
+    r"|(?P<count>\{\s*[0-9]{1,9}\s*(?:,\s*[0-9]{0,9}\s*)?\})|(?P<name>[A-Za-z0-9_-]+)",
     re.DOTALL,
 )
 _LETTER: Final = re.compile(r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\(.)|(.)", re.DOTALL)
@@ -135,7 +135,7 @@ class _Parser:
         kind, word = self._take()
         match kind, word:
             case "text", _:
-                return Sequence(tuple(Letters(((ord(letter), ord(letter)),)) for letter, _ in _letters(word[1:-1])))
+                return Sequence(tuple(_text_letter(ord(letter)) for letter, _ in _letters(word[1:-1])))
             case "letters", _:
                 return _class(word[1:-1])
             case "name", _:
@@ -184,6 +184,13 @@ def _letters(text: str) -> Iterator[tuple[str, bool]]:
         if code is not None and int(code, 16) > _SCALARS[-1][1]:
             raise ValueError(f"{match.group()} is not a letter")
         yield (chr(int(code, 16)), True) if code else (plain, False) if plain else (_ESCAPES.get(escaped, escaped), True)
+
+
+def _text_letter(code: int) -> Expression:
+    found = _within([(code, code)], is_negated=False)
+    if not found:
+        raise ValueError(f"U+{code:04X} is not a letter")
+    return Letters(found)
 
 
 def _class(text: str) -> Expression:

@@ -250,17 +250,14 @@ def test_random_recursive_grammars_lose_no_text_and_allow_no_other(seeds: list[i
             "root ::= [a",
             'root ::= ("a"',
             "root ::= <[5]>",
-            "root ::= [^\\x01-\\U0010ffff]",
-        ),
-        *(
             'root ::= "a"{2,1}',
             'root ::= "a"**',
-            'root ::= "a") "b"',
-            "root ::= " + "(" * 5000,
-            'root ::= "\\U00ffffff"',
-            "root root ::= x",
         ),
+        *("root ::= [^\\x01-\\U0010ffff]", 'root ::= "a") "b"', 'root ::= "\\U00ffffff"', "root root ::= x", "root ::= " + "(" * 5000),
+        *('root ::= "\\ud800"', 'root ::= "\ud800"', "root ::= [\\ud800-\\udfff]", 'root ::= "\\x00"', 'root ::= "a"{' + "9" * 5000 + "}"),
+        "root ::= " + '"a" ' * 20_000,
     ],
+    ids=lambda grammar: ascii(grammar[:30]),
 )
 def test_what_is_not_a_grammar_of_llama_cpp_is_refused(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="GBNF") as refused:
