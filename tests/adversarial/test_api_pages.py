@@ -13,6 +13,7 @@ from tests.fakes.api_clients import openai_client
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
+from paceline.server.fields import FITTED, HEADER
 from paceline.server.settings import ServerSettings
 
 Serve = Callable[[ServerSettings], Served[ScriptedInference]]
@@ -125,6 +126,8 @@ def test_row_44_a_page_that_was_allowed_asks_first_and_is_answered(serve: Serve,
     assert "Origin" in answer.headers["vary"]
     answer = served.http.post("/v1/completions", content=BODY, headers={"Origin": CHAT, "Sec-Fetch-Site": "cross-site"})
     assert (answer.status_code, answer.headers[CORS]) == (200, CHAT)
+    readable = answer.headers["access-control-expose-headers"].split(", ")
+    assert {HEADER, FITTED, "x-request-id", "retry-after"} == set(readable)
     if key is not None:  # so that the page can say what is wrong
         answer = httpx.get(served.url + "/v1/models", headers={"Origin": CHAT})
         assert (answer.status_code, answer.headers[CORS]) == (401, CHAT)

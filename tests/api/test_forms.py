@@ -102,3 +102,14 @@ def test_a_schema_that_cannot_be_followed_is_refused_with_the_place_of_its_keywo
     answer = shared.http.post(path, json={"model": "echo", **body, **fields})
     assert answer.status_code == 400
     assert f"{place}.properties.a.items.not" in answer.text
+
+
+@pytest.mark.parametrize(("grammar", "named"), [('root ::= "a" root', "rule root"), ('root ::= "a" | x', "named x")])
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_a_grammar_that_can_not_end_or_be_read_is_refused_by_the_name_of_its_rule(
+    shared: Served[ScriptedInference], api: str, grammar: str, named: str
+) -> None:
+    path, body = APIS[api]
+    answer = shared.http.post(path, json={**body, "grammar": grammar})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")
+    assert named in answer.json()["error"]["message"]

@@ -107,3 +107,47 @@ def test_a_gap_is_filled_between_the_texts_as_they_are(served: Served[EngineHost
     count = served.http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
     parts = [served.http.post("/tokenize", json={"prompt": text}).json()["count"] for text in ("def ", "a", f"a{suffix}")]
     assert count == parts[0] + parts[2] - parts[1] + 2
+
+
+COMPLETIONS, CHATS, OLLAMA, RESPONSES = "/v1/completions", "/v1/chat/completions", "/api/chat", "/v1/responses"
+SCORES = {"logprobs": True, "top_logprobs": 3}
+SCORED: list[tuple[str, dict[str, Any]]] = [
+    (CHATS, {**CHAT, **SCORES}),
+    (CHATS, {**CHAT, **SCORES, "continue_final_message": True, "messages": [*CHAT["messages"], {"role": "assistant", "content": "no"}]}),
+    (CHATS, {**CHAT, **SCORES, "regex": " yes"}),
+    (OLLAMA, {**SCORES, "stream": False, "messages": CHAT["messages"], "options": {"temperature": 0, "num_predict": 8}}),
+    (RESPONSES, {"input": "the", "top_logprobs": 3, "max_output_tokens": 16, "temperature": 0}),
+]
+
+
+def entries_of(answer: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return an answer's text and its log probabilities, in any of the shapes."""
+    if "output" in answer:
+        (part,) = answer["output"][0]["content"]
+        return part["text"], part["logprobs"]
+    if "choices" not in answer:
+        return answer["message"]["content"], answer["logprobs"]
+    choice = answer["choices"][0]
+    return choice["message"]["content"], choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize(("path", "body"), SCORED)
+def test_scored_tokens_make_up_the_text(served: Served[EngineHost], path: str, body: dict[str, Any]) -> None:
+    text, entries = entries_of(served.http.post(path, json=body).json())
+    assert text.startswith(entries[0]["token"])
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace") == text
+    begins = [entry["token"] for entry in entries[0]["top_logprobs"]]
+    assert begins[0] == entries[0]["token"], "a token is spelled alike among those that could stand in its place"
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"prompt": [1]}, {"prompt": [1], "echo": True}, {"echo": True, "regex": " yes"}])
+def test_scored_tokens_of_a_completion_make_up_its_text(served: Served[EngineHost], fields: dict[str, Any]) -> None:
+    body = TEXT | {"max_tokens": 3, "logprobs": 2, "logit_bias": first_token(served, "yes")} | fields
+    choice = served.http.post(COMPLETIONS, json=body).json()["choices"][0]
+    lines = served.http.post(COMPLETIONS, json=body | {"stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
+    streamed = {name: [one for event in events for one in (event["logprobs"] or {}).get(name, [])] for name in ("tokens", "text_offset")}
+    shown = choice["logprobs"]
+    assert streamed == {name: shown[name] for name in streamed}
+    assert "".join(shown["tokens"]) == choice["text"].removeprefix("<s>")
+    assert shown["text_offset"] == [len("".join(shown["tokens"][:place])) for place in range(len(shown["tokens"]))]

@@ -208,7 +208,7 @@ class ScriptedInference:
         chunks: list[GenerationChunk] = []
         for place in range(done, done + count):
             token = request.prompt_ids[place % len(request.prompt_ids)]
-            ended = token in request.stop_ids or (token == EOS and not request.ignore_eos)
+            ended = token in request.stop_ids or (token in self._model.tokenizer.eos_ids and not request.ignore_eos)
             text = "" if ended else stream.push(token)
             stopped = ended or stream.stopped
             finish = FinishReason.STOP if stopped else FinishReason.LENGTH if place + 1 == most else None

@@ -223,6 +223,12 @@ class Call:
             return PlainReader(has_space=has_space)
         return ChoiceReader(self.reading, self.model.tokenizer, request, has_space=has_space)
 
+    def has_space(self, place: int) -> bool:
+        """Return whether choices of a prompt begin with a token whose first space is not part of their text. A repeated prompt comes first."""
+        request, tokenizer = self.requests[place], self.model.tokenizer
+        repeats = bool(self.echoed) and any(map(tokenizer.token_bytes, request.prompt_ids))
+        return tokenizer.strips_space and (repeats or self._begins_text(request))
+
     def _begins_text(self, request: GenerationRequest) -> bool:
         """Return whether an answer is the beginning of a text. A form decides every letter of one, its first space too."""
         if request.grammar is not None and request.grammar.kind in EVERY_LETTER:

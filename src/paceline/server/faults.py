@@ -106,12 +106,12 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     partial_text: str = ""
     """What an answer that was not streamed had before it failed."""
+    is_as_sent: bool = False
+    """`param` and `message` have the field's name as the client sent it. Otherwise they have the chat's, and `body` writes the API's own."""
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        # A field that is refused by its name is one that the client sent, and has that name already.
-        is_sent = self.code == "unsupported_parameter" and "." not in (self.param or "")
-        own = None if is_sent else own_field(OWN_NAMES.get(api, {}), self.param)
+        own = None if self.is_as_sent else own_field(OWN_NAMES.get(api, {}), self.param)
         message = rename_field(self.message, self.param, own).encode("utf-8", "replace").decode()
         partial = {"partial_text": self.partial_text} if self.partial_text else {}
         match api:

@@ -8,7 +8,7 @@ is dropped in silence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
 
@@ -115,7 +115,7 @@ def read_body(kind: type[Body], body: bytes) -> Body:
     try:
         asked = _validated(kind, body)
     except ValidationError as error:
-        raise Refusal(fault_of_validation(error)) from error
+        raise Refusal(replace(fault_of_validation(error), is_as_sent=True)) from error
     check_fields(asked)
     return asked
 
@@ -187,9 +187,13 @@ def check_fields(asked: BaseModel, at: str = "") -> None:
     for name, value in (asked.model_extra or {}).items():
         unserved = UNSERVED.get(name)
         if unserved is not None and not unserved.is_off(value):
-            raise Refusal(Fault(400, f"{at}{name}: {unserved.why}", param=at + name, code="unsupported_parameter"))
+            raise _refused(at + name, unserved.why)
     for name in CLOSED_IN & asked.model_fields_set & type(asked).model_fields.keys():
         _check_closed(getattr(asked, name), at + name)
+
+
+def _refused(name: str, why: str) -> Refusal:
+    return Refusal(Fault(400, f"{name}: {why}", param=name, code="unsupported_parameter", is_as_sent=True))
 
 
 CLOSED_IN: Final = frozenset({"response_format", "tool_choice", "tools", "stream_options", "text"})
@@ -206,9 +210,7 @@ def _check_closed(value: object, at: str) -> None:
     for name, extra in (value.model_extra or {}).items() if isinstance(value, ClosedObject) else ():
         if extra is not None:
             known = ", ".join(field.alias or name for name, field in type(value).model_fields.items())
-            raise Refusal(
-                Fault(400, f"{at}.{name}: is not known there. Known: {known}.", param=f"{at}.{name}", code="unsupported_parameter")
-            )
+            raise _refused(f"{at}.{name}", f"is not known there. Known: {known}.")
     for name in value.model_fields_set & type(value).model_fields.keys():
         _check_closed(getattr(value, name), f"{at}.{type(value).model_fields[name].alias or name}")
 

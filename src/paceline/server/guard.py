@@ -26,11 +26,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.core.errors import ConfigError
 from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from paceline.server.faults import BAD_KEY, COMPRESSED, Fault, Refusal, api_of, overloaded
+from paceline.server.fields import FITTED
+from paceline.server.fields import HEADER as IGNORED
 from paceline.server.metrics import REQUEST_ID, Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import OWNER_HEADER, ServerSettings
 
 Headers = dict[bytes, bytes]
+EXPOSED = b", ".join([b"retry-after", REQUEST_ID, IGNORED.encode(), FITTED.encode()])
+"""Headers of an answer that a page of a named origin may read."""
 PREFLIGHT_S = 600
 """How long a browser may remember what it may send."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
@@ -125,7 +129,7 @@ class Pages:
         origin = headers.get(b"origin")
         if not self._origins:
             return []
-        named = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"retry-after, x-request-id")]
+        named = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
         return [(b"vary", b"Origin"), *(named if origin in self._origins else [])]  # pyright: ignore[reportReturnType]
 
     def preflight(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]] | None:

@@ -14,13 +14,10 @@ from typing import ClassVar
 import orjson
 
 from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
-from paceline.core.text import Vocabulary
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
-
-LOWEST_LOGPROB = -9999.0
-"""How OpenAI writes the logarithm of zero, which JSON can't hold."""
+from paceline.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -150,7 +147,6 @@ class OpenAIShape(Shape):
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._vocabulary = call.model.tokenizer
         self._head = b"data: " + orjson.dumps(self._base(self.event_object))[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
@@ -172,6 +168,10 @@ class OpenAIShape(Shape):
         transfer = next(({"kv_transfer_params": one.transfer} for one in choices if one.transfer is not None), {})
         return orjson.dumps({**self._base(self.whole_object), "choices": listed, "usage": usage.as_json(), **transfer})
 
+    def _token_texts(self, index: int) -> TokenTexts:
+        """Return what spells the tokens of choice `index`, at its beginning."""
+        return TokenTexts(self._call.model.tokenizer, has_space=self._call.has_space(index // self._call.n))
+
     def _base(self, kind: str) -> dict[str, object]:
         call = self._call
         return {
@@ -181,17 +181,6 @@ class OpenAIShape(Shape):
             "model": call.model.name,
             "system_fingerprint": call.model.fingerprint,
         }
-
-
-def token_text(vocabulary: Vocabulary, token_id: int) -> tuple[str, list[int]]:
-    """A token's text, with U+FFFD where it is a part of a character, and its bytes."""
-    raw = vocabulary.token_bytes(token_id)
-    return raw.decode("utf-8", "replace"), list(raw)
-
-
-def finite(logprob: float) -> float:
-    """A log probability JSON can hold."""
-    return max(LOWEST_LOGPROB, logprob)
 
 
 def finish_reason(finish: FinishReason | None, has_called: bool) -> str | None:
@@ -210,6 +199,7 @@ class ChatShape(OpenAIShape):
         self._delta_heads = [self._head + b'{"index":%d,"delta":' % index for index in range(count)]
         self._text_heads = [head + b'{"content":' for head in self._delta_heads]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._texts = [self._token_texts(index) for index in range(count)]
         self._open_calls = [set[int]() for _ in range(count)]
         """Calls of each choice that were not read to their end."""
         self._has_called = [False] * count
@@ -223,7 +213,7 @@ class ChatShape(OpenAIShape):
         """A delta for each part, and the event with the finish reason after it. Logprobs come with the first delta."""
         out = b""
         if logprobs:
-            listed = orjson.dumps(chat_logprobs(self._vocabulary, logprobs))
+            listed = orjson.dumps(chat_logprobs(self._texts[index], logprobs))
             first = self._delta(index, parts[0]) if parts else {"content": ""}
             out = self._delta_heads[index] + orjson.dumps(first) + b',"logprobs":' + listed + b',"finish_reason":null}' + self._close
             parts = parts[1:]
@@ -257,7 +247,6 @@ class ChatShape(OpenAIShape):
         (self._open_calls[index].add if is_open else self._open_calls[index].discard)(call)
 
     def choice(self, index: int, collected: Collected) -> dict[str, object]:
-        del index
         content = "".join(collected.content)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not collected.calls else None, "refusal": None}
         if collected.reasoning:
@@ -269,24 +258,8 @@ class ChatShape(OpenAIShape):
             ]
         return {
             "message": message,
-            "logprobs": chat_logprobs(self._vocabulary, collected.logprobs) if self._call.logprobs else None,
+            "logprobs": chat_logprobs(self._token_texts(index), collected.logprobs) if self._call.logprobs else None,
         }
-
-
-def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
-    """A choice's `logprobs`, in chat's shape."""
-    return {
-        "content": [
-            _entry(vocabulary, one.token_id, one.logprob) | {"top_logprobs": [_entry(vocabulary, *alternative) for alternative in one.top]}
-            for one in logprobs
-        ],
-        "refusal": None,
-    }
-
-
-def _entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, object]:
-    text, raw = token_text(vocabulary, token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 
 class CompletionShape(OpenAIShape):
@@ -298,6 +271,7 @@ class CompletionShape(OpenAIShape):
         count = call.n * len(call.requests)
         self._text_heads = [self._head + b'{"index":%d,"text":' % index for index in range(count)]
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._texts = [self._token_texts(index) for index in range(count)]
         self._offsets = [0] * count
         self._unscored: dict[int, int] = {}
         """First tokens of prompts that are repeated with logprobs, by choice: they have none, and are still to be named."""
@@ -319,47 +293,13 @@ class CompletionShape(OpenAIShape):
         listed = b"null"
         first = self._unscored.pop(index, None)
         if logprobs or first is not None:
-            shown, self._offsets[index] = completion_logprobs(self._vocabulary, logprobs, self._offsets[index], first)
+            shown, self._offsets[index] = completion_logprobs(self._texts[index], logprobs, self._offsets[index], first)
             listed = orjson.dumps(shown)
         ending = orjson.dumps(finish)
         return self._text_heads[index] + orjson.dumps(text) + b',"logprobs":' + listed + b',"finish_reason":' + ending + b"}" + self._close
 
     def choice(self, index: int, collected: Collected) -> dict[str, object]:
         call = self._call
-        shown = completion_logprobs(self._vocabulary, collected.logprobs, 0, self._unscored.get(index))[0] if call.logprobs else None
+        texts, first = self._token_texts(index), self._unscored.get(index)
+        shown = completion_logprobs(texts, collected.logprobs, 0, first)[0] if call.logprobs else None
         return {"text": "".join([*call.echoed[index // call.n : index // call.n + 1], *collected.content]), "logprobs": shown}
-
-
-def completion_logprobs(
-    vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob], offset: int, first: int | None = None
-) -> tuple[dict[str, object], int]:
-    """A choice's `logprobs` in this endpoint's shape, and the text offset (in characters) after them.
-
-    Args:
-        first: a token before them that has none; null is its.
-    """
-    tokens: list[str] = []
-    offsets: list[int] = []
-    top: list[dict[str, float] | None] = []
-    if first is not None:
-        tokens.append(token_text(vocabulary, first)[0])
-        offsets.append(offset)
-        offset += len(tokens[0])
-        top.append(None)
-    for one in logprobs:
-        text, _ = token_text(vocabulary, one.token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        # Two ids may read the same; the likelier comes first and stays.
-        alternatives: dict[str, float] = {}
-        for token_id, logprob in one.top:
-            alternatives.setdefault(token_text(vocabulary, token_id)[0], finite(logprob))
-        top.append(alternatives)
-    shown: dict[str, object] = {
-        "tokens": tokens,
-        "token_logprobs": [*([] if first is None else [None]), *(finite(one.logprob) for one in logprobs)],
-        "top_logprobs": top,
-        "text_offset": offsets,
-    }
-    return shown, offset

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
+_MESSAGE_END: Final = "<|end|>"
+END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", _MESSAGE_END)
 """Tokens that end an answer in the families we run, whether or not a model's files say so."""
+_LAST_MESSAGE_ENDS: Final = ("<|return|>", "<|call|>")
+"""In a vocabulary that has both, an answer is several messages: these end its last one, and `<|end|>` any other."""
 _ROLES: Final = r"(?:system|user|assistant|model|tool|developer|human|gpt|bot|ipython)"
 _SHAPE: Final = re.compile(r"<[^<>\s{}'\"+]{1,60}>|\[/?[A-Za-z_]{2,30}\]")
 """What may be a mark, in the text of a template."""
@@ -33,6 +36,20 @@ _GAP: Final = r"(?:\\n|[\s'\"+~(){}-])*"
 """What a template's source may have between two things that the template writes one after the other."""
 _ROLE: Final = rf"(?:[\w.\[\]'\"]*\brole\b['\"\]]*|\b{_ROLES}\b)"
 _CONTENT: Final = r"[\w.\[\]'\"]*content\b['\"\]]*"
+
+
+def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int]:
+    """Return the tokens that end an answer.
+
+    Args:
+        special: ids of the special tokens, by their spelling.
+        named: tokens that the model's files name as ends.
+    """
+    found = {*named, *(special[name] for name in END_TOKENS if name in special)}
+    if all(name in special for name in _LAST_MESSAGE_ENDS):
+        found -= {special.get(_MESSAGE_END)}
+        found |= {special[name] for name in _LAST_MESSAGE_ENDS}
+    return frozenset(found)
 
 
 def control_marks(encoder: Encoder, template: str | None, named: Collection[str] = ()) -> list[str]:

@@ -25,7 +25,7 @@ from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedMode
 from paceline.core.generation import model_sampling
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.chats import ChatPrefixes, ChatTemplate, ControlTokens, join_parts
-from paceline.store.control_marks import END_TOKENS
+from paceline.store.control_marks import end_ids
 from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ModelTokenizer:
 
         Args:
             encoder: of the `tokenizers` library; becomes this object's own.
-            eos_ids: tokens the model's files name as ends; those of `END_TOKENS` it has are added.
+            eos_ids: tokens the model's files name as ends; `end_ids` adds those that the vocabulary has.
             template: None for a model without one.
             rows: of the model's embedding; tokens beyond them (some files add a padding token that was never trained) can't be run.
             sampling_defaults: what the model's files say of how its tokens are drawn.
@@ -74,12 +74,12 @@ class ModelTokenizer:
         self._known: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
         self.size: Final = self._known if rows is None else min(self._known, rows)
         self._control: Final = ControlTokens(encoder, [token for token in self._added.values() if token.special])
-        ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
-        self.eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self.size)
+        special = {token.content: i for i, token in self._added.items() if token.special}
+        self.eos_ids: Final = frozenset(i for i in end_ids(special, eos_ids) if 0 <= i < self.size)
         self._kind: Final = _kind_of(path, encoder)
         marks = [i for i in infill_tokens if isinstance(i, int) and 0 <= i < self.size]
         self.infill_tokens: Final = (marks[0], marks[1], marks[2]) if len(infill_tokens) == len(set(marks)) == 3 else None
-        self.special_tokens: Final = {token.content: i for i, token in self._added.items() if token.special and i < self.size}
+        self.special_tokens: Final = {name: i for name, i in special.items() if i < self.size}
         self._bytes: dict[int, bytes] = {}
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
         self._chats_lock = threading.Lock()

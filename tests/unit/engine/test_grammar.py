@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.fakes.clock import FakeClock
 from tests.fakes.engines import Answer
 from tests.fakes.executors import InOrderExecutor
-from tests.fakes.null_backend import ByteVocabulary, NullRunner
+from tests.fakes.null_backend import NullRunner
+from tests.fakes.piece_vocabulary import PieceVocabulary
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParams
@@ -33,32 +34,7 @@ PIECES = [bytes([code]) for code in range(32, 127)] + [
 EOS = len(PIECES) + 1
 
 
-class Pieces(ByteVocabulary):
-    """A vocabulary with several ways to spell a text; token 0 spells nothing, the last ends an answer."""
-
-    def __init__(self) -> None:
-        super().__init__(EOS + 1, frozenset({EOS}), (b"", *PIECES))
-
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        del add_special
-        data, ids = text.encode(), list[int]()
-        while data:
-            fitting = [token for token in range(1, EOS) if data.startswith(self.token_bytes(token))]
-            if not fitting:  # no token spells what follows
-                break
-            token = max(fitting, key=lambda t: len(self.token_bytes(t)))
-            ids.append(token)
-            data = data[len(self.token_bytes(token)) :]
-        return ids
-
-    def encode_inside(self, text: str) -> list[int]:
-        return self.encode(text, add_special=False)
-
-    def render_chat(self, messages: object, now: object = None) -> list[int]:
-        raise NotImplementedError
-
-
-VOCABULARY = Pieces()
+VOCABULARY = PieceVocabulary(PIECES)
 PERSON = {
     "type": "object",
     "properties": {
@@ -188,7 +164,7 @@ def test_what_is_no_form_is_refused_and_the_field_named(kind: GrammarKind, text:
 
 
 def test_a_model_whose_answers_have_no_end_takes_no_form() -> None:
-    endless = Pieces()
+    endless = PieceVocabulary(PIECES)
     endless.eos_ids = frozenset()
     with pytest.raises(InvalidRequest, match="no token that ends"):
         Grammars(endless).prepare(SCHEMA)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from pydantic import BaseModel
 
 from paceline import server
 from paceline.core.errors import (
@@ -18,9 +19,12 @@ from paceline.core.errors import (
     UserError,
     VocabularyMismatch,
 )
+from paceline.server.anthropic.requests import MessagesRequest
 from paceline.server.faults import Api, Fault, Refusal, api_of, fault_of_error, fault_of_mistake
 from paceline.server.fields import read_body
+from paceline.server.ollama.requests import OllamaChatRequest
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+from paceline.server.responses.requests import ResponsesRequest
 
 
 def test_what_no_json_can_hold_is_replaced() -> None:
@@ -112,3 +116,28 @@ def test_what_does_not_fit_a_body_is_said_in_our_words(kind: type[CompletionRequ
 def test_a_refusal_after_a_request_was_read_names_the_fields_of_its_api(path: str, inner: str, outer: str) -> None:
     said = orjson.loads(Fault(400, f"{inner}: can't be followed", param=inner).body(api_of(path)))["error"]
     assert (said["param"], said["message"]) == (outer, f"{outer}: can't be followed")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "param"),
+    [
+        ("/v1/responses", ResponsesRequest, {"input": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/responses", ResponsesRequest, {"input": "a", "max_output_tokens": "five"}, "max_output_tokens"),
+        ("/v1/responses", ResponsesRequest, {"input": "a", "text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
+        ("/v1/messages", MessagesRequest, {"max_tokens": 1, "messages": [], "response_format": {"type": "text"}}, "messages"),
+        ("/api/chat", OllamaChatRequest, {"model": "m", "functions": [1]}, "functions"),
+        (
+            "/v1/chat/completions",
+            ChatCompletionRequest,
+            {"messages": [{"role": "user", "content": "a"}], "max_new_tokens": 1},
+            "max_new_tokens",
+        ),
+    ],
+)
+def test_a_refused_field_keeps_the_name_that_the_client_sent(path: str, kind: type[BaseModel], body: dict[str, object], param: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        read_body(kind, orjson.dumps(body))
+    said = orjson.loads(refused.value.fault.body(api_of(path)))["error"]
+    assert refused.value.fault.param == param
+    assert (said if isinstance(said, str) else said["message"]).startswith(f"{param}:")
+    assert not isinstance(said, dict) or said.get("param", param) == param

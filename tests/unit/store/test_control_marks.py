@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.spaced_model import Header, vocabulary
 
 from paceline.store.chats import ChatTemplate
-from paceline.store.control_marks import control_marks, frames_turn, with_control_marks
+from paceline.store.control_marks import control_marks, end_ids, frames_turn, with_control_marks
 from paceline.store.tokenizer import ModelTokenizer
 from paceline.store.tokenizer_files import build_encoder, tokenizer_from_folder
 
@@ -59,6 +59,30 @@ def test_marks_are_control_tokens(template: str, marks: list[str], kind: int, ca
     assert hostile in made.text_of(chats[1])
     ends = {mark for mark in marks if made.special_tokens[mark] in made.eos_ids}
     assert ends == set(marks) & {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"}
+
+
+HEADS = {"<|end|>": 1, "<|return|>": 2, "<|call|>": 3, "<|start|>": 4}
+
+
+@pytest.mark.parametrize(
+    ("special", "named", "ends"),
+    [
+        (HEADS, [2], {2, 3}),
+        (HEADS | {"<|endoftext|>": 5}, [1, 2, 5], {2, 3, 5}),
+        ({"<|end|>": 1, "<|user|>": 4}, [], {1}),
+        ({"<|end|>": 1, "<|return|>": 2}, [], {1}),
+        ({"<|return|>": 2, "<|call|>": 3}, [7], {2, 3, 7}),
+        ({"<|im_end|>": 1}, [0], {0, 1}),
+    ],
+)
+def test_the_end_of_one_message_of_several_does_not_end_an_answer(special: dict[str, int], named: list[int], ends: set[int]) -> None:
+    assert end_ids(special, named) == ends
+
+
+def test_a_vocabulary_whose_answers_are_several_messages_ends_them_by_its_own_marks() -> None:
+    made = tokenizer(NAMED, ["<|user|>", "<|assistant|>", *HEADS], 3)
+    assert {name for name, i in made.special_tokens.items() if i in made.eos_ids} == {"<|return|>", "<|call|>"}
+    assert not made.token_bytes(made.special_tokens["<|end|>"])
 
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.rglob("*.jinja")), ids=lambda path: path.stem)

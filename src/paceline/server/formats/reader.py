@@ -15,24 +15,20 @@ Without `parallel` the first call is read and later ones are left out; text betw
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, cast
 
-from paceline.server.formats.cursor import BLANKS, PLAIN, SPECIAL, Cursor, Marks, decode_json_string, read_json_string, read_json_value
-from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Header, Part, Reasoning, Thinking
-from paceline.server.formats.headed import Head, begins_head, read_head_of_message
+from paceline.server.formats.cursor import BLANKS, SPECIAL, Cursor, Marks, decode_json_string, read_json_string, read_json_value
+from paceline.server.formats.format import Body, Calls, Format, Part, Thinking
+from paceline.server.formats.headed import read_messages
 from paceline.server.formats.parameters import read_head, read_parameters
 from paceline.server.formats.python_call import read_python_arguments
+from paceline.server.formats.said import Said
 from paceline.server.formats.tagged import read_lax_object
 
 Reading = Generator[None, None, None]
 Text = Callable[[str], None]
 """Says what a text is part of."""
-
-
-_Span = type[Content] | type[Reasoning] | CallBegun
-"""What a text is part of: of a call, its arguments."""
 
 
 class AnswerReader:
@@ -58,31 +54,18 @@ class AnswerReader:
             required: the answer has the form of calls, so a text that breaks off is part of one.
         """
         self._tools = tools
-        self._parallel = parallel
-        self._required: list[str] | None = [] if required and tools else None
-        """Content of an answer that has to be calls: said at the end, unless the answer was cut."""
         self._thinking = format.thinking
         self._special = frozenset(special)
-        self._special_in_text = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)")
-        self._is_hidden = False
-        """Within the name of a special token that is not shown."""
         self._skipped = frozenset(format.skipped) | self._special
         self._cursor = Cursor()
-        self._spans: list[tuple[_Span, list[str]]] = []
-        """What was read since it was last said. Pieces, since joining each to those before it takes time in proportion to their square."""
-        self._begun: CallBegun | None = None
-        """The last one that has begun."""
-        self._whole = set[int]()
-        """Calls whose arguments are whole."""
-        self._spoke = False
-        """There was content other than blanks."""
+        self._said = Said(self._cursor, self._special, parallel=parallel, required=required and bool(tools))
         calls = format.calls if tools else ()
         self._sections = {mark: [each for each in calls if mark in each.begin] for each in calls for mark in each.begin}
         self._bare = {mark: [each] for each in reversed(calls) if each.bare or not each.begin for mark in each.open}
         self._at_start = {mark: [each] for each in reversed(calls) for mark in each.at_start}
         self._call_marks = Marks((*self._sections, *self._bare))
         is_ended = format.thinking is not None and format.thinking.ended_by_calls
-        thought_marks = (mark for mark in self._call_marks.literals if is_ended or self._is_special(mark))
+        thought_marks = (mark for mark in self._call_marks.literals if is_ended or self._said.is_special(mark))
         self._thought_marks = Marks((*thought_marks, *self._special))
         opening = Marks(format.thinking.open if format.thinking else ())
         anywhere = opening if format.thinking and format.thinking.anywhere else Marks()
@@ -90,7 +73,10 @@ class AnswerReader:
         stray = format.thinking.close if format.thinking else ()
         self._start_marks = self._content_marks | opening | Marks((*self._at_start, *stray))
         header = format.header
-        self._reading = self._messages(header, in_reasoning=in_reasoning) if header else self._answer(in_reasoning=in_reasoning)
+        if header is None:
+            self._reading = self._answer(in_reasoning=in_reasoning)
+        else:
+            self._reading = read_messages(self._cursor, self._said, header, frozenset(tools), in_reasoning=in_reasoning)
         next(self._reading, None)
 
     @property
@@ -103,7 +89,7 @@ class AnswerReader:
         if text:
             self._cursor.feed(text)
             next(self._reading, None)
-        return self._said()
+        return self._said.take()
 
     def end(self, *, is_cut: bool = False) -> list[Part]:
         """What is left once the answer has ended.
@@ -113,74 +99,8 @@ class AnswerReader:
         """
         self._cursor.end(is_cut=is_cut)
         next(self._reading, None)
-        if self._required and not is_cut:
-            self._say(Content, "".join(self._required))
-        return self._said()
-
-    def _said(self) -> list[Part]:
-        spans, self._spans = self._spans, []
-        return [part for what, texts in spans for part in self._parts(what, texts)]
-
-    def _parts(self, what: _Span, texts: list[str]) -> list[Part]:
-        text = "".join(texts)
-        if isinstance(what, CallBegun):
-            begun: list[Part] = [] if texts[0] else [what]
-            return [*begun, CallArguments(what.index, text, what.index not in self._whole)] if text else begun
-        return [what(text)]
-
-    def _say(self, what: _Span, text: str) -> None:
-        if self._spans and self._spans[-1][0] is what:
-            self._spans[-1][1].append(text)
-        else:
-            self._spans.append((what, [text]))
-
-    def _content(self, text: str) -> None:
-        if text := self._shown(text):
-            self._spoke = self._spoke or not text.isspace()
-            if self._required is None:
-                self._say(Content, text)
-            else:
-                self._required.append(text)
-
-    def _reasoning(self, text: str) -> None:
-        if text := self._shown(text):
-            self._say(Reasoning, text)
-
-    def _shown(self, text: str) -> str:
-        """Return a text without the names of special tokens that are not marks."""
-        if not self._is_hidden and SPECIAL not in text:
-            return text
-        pieces: list[str] = []
-        for piece in re.split(f"([{SPECIAL}{PLAIN}])", text):
-            if piece in {SPECIAL, PLAIN}:
-                self._is_hidden = piece == SPECIAL
-            elif not self._is_hidden:
-                pieces.append(piece)
-        return "".join(pieces)
-
-    def _is_special(self, mark: str) -> bool:
-        """Return whether a mark has a special token in it, which no text has by chance."""
-        return self._special_in_text.search(mark) is not None
-
-    def _without_special(self, text: str) -> str:
-        return self._special_in_text.sub("", text)
-
-    def _begin(self, name: str, arguments: str = "") -> None:
-        """A call has begun: what was held is no content."""
-        self._cursor.release()
-        self._begun = CallBegun(0 if self._begun is None else self._begun.index + 1, name, is_open=True)
-        if self._parallel or not self._begun.index:
-            self._spans.append((self._begun, [""]))  # an empty piece: it begins here
-        self._arguments(arguments)
-
-    def _arguments(self, text: str) -> None:
-        if text and self._begun and (self._parallel or not self._begun.index):
-            self._say(self._begun, text.replace(SPECIAL, "").replace(PLAIN, ""))
-
-    def _end_call(self) -> None:
-        """Note that the arguments of the call that began last are whole. Call it before any other text is read."""
-        if self._begun:
-            self._whole.add(self._begun.index)
+        self._said.end(is_cut=is_cut)
+        return self._said.take()
 
     # ------------------------------------------------------------------------------------------------- content and reasoning
 
@@ -195,10 +115,10 @@ class AnswerReader:
         while True:
             behind = ""
             if not mark:
-                self._content(blanks)
-                blanks, mark = yield from cursor.text(self._content_marks, self._content)
+                self._said.content(blanks)
+                blanks, mark = yield from cursor.text(self._content_marks, self._said.content)
             if not mark:
-                self._content(blanks)
+                self._said.content(blanks)
                 return
             if self._thinking and mark in self._thinking.open:
                 cursor.take(len(mark))
@@ -208,13 +128,13 @@ class AnswerReader:
                 cursor.take(len(mark))
                 yield from cursor.blanks()
             elif mark not in self._call_marks.literals and mark not in self._at_start:
-                self._content(blanks)
+                self._said.content(blanks)
                 cursor.take(len(mark))
-            elif (left := (yield from self._calls(mark, blanks, self._content))) is not None:
+            elif (left := (yield from self._calls(mark, blanks, self._said.content))) is not None:
                 behind = left + (yield from cursor.blanks())
-            nothing_yet = self._begun is None and not self._spoke
+            nothing_yet = not self._said.has_called and not self._said.spoke
             mark = yield from cursor.mark(self._start_marks if nothing_yet else self._content_marks)
-            blanks = behind if not mark and self._spoke and (yield from cursor.more()) else ""
+            blanks = behind if not mark and self._said.spoke and (yield from cursor.more()) else ""
 
     def _think(self, thinking: Thinking) -> Reading:
         """Go over reasoning, to behind its end."""
@@ -226,81 +146,18 @@ class AnswerReader:
             yield from cursor.blanks()
         marks |= self._thought_marks
         while True:
-            blanks, mark = yield from cursor.text(marks, self._reasoning)
+            blanks, mark = yield from cursor.text(marks, self._said.reasoning)
             if not mark:
-                self._reasoning(blanks)
+                self._said.reasoning(blanks)
                 return
             if mark in thinking.close:
                 cursor.take(len(mark))
                 return
             if mark not in self._call_marks.literals:  # a special token that means nothing here
-                self._reasoning(blanks)
+                self._said.reasoning(blanks)
                 cursor.take(len(mark))
-            elif (yield from self._calls(mark, blanks, self._reasoning)) is not None:
+            elif (yield from self._calls(mark, blanks, self._said.reasoning)) is not None:
                 return
-
-    # --------------------------------------------------------------------------------------------------------------- messages
-
-    def _messages(self, header: Header, *, in_reasoning: bool) -> Reading:
-        """Read an answer whose messages have heads."""
-        cursor, marks = self._cursor, Marks(header.marks)
-        if in_reasoning:
-            yield from self._text_of_message(header, marks, self._reasoning)
-        may_begin = not in_reasoning
-        """A head may stand here whose first mark is missing."""
-        while True:
-            blanks = yield from cursor.blanks()
-            if not (yield from cursor.more()):
-                self._content(blanks)
-                return
-            mark = yield from cursor.mark(marks)
-            if mark in header.ends:
-                cursor.take(len(mark))
-                may_begin = True
-                continue
-            head: Head | None = None
-            if mark or (may_begin and (yield from begins_head(cursor, header))):
-                cursor.hold()
-                head = yield from read_head_of_message(cursor, header, marks)
-                text = cursor.release()
-                if head is None and (mark or not (yield from cursor.more())):
-                    is_left_out = self._is_special(text) and not (yield from cursor.more())  # the answer ends within a head
-                    text = "" if is_left_out else self._without_special(text).removeprefix(mark) if self._is_special(mark) else text
-                self._content("" if head else blanks + text)
-            else:
-                self._content(blanks)
-            may_begin = False
-            if head is not None:
-                yield from cursor.blanks()
-                name = head.recipient.removeprefix(header.tools)
-                if name in self._tools and (yield from self._called(name, Marks(header.ends))):
-                    continue
-            is_thought = head is not None and head.channel == header.thoughts
-            yield from self._text_of_message(header, marks, self._reasoning if is_thought else self._content)
-
-    def _text_of_message(self, header: Header, marks: Marks, say: Text) -> Reading:
-        """Read the text of a message, up to the mark behind it or to the head of the next message."""
-        cursor = self._cursor
-        while True:
-            blanks, mark = yield from cursor.text(marks, say)
-            if mark not in {header.message, header.constraint}:
-                if not mark:
-                    say(blanks)
-                return
-            say(blanks)
-            cursor.take(len(mark))
-
-    def _called(self, name: str, ends: Marks) -> Generator[None, None, bool]:
-        """Read the arguments of a call that is a message. False: the message is a text."""
-        cursor = self._cursor
-        if (yield from cursor.peek()) == "{":
-            self._begin(name)
-            if (yield from read_json_value(cursor, self._arguments)):
-                self._end_call()
-            return True
-        if not (yield from cursor.mark(ends)):
-            return not (yield from cursor.more())
-        return self._begin_whole(name)
 
     # ------------------------------------------------------------------------------------------------------------------ calls
 
@@ -335,13 +192,13 @@ class AnswerReader:
                 break
             cursor.hold()
         text = cursor.release()
-        text = self._without_special(text)
+        text = self._said.without_special(text)
         if not read:
             say(blanks + text)
             return None
         if not text.strip(BLANKS):
             return text
-        self._content(text if self._spoke else text.lstrip(BLANKS))
+        self._said.content(text if self._said.spoke else text.lstrip(BLANKS))
         return ""
 
     def _call(self, way: Calls) -> Generator[None, None, bool]:
@@ -356,21 +213,21 @@ class AnswerReader:
             return False
         if mark := (yield from cursor.mark(closed)):
             cursor.take(len(mark))
-            return self._begin_whole(name)
+            return self._said.call_whole(name)
         if way.body in {Body.PARAMETERS, Body.PYTHON}:
             found = yield from self._listed(way, name)
             if found:
-                self._end_call()
+                self._said.end_call()
             return found is not None
         closes = Marks(way.close)
         yield from cursor.blanks()
         if (yield from cursor.peek()) == "{":
-            self._begin(name)
+            self._said.begin(name)
             if not (yield from self._body(way)):
                 return True
-            self._end_call()
+            self._said.end_call()
         elif (yield from cursor.mark(closes)):
-            self._begin_whole(name)
+            self._said.call_whole(name)
         else:
             return False
         cursor.hold()
@@ -383,25 +240,19 @@ class AnswerReader:
     def _body(self, way: Calls) -> Generator[None, None, bool]:
         """Read an object of arguments. False: it breaks off."""
         if way.body is Body.LAX:
-            return (yield from read_lax_object(self._cursor, way.delimiter, self._arguments))
-        return (yield from read_json_value(self._cursor, self._arguments))
+            return (yield from read_lax_object(self._cursor, way.delimiter, self._said.arguments))
+        return (yield from read_json_value(self._cursor, self._said.arguments))
 
     def _listed(self, way: Calls, name: str) -> Generator[None, None, bool | None]:
         """Read arguments that are written one by one. Returns whether they are whole. None: none stand here."""
         schema = self._tools[name]
         if way.body is Body.PARAMETERS:
             outer = Marks(mark for mark in (*way.end, *way.begin, *way.open) if mark)
-            begin, say = (lambda: self._begin(name)), self._arguments
-            return (yield from read_parameters(self._cursor, way, outer, schema, self._is_special, begin, say))
+            begin, say = (lambda: self._said.begin(name)), self._said.arguments
+            return (yield from read_parameters(self._cursor, way, outer, schema, self._said.is_special, begin, say))
         properties = schema.get("properties")
         names = list(cast("Mapping[str, Any]", properties)) if isinstance(properties, Mapping) else list[str]()
-        return (yield from read_python_arguments(self._cursor, names, lambda: self._begin(name), self._arguments))
-
-    def _begin_whole(self, name: str, arguments: str = "{}") -> bool:
-        """Say a call that is whole already. Returns True: it is a call."""
-        self._begin(name, arguments)
-        self._end_call()
-        return True
+        return (yield from read_python_arguments(self._cursor, names, lambda: self._said.begin(name), self._said.arguments))
 
     def _object(self, way: Calls) -> Generator[None, None, bool]:
         """Go over an object that has name and arguments, behind its brace."""
@@ -421,27 +272,27 @@ class AnswerReader:
                 if name is None or name not in self._tools:
                     return False
                 if buffered is not None:
-                    begun = self._begin_whole(name, buffered)
+                    begun = self._said.call_whole(name, buffered)
                     cursor.hold()  # the rest of the object: content, if it is none
             elif key in way.arguments_keys and buffered is None and not begun:
                 if name is not None and (yield from cursor.peek()) == "{":
-                    self._begin(name)
+                    self._said.begin(name)
                     begun = True
-                    if not (yield from read_json_value(cursor, self._arguments)):
+                    if not (yield from read_json_value(cursor, self._said.arguments)):
                         return True
-                    self._end_call()
+                    self._said.end_call()
                     cursor.hold()
                     continue
                 buffered = yield from self._whole_arguments()
                 if buffered is None:
                     return False
                 if name is not None:
-                    begun = self._begin_whole(name, buffered)
+                    begun = self._said.call_whole(name, buffered)
                     cursor.hold()
             elif not (begun or key in _PASSED_OVER) or not (yield from read_json_value(cursor, _ignore)):
                 return begun
         if not begun and name is not None:
-            begun = self._begin_whole(name, buffered or "{}")
+            begun = self._said.call_whole(name, buffered or "{}")
         if begun:
             cursor.take()
             cursor.release()

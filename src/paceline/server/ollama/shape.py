@@ -20,9 +20,10 @@ from paceline.core.inference import ServedModel
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.logprobs import TokenTexts, logprob_entries
 from paceline.server.messages import json_bytes, json_object
 from paceline.server.replies import TopLogprob
-from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
+from paceline.server.shapes import CalledTool, Collected, Shape
 
 
 class OllamaError(BaseModel):
@@ -145,6 +146,7 @@ class OllamaShape(Shape):
     def __init__(self, call: Call) -> None:
         self._call = call
         self._head: Fields = line_head(call.model, call.created)
+        self._texts = TokenTexts(call.model.tokenizer, has_space=call.has_space(0))
         self._finish: FinishReason | None = None
         self._open: CalledTool | None = None
         self._calls = 0
@@ -235,14 +237,7 @@ class OllamaShape(Shape):
         }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
-        return [
-            self._entry(one.token_id, one.logprob) | ({"top_logprobs": [self._entry(*other) for other in one.top]} if one.top else {})
-            for one in logprobs
-        ]
-
-    def _entry(self, token_id: int, logprob: float) -> Fields:
-        text, raw = token_text(self._call.model.tokenizer, token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+        return [{**own, **({"top_logprobs": others} if others else {})} for own, others in logprob_entries(self._texts, logprobs)]
 
 
 class OllamaChatShape(OllamaShape):

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from paceline.core.generation import FinishReason, TokenLogprob
-from paceline.core.text import Vocabulary
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.logprobs import TokenTexts, chat_logprobs
 from paceline.server.responses.conversation import new_id, seal_reasoning
-from paceline.server.shapes import chat_logprobs, new_call_id
+from paceline.server.shapes import new_call_id
 
 Event = Mapping[str, object]
 TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
@@ -20,18 +20,18 @@ TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "lo
 
 class Output:
     def __init__(
-        self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool, carried: bool, namespaced: Mapping[str, Mapping[str, str]]
+        self, texts: TokenTexts, *, logprobs: bool, summarised: bool, carried: bool, namespaced: Mapping[str, Mapping[str, str]]
     ) -> None:
         """Begin an answer without items.
 
         Args:
-            vocabulary: what spells the tokens of log probabilities.
+            texts: what spells the tokens of log probabilities, at the answer's beginning.
             logprobs: the text comes with them.
             summarised: reasoning comes as a summary, not as content.
             carried: reasoning comes as `encrypted_content`, too.
             namespaced: the `name` and `namespace` of functions that have one, by the name that the model sees.
         """
-        self._vocabulary, self._logprobs = vocabulary, logprobs
+        self._spelling, self._logprobs = texts, logprobs
         self._summarised, self._carried, self._namespaced = summarised, carried, namespaced
         self.items: list[dict[str, Any]] = []
         self.finish: FinishReason | None = None
@@ -42,13 +42,13 @@ class Output:
         """Of the open item."""
         self._entries: list[object] = []
         """The log probabilities of its tokens."""
-        self._waiting: list[TokenLogprob] = []
+        self._waiting: list[object] = []
         """Of tokens whose text has not come."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> list[Event]:
         events: list[Event] = []
         if self._logprobs:
-            self._waiting.extend(logprobs)
+            self._waiting += cast("list[object]", chat_logprobs(self._spelling, logprobs)["content"])
         for part in parts:
             match part:
                 case Content(text):
@@ -119,10 +119,7 @@ class Output:
 
     def _spelled(self) -> list[object]:
         """The log probabilities that waited for their text."""
-        if not self._waiting:
-            return []
-        entries = cast("list[object]", chat_logprobs(self._vocabulary, self._waiting)["content"])
-        self._waiting.clear()
+        entries, self._waiting = self._waiting, []
         self._entries += entries
         return entries
 

@@ -16,6 +16,7 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Fault
 from paceline.server.formats.format import Part
+from paceline.server.logprobs import TokenTexts
 from paceline.server.messages import json_bytes
 from paceline.server.replies import ChatTokenLogprob
 from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep_item
@@ -180,7 +181,8 @@ class ResponsesShape(Shape):
         named = {
             shown_name(space, tool.name): {"name": tool.name, "namespace": space} for space, tool in asked.functions if space is not None
         }
-        self._output = Output(call.model.tokenizer, logprobs=asked.wants_logprobs, summarised=summarised, carried=carried, namespaced=named)
+        texts = TokenTexts(call.model.tokenizer, has_space=call.has_space(0))
+        self._output = Output(texts, logprobs=asked.wants_logprobs, summarised=summarised, carried=carried, namespaced=named)
         self._next = 2
         """The number of the next event; the first two open the stream."""
 

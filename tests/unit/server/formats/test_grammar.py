@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
-from tests.fakes.null_backend import ByteVocabulary
+from tests.fakes.piece_vocabulary import PieceVocabulary
 from tests.unit.server.formats.reading import read
 from tests.unit.server.formats.test_families import FORMATS, marks
 
@@ -104,48 +104,14 @@ NO_BYTES = [
 BYTES = [*(bytes([code]) for code in range(32, 127)), b"\n", b"\xc3", b"\xbc", *(c.encode() for c in "｜▁"), b'": "', b"</", b"tool"]
 
 
-class Spelling(ByteVocabulary):
-    """A vocabulary with or without the marks as special tokens; the last one ends an answer."""
-
-    def __init__(self, specials: list[str]) -> None:
-        self.specials = {name: i for i, name in enumerate(specials, 1)}
-        tokens = (b"", *([b""] * len(specials)), *BYTES)
-        super().__init__(len(tokens) + 1, frozenset({len(tokens)}), tokens)
-
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        data, ids = text.encode(), list[int]()
-        while data:
-            special = next((name for name in self.specials if data.startswith(name.encode())), None) if add_special else None
-            if special:
-                ids.append(self.specials[special])
-                data = data[len(special.encode()) :]
-                continue
-            first = 1 + len(self.specials)
-            fitting = [i for i in range(first, self.size - 1) if data.startswith(self.token_bytes(i))]
-            if not fitting:  # no token spells what follows
-                break
-            token = max(fitting, key=lambda i: len(self.token_bytes(i)))
-            ids.append(token)
-            data = data[len(self.token_bytes(token)) :]
-        return ids
-
-    def spelled(self, ids: list[int]) -> str:
-        names = {i: name.encode() for name, i in self.specials.items()}
-        return b"".join(names.get(i) or self.token_bytes(i) for i in ids).decode(errors="replace")
-
-    def encode_inside(self, text: str) -> list[int]:
-        return self.encode(text, add_special=False)
-
-    def render_chat(self, messages: object, now: object = None, given: object = None) -> list[int]:
-        raise NotImplementedError
-
-
-VOCABULARIES = [Spelling(NO_BYTES), Spelling([])]
+VOCABULARIES = [PieceVocabulary(BYTES, NO_BYTES), PieceVocabulary(BYTES)]
 COMPILED = [(vocabulary, Grammars(vocabulary)) for vocabulary in VOCABULARIES]
 
 
-def grammar(format_: Format, vocabulary: Spelling, choice: BranchChoice, **fields: Any) -> Grammar:
-    found = calls_grammar(format_, **{"tools": TOOLS, "choice": choice, "parallel": True, "token_id": vocabulary.specials.get, **fields})
+def grammar(format_: Format, vocabulary: PieceVocabulary, choice: BranchChoice, **fields: Any) -> Grammar:
+    found = calls_grammar(
+        format_, **{"tools": TOOLS, "choice": choice, "parallel": True, "token_id": vocabulary.special_tokens.get, **fields}
+    )
     assert found
     return found
 
@@ -156,7 +122,7 @@ def allowed(matcher: Matcher, size: int) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, count=size, bitorder="little")).tolist()
 
 
-def walk(matcher: Matcher, vocabulary: Spelling, seed: int, nudges: list[str], steps: int = 700) -> list[int] | None:
+def walk(matcher: Matcher, vocabulary: PieceVocabulary, seed: int, nudges: list[str], steps: int = 700) -> list[int] | None:
     """Tokens drawn at random among those allowed, and now and then a text where it may stand. None: no end was reached."""
     draw, ids = random.Random(seed), list[int]()
     while len(ids) < steps:

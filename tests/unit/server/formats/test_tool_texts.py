@@ -9,17 +9,24 @@ import json
 import os
 import random
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.fakes.scripted_inference import ByteTokenizer
 from tests.unit.server.formats.reading import read
 from tests.unit.server.formats.test_families import FORMATS
 
+from paceline.cli import models
+from paceline.core.inference import ServedModel
 from paceline.server.formats.cursor import PLAIN, SPECIAL
 from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Part, Reasoning, Written, find_format
 from paceline.server.formats.reader import AnswerReader
+from paceline.server.tools import ModelFormats
+from paceline.store import tokenizer_files
+from paceline.store.catalog import LocalModel
 
 ALL = "PACELINE_TEST_ALL" in os.environ
 SCHEMA: dict[str, Any] = {
@@ -285,3 +292,25 @@ def test_a_template_whose_calls_no_reader_knows_counts_as_one_without_tools(mark
     format_ = find_format("{% if tools %}{{ tools }}{% endif %}{% for call in message.tool_calls %}{{ '" + mark + "' }}{% endfor %}")
     assert (format_.name, format_.knows_tools, format_.unread) == ("hermes", False, mark)
     assert mark in (format_.why_unread or "")
+
+
+@pytest.mark.parametrize(("mark", "is_said"), [("<|START_ACTION|>", True), ("[TOOL_REQUEST]", True), ("<tool_call>", False)])
+def test_the_log_and_the_list_of_models_name_the_mark_of_calls_that_no_reader_knows(
+    mark: str, is_said: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% if tools %}{{ tools }}{% endif %}{% for call in message.tool_calls %}{{ '" + mark + "' }}{% endfor %}"
+    tokenizer = ByteTokenizer()
+    monkeypatch.setattr(ByteTokenizer, "chat_template", template)
+    formats, served = ModelFormats(), ServedModel("speaker", created=0, max_context=9, tokenizer=tokenizer, fingerprint="f")
+    for _ in range(2):
+        formats.of(served)
+    assert [(mark in record.getMessage(), "speaker" in record.getMessage()) for record in caplog.records] == [(True, True)] * is_said, (
+        "once"
+    )
+    listed = LocalModel("speaker", Path("speaker.gguf"), 1, "GGUF", "llama", 9, None)
+    monkeypatch.setattr(models, "list_models", lambda home: [listed])
+    monkeypatch.setattr(models, "list_parts", lambda home: [])
+    monkeypatch.setattr(tokenizer_files, "template_text", lambda path: template)
+    models.run_models(as_json=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("speaker: ")]
+    assert [mark in line for line in lines] == [True] * is_said
