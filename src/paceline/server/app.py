@@ -34,7 +34,7 @@ from paceline.server.call import Call
 from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, fault_of_error, server_fault
 from paceline.server.fields import json_response
-from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared
+from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared, network_of
 from paceline.server.intake import Intake, find_model, listed_models
 from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
@@ -169,7 +169,7 @@ class ApiService:
         """
         arrived_s = self.clock.monotonic()
         call = await self.read(request, parse)
-        return self.answer_to(call.named(request_id_of(request)), arrived_s)
+        return self.answer_to(call.named(request_id_of(request)), request, arrived_s)
 
     async def read(self, request: Request, parse: Callable[[Intake, bytes], Asked], *, declared: bool = True) -> Asked:
         """Read a body and make of it what was asked for.
@@ -188,8 +188,9 @@ class ApiService:
             # Never on the loop: templates and tokenizers are strangers' programs, and long texts take long.
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
 
-    def answer_to(self, call: Call, arrived_s: float) -> Response:
+    def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
         """The response that runs a call."""
+        call = call.sent_by("" if request.client is None else network_of(request.client.host))
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:

@@ -158,7 +158,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
             return json_response(
                 {**line_head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": reason}
             )
-        return service.answer_to(asked, arrived_s)
+        return service.answer_to(asked, request, arrived_s)
 
     @app.post(
         "/api/chat",
