@@ -53,6 +53,23 @@ class SteadyClock:
         return self._clock.wall()
 
 
+PREPARE_S = 600.0
+"""Seconds that a load may go on without bytes to count: before the first and after the last, kernels are compiled, by one process of a machine at a time.
+Compiling takes 45 s on two cores. Raising it: a load that hangs there is given up later; lowering it: slow or busy machines never load for the first time.
+"""
+
+
+def silence_allowed(done: int, total: int, still_s: float) -> float:
+    """Return how many seconds a load may show no progress.
+
+    Args:
+        done: bytes loaded.
+        total: bytes to load; 0 while that is not known.
+        still_s: while bytes are counted.
+    """
+    return still_s if done < total else max(still_s, PREPARE_S)
+
+
 def deadline_once_ready(prepare: Callable[[], object], within_s: float) -> float:
     """Prepare this side of something that two sides wait for, then start the clock.
 

@@ -6,6 +6,7 @@ Importing this imports kernels.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ class AwayRank:
         self.order, self.is_ready, self.numerics_id = order, False, ""
         self._place, self._setup, self._memory = place, setup, memory
         self.where = str(place.node_id)
-        self._heard_s, self._patience_s = time.monotonic(), patience_s
+        self._patience_s, self._silent_at = patience_s, math.inf
+        """On the clock of `time.perf_counter`; there is none until this side is ready."""
         self._pump: GroupPump | None = None
         self.gone: str | None = None
         self._losing = threading.Lock()
@@ -75,7 +77,7 @@ class AwayRank:
 
     @property
     def is_silent(self) -> bool:
-        return not self.is_ready and time.monotonic() - self._heard_s > self._patience_s
+        return not self.is_ready and time.perf_counter() > self._silent_at
 
     def ask(self, message: bytes, within_s: float) -> bytes:
         try:
@@ -107,7 +109,8 @@ class AwayRank:
         fleet, node_id = self._place.fleet, self._place.node_id
         expected = None
         try:
-            await in_thread(crossing.prepare)  # before the other node begins to wait for streams, which it does once its rank is loaded
+            # Before the other node begins to wait for streams, which it does once its rank is loaded.
+            self._silent_at = await in_thread(partial(deadline_once_ready, crossing.prepare, self._patience_s))
             expected, live = fleet.tensors.expect(), fleet.view().get(node_id)
             if live is None:
                 raise NodeUnreachable(f"{node_id} is not in view")
@@ -149,7 +152,7 @@ class AwayRank:
         async for message in call:
             event = read_event(message)
             if event != last:  # a load that comes no further is none that lives
-                last, self._heard_s = event, time.monotonic()
+                last, self._silent_at = event, time.perf_counter() + self._patience_s
             match event:
                 case RankOpened() as opened if self._pump is None:
                     await self._connect(opened, addresses, expected)
