@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.fleets import TestFleet
 from tests.fakes.loops import on_a_loop
 from tests.unit.net.member.nodes import make_node, until_seen
@@ -27,7 +28,7 @@ from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _reca
 from paceline.backends import cpu
 from paceline.backends.cpu import crossing
 from paceline.backends.memory import own_bytes
-from paceline.core.errors import ConfigError, NodeStopping
+from paceline.core.errors import ConfigError, NodeStopping, ShardUnavailable
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
@@ -437,6 +438,40 @@ def test_a_rank_that_can_t_be_is_refused_and_why(
         pass
 
 
+def test_a_rank_away_is_not_silent_while_this_side_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its silence counts from when this side is ready, however short the patience with it."""
+    clock, compiling, go, ready = FakeClock(), threading.Event(), threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        compiling.set()
+        assert go.wait(BOUND_S)
+        clock.advance(1000.0)
+
+    def expects() -> None:
+        ready.set()
+        raise ConfigError("no more is tried")
+
+    monkeypatch.setattr(time, "perf_counter", clock.monotonic)
+    monkeypatch.setattr(crossing, "prepare", slowly)
+
+    @asynccontextmanager
+    async def loop() -> AsyncIterator[asyncio.AbstractEventLoop]:
+        yield asyncio.get_running_loop()
+
+    fleet: Any = SimpleNamespace(tensors=SimpleNamespace(expect=expects))
+    nothing: Any = SimpleNamespace(rank=1)
+    with on_a_loop(loop) as running:
+        rank = AwayRank(RankPlace(NodeId("b"), fleet, running), nothing, nothing, nothing, 60.0)
+        assert compiling.wait(BOUND_S)
+        clock.advance(1000.0)
+        assert not rank.is_silent
+        go.set()
+        assert ready.wait(BOUND_S)
+        assert not rank.is_silent
+        clock.advance(60.1)
+        assert rank.is_silent
+
+
 def test_a_node_that_stops_begins_no_rank() -> None:
     """What watches ranks outlives the fleet's loop, and may miss one meanwhile."""
     over: Any = asyncio.new_event_loop()
@@ -444,3 +479,34 @@ def test_a_node_that_stops_begins_no_rank() -> None:
     nothing: Any = SimpleNamespace(rank=1)
     with pytest.raises(NodeStopping, match="this node is stopping"):
         AwayRank(RankPlace(NodeId("b"), nothing, over), nothing, nothing, nothing, 1.0)
+
+
+def test_one_caller_gets_half_of_a_hosts_places() -> None:
+    nothing: Any = None
+    host = RankHost(nothing, nothing, threads=1)
+
+    async def loads(*_: object) -> AsyncIterator[RankLoading]:
+        while True:
+            yield RankLoading(0, 1)
+
+    async def opened(name: str) -> AsyncGenerator[Any]:
+        caller: Any = SimpleNamespace(node_id=NodeId(name))
+        events = host.open(nothing, caller)
+        await anext(events)
+        return events
+
+    async def work() -> None:
+        held = [await opened(name) for name in ("b", "b", "c")]
+        with pytest.raises(ShardUnavailable):
+            await opened("b")
+        held.append(await opened("d"))
+        with pytest.raises(ShardUnavailable):
+            await opened("e")
+        await held.pop(0).aclose()
+        held.append(await opened("b"))
+        for events in held:
+            await events.aclose()
+        await host.stop()
+
+    host._rank = loads  # type: ignore[assignment]
+    asyncio.run(work())
