@@ -142,7 +142,7 @@ async def test_a_closed_port_a_stranger_and_another_fleet_are_told_apart(tmp_pat
     for address, words, todo in zip(
         asked,
         ("refused", "says nothing", "does not speak as a node", "no certificate of this fleet", "no host of that name"),
-        ("let TCP port", "Another program", "Another program", "another fleet", "Correct the name"),
+        ("let TCP port", "is stopped", "Another program", "another fleet", "Correct the name"),
         strict=True,
     ):
         assert findings[address].level is Level.PROBLEM
