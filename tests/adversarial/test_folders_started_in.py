@@ -20,6 +20,7 @@ import pytest
 from paceline.bench.fleet import LocalFleet
 from paceline.cli import launch, service
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.core.processes import python_command
 from paceline.engine.grammar_trial import GrammarTrial
 from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.signing import SignedKind
@@ -99,6 +100,18 @@ def test_no_process_of_this_program_imports_anything_from_it(started_in: Path, s
         shutil.rmtree("paceline")
     start()
     assert not (started_in / RAN).exists()
+
+
+def test_no_settings_of_compilers_are_read_from_it(started_in: Path) -> None:
+    """They name folders of caches, which are pickles."""
+    write = f"from pathlib import Path; Path('.numba_config.yaml').write_text('disable_jit: 1\\ncache_dir: {started_in}')\n"
+    look = "from paceline.backends import kernel_cache\nfrom numba.core import config\n"
+    check = "config.reload_config()\nassert not config.DISABLE_JIT\nassert not config.CACHE_DIR\nimport yaml\n"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    for works in (look + write + check, look + check):  # the file comes once a process runs, and is there before the next
+        done = subprocess.run(python_command("-c", works), env=env, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert Path(".numba_config.yaml").exists()
 
 
 def test_local_nodes_import_nothing_from_it(started_in: Path, tmp_path: Path) -> None:

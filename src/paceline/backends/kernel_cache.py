@@ -31,6 +31,7 @@ from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
 
+config._config_fname = ""  # noqa: SLF001 - Numba would read settings from the current folder each time that `use` tells it of a cache
 _VARIABLE = "NUMBA_CACHE_DIR"
 _FEATURES = "NUMBA_CPU_FEATURES"
 _COMPLETE, _LOCK = "complete", "lock"
