@@ -19,9 +19,11 @@ import pytest
 
 from paceline.bench.fleet import LocalFleet
 from paceline.cli import launch, service
+from paceline.core.errors import NixlFailed
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.core.processes import python_command
 from paceline.engine.grammar_trial import GrammarTrial
+from paceline.net.nixl import NixlAgent
 from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.signing import SignedKind
 from paceline.store.bounded_tokenizer import BoundedTokenizer
@@ -112,6 +114,12 @@ def test_no_settings_of_compilers_are_read_from_it(started_in: Path) -> None:
         done = subprocess.run(python_command("-c", works), env=env, capture_output=True, text=True, check=False, timeout=100)
         assert done.returncode == 0, done.stderr
         assert Path(".numba_config.yaml").exists()
+
+
+def test_nothing_that_reads_settings_of_libraries_from_it_is_loaded(started_in: Path) -> None:
+    (started_in / "ucx.conf").write_text(f"UCX_LOG_FILE={started_in / RAN}")
+    with pytest.raises(NixlFailed, match=r"ucx\.conf"):
+        NixlAgent()
 
 
 def test_local_nodes_import_nothing_from_it(started_in: Path, tmp_path: Path) -> None:
