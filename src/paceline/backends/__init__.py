@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 _SETTINGS = ".numba_config.yaml"
 
@@ -19,7 +20,8 @@ def _read_no_settings() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from numba.core import config
-        config._config_fname = ""  # noqa: SLF001 - Numba has no setting for it
+        settings: Any = config
+        settings._config_fname = ""  # noqa: SLF001 - Numba has no setting for it
     finally:
         if yaml is None:
             del sys.modules["yaml"]

@@ -360,8 +360,7 @@ class Models(Generic[Hosted]):
                 left_s = self._sign_s + silence_s - self._clock.monotonic()
                 if left_s <= 0:
                     raise ModelAway(f"{name} is being loaded, and nothing of it came for {silence_s:g} s", "Try again later.")
-                look_s = min(left_s, self._patience_s)  # by then bytes may be counted
-                await asyncio.wait({task, stopped}, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, stopped}, timeout=min(left_s, self._patience_s), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
         if not task.done():
