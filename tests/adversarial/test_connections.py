@@ -122,6 +122,32 @@ def test_row_37_who_says_nothing_is_hung_up_and_named() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say who has hung up")
+def test_callers_that_gave_up_while_this_process_stood_still_are_no_strangers() -> None:
+    """Connections wait in the system meanwhile; these are answered once their callers are gone."""
+
+    async def main() -> None:
+        refusals, clock = Refusals(), FakeClock()
+        with socket.create_server(("127.0.0.1", 0)) as server, logged() as lines:
+            port = server.getsockname()[1]
+            watch = ConnectionWatch(refusals, clock, look_s=0.01)
+            watch.watch(port)
+            gone, there = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+            gone.close()
+            there_port = there.getsockname()[1]
+            with server.accept()[0], server.accept()[0], there:
+                assert sorted(connections(port).values()) == [False, True]
+                watch._arrived(connections(port))
+            async with asyncio.timeout(SOON_S):
+                while watch._open:  # noqa: ASYNC110 - sockets are looked at, there is no event
+                    await asyncio.sleep(0.01)
+            assert refusals.total == 1
+            await lines.line(f"port {there_port}")
+            watch.close()
+
+    asyncio.run(main())
+
+
 def test_row_37_strangers_without_a_certificate_are_as_silent() -> None:
     """TLS 1.3 lets a caller believe it is in before its certificate was looked at."""
 

@@ -19,8 +19,11 @@ import pytest
 
 from paceline.bench.fleet import LocalFleet
 from paceline.cli import launch, service
+from paceline.core.errors import NixlFailed
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.core.processes import python_command
 from paceline.engine.grammar_trial import GrammarTrial
+from paceline.net.nixl import NixlAgent
 from paceline.net.trust.authority import Authority, AuthorityProcess
 from paceline.net.trust.signing import SignedKind
 from paceline.store.bounded_tokenizer import BoundedTokenizer
@@ -99,6 +102,24 @@ def test_no_process_of_this_program_imports_anything_from_it(started_in: Path, s
         shutil.rmtree("paceline")
     start()
     assert not (started_in / RAN).exists()
+
+
+def test_no_settings_of_compilers_are_read_from_it(started_in: Path) -> None:
+    """They name folders of caches, which are pickles."""
+    write = f"from pathlib import Path; Path('.numba_config.yaml').write_text('disable_jit: 1\\ncache_dir: {started_in}')\n"
+    look = "from paceline.backends import kernel_cache\nfrom numba.core import config\n"
+    check = "config.reload_config()\nassert not config.DISABLE_JIT\nassert not config.CACHE_DIR\nimport yaml\n"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    for works in (look + write + check, look + check):  # the file comes once a process runs, and is there before the next
+        done = subprocess.run(python_command("-c", works), env=env, capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert Path(".numba_config.yaml").exists()
+
+
+def test_nothing_that_reads_settings_of_libraries_from_it_is_loaded(started_in: Path) -> None:
+    (started_in / "ucx.conf").write_text(f"UCX_LOG_FILE={started_in / RAN}")
+    with pytest.raises(NixlFailed, match=r"ucx\.conf"):
+        NixlAgent()
 
 
 def test_local_nodes_import_nothing_from_it(started_in: Path, tmp_path: Path) -> None:

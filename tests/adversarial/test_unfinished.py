@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Generator
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,12 +17,14 @@ from tests.adversarial.live import LiveNode, live_node
 from tests.adversarial.test_revoked import UNFINISHED
 from tests.adversarial.test_rpc_bounds import METHODS
 from tests.fakes.fleets import TestFleet
-from tests.unit.net.trust.joining import begun_calls, hold_calls
+from tests.unit.net.trust.joining import begun_calls, hold_calls, leave_answers
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import CARD, COUNT, ECHO, SOON_S, served
 
 from paceline.net.trust import handlers
-from paceline.net.trust.handlers import MOST_BEGUN, MOST_READS
+from paceline.net.trust.handlers import MOST_BEGUN, MOST_READS, MOST_UNREAD_BYTES
+from paceline.net.wire import fleet_pb2
+from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,31 @@ async def check_memory(live: LiveNode, path: str, first: bytes) -> None:
     held = process.memory_info().rss - before
     writer.transport.abort()
     assert held < 32 * MIB
+
+
+def test_a_guest_that_takes_no_answers_makes_a_node_hold_few(live: LiveNode) -> None:
+    async def main() -> None:
+        process, asked = psutil.Process(), fleet_pb2.MeasureLinkRequest(response_bytes=MIB).SerializeToString()
+        leave = partial(leave_answers, int(live.node.addresses[0].rpartition(":")[2]), caller=live.guest.identity, message=asked)
+        before, refused, writers = process.memory_info().rss, live.node.refusals.total, list[asyncio.StreamWriter]()
+        for _ in range(2):
+            writers.append(await leave(120, path="/paceline.v1.CapabilityService/MeasureLink"))
+        async with asyncio.timeout(SOON_S):
+            while live.node.refusals.total < refused + 200:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        held = process.memory_info().rss - before
+        for writer in writers:
+            writer.transport.abort()
+        assert held < 6 * MOST_UNREAD_BYTES
+        ask: Any = CapabilityServiceStub(live.channel()).MeasureLink
+        async with asyncio.timeout(SOON_S):
+            while True:  # until the node knows that they are gone
+                with suppress(grpc.aio.AioRpcError):
+                    assert (await ask(fleet_pb2.MeasureLinkRequest(response_bytes=MIB))).payload == bytes(MIB)
+                    return
+                await asyncio.sleep(0.1)
+
+    live.run(main())
 
 
 def test_a_call_without_its_request_is_refused() -> None:

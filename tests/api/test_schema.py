@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from starlette.routing import Route
 from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
@@ -80,3 +81,13 @@ def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None
     for encoding in ("float", "base64"):
         answer = live.http.post("/v1/embeddings", json={"model": "counts", "input": "hi", "encoding_format": encoding})
         TypeAdapter(embedding_routes.Embeddings).validate_json(answer.content, strict=True, extra="forbid")
+
+
+def test_each_path_that_is_served_is_described_with_what_it_does() -> None:
+    app = create_app(ScriptedInference(), encoder=ScriptedEncoder())
+    served = {route.path.replace(":path", "") for route in app.routes if isinstance(route, Route)}
+    not_served = {"/api/blobs/{digest}", *(f"/api/{name}" for name in ("copy", "create", "delete", "pull", "push"))}
+    assert served - document["paths"].keys() == not_served | {"/", "/openapi.json"}
+    said = [operation["summary"] for path in document["paths"].values() for operation in path.values()]
+    assert len(set(said)) == len(said)
+    assert all(" " in summary for summary in said)

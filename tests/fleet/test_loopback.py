@@ -70,6 +70,17 @@ def test_a_restarted_node_supersedes_its_old_self(fleet: tuple[Machine, Machine]
     assert after.addresses == (b.node.address,)
 
 
+def test_a_stopped_node_does_not_answer_and_a_killed_one_leaves_at_once(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    b.node.process.send_signal(signal.SIGSTOP)
+    assert "b does not answer" in a.run("status")
+    b.node.process.send_signal(signal.SIGCONT)
+    until(lambda: "b does not answer" not in a.run("status"))
+    assert not any("refused" in line for line in b.node.said)
+    b.node.kill()
+    assert [node["node_id"] for node in a.status()["nodes"]] == ["a"]
+
+
 def test_a_killed_node_is_gone_when_its_card_expires_and_never_shown_for_longer(fleet: tuple[Machine, Machine]) -> None:
     a, b = fleet
     b.node.kill()

@@ -15,7 +15,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-FILES = ("pip", "install", "torch", "dev", "ring")
+FILES = ("pip", "uv", "install", "torch", "dev", "ring")
 PACKAGE = re.compile(r"([a-z0-9-]+)==(\S+)(?: ; [^\\]+)? \\")
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from llvmlite import binding
 from numba.core import config
@@ -31,6 +32,8 @@ from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
 
+_settings: Any = config
+_settings._config_fname = ""  # noqa: SLF001 - Numba would read settings from the current folder each time that `use` tells it of a cache
 _VARIABLE = "NUMBA_CACHE_DIR"
 _FEATURES = "NUMBA_CPU_FEATURES"
 _COMPLETE, _LOCK = "complete", "lock"

@@ -444,6 +444,8 @@ def _todo(one: Reach, who: str, option: str) -> str:
             return f"Start paceline up on {who}; where it runs, let TCP port {port} in there, or give both the same {option}."
         case Barrier.SILENT:
             return f"Where {who} is on, its firewall drops it: let TCP port {port} in there ({option} chooses it), on the network card of {_host(one.address)}."
+        case Barrier.HUNG:
+            return f"The process on {who} is stopped, or too busy: let it go on, or start it again. If another program has port {port}, choose another {option}."
         case Barrier.STRANGER:
             return f"Another program has port {port} there, or a node of another fleet: choose another {option}, or join it to this fleet."
         case Barrier.CLOCK:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -53,16 +52,18 @@ class SteadyClock:
         return self._clock.wall()
 
 
-def deadline_once_ready(prepare: Callable[[], object], within_s: float) -> float:
-    """Prepare this side of something that two sides wait for, then start the clock.
+PREPARE_S = 600.0
+"""Seconds that a load may go on without bytes to count: before the first and after the last, kernels are compiled, by one process of a machine at a time.
+Compiling takes 45 s on two cores. Raising it: a load that hangs there is given up later; lowering it: slow or busy machines never load for the first time.
+"""
 
-    A first call may compile kernels or read files, which takes minutes on a slow machine. That time must not count against the other side.
+
+def silence_allowed(done: int, total: int, still_s: float) -> float:
+    """Return how many seconds a load may show no progress.
 
     Args:
-        within_s: how long the other side may take.
-
-    Returns:
-        The deadline, on the clock of `time.perf_counter`.
+        done: bytes loaded.
+        total: bytes to load; 0 while that is not known.
+        still_s: while bytes are counted.
     """
-    prepare()
-    return time.perf_counter() + within_s
+    return still_s if done < total else max(still_s, PREPARE_S)

@@ -114,6 +114,8 @@ class GenerationRequest:
     it begins here."""
     caller: str = ""
     """The node that asks; empty: a client of this one."""
+    client: str = ""
+    """The network address of the client that asks this node; empty: not known."""
     shares_kv: bool = False
     """That node may have KV of this one: its prompts and those of this one's own clients are computed once for all."""
     grammar: Grammar | None = None

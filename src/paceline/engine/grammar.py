@@ -89,19 +89,9 @@ class Grammars:
         Raises:
             InvalidRequest: the grammar is not one, allows nothing, uses what is not supported, or is too large.
         """
-        field = _FIELDS[grammar.kind]
-        if len(grammar.text) > MAX_GRAMMAR_LETTERS:
-            raise InvalidRequest(
-                f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
-            )
-        if self._find(grammar) is not None:
+        if self.knows(grammar):
             return
-        digest = _digest(grammar)
-        with self._lock:
-            known = self._refusals.get(digest)
         try:
-            if known is not None:
-                raise _Refused(*known)
             if not self._tried and not trial(grammar):
                 raise _Refused(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
             with self._compiling:
@@ -113,9 +103,28 @@ class Grammars:
                     if len(self._compiled) > KEPT:
                         self._compiled.popitem(last=False)
         except _Refused as refused:
-            self._remember(digest, refused.why, refused.at)
-            field = refused.at or field
-            raise InvalidRequest(f"{field}: {refused.why}", "Send a form that can be followed.", field=field) from None
+            self._remember(_digest(grammar), refused.why, refused.at)
+            raise _refusal(grammar, refused.why, refused.at) from None
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Return whether a grammar is compiled already. Takes no time.
+
+        Raises:
+            InvalidRequest: it is too large, or was refused before.
+        """
+        if len(grammar.text) > MAX_GRAMMAR_LETTERS:
+            field = _FIELDS[grammar.kind]
+            raise InvalidRequest(
+                f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
+            )
+        if self._find(grammar) is not None:
+            return True
+        with self._lock:
+            known = self._refusals.get(_digest(grammar))
+        if known is not None:
+            self._remember(_digest(grammar), *known)
+            raise _refusal(grammar, *known)
+        return False
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of an answer. Its first error refuses the grammar to later requests. Raises as `prepare` does."""
@@ -190,6 +199,11 @@ class Grammars:
             token = int(tokens[draw.randrange(len(tokens))])
             written += self._vocabulary.token_bytes(token)
             matcher.take(token)
+
+
+def _refusal(grammar: Grammar, why: str, at: str) -> InvalidRequest:
+    field = at or _FIELDS[grammar.kind]
+    return InvalidRequest(f"{field}: {why}", "Send a form that can be followed.", field=field)
 
 
 class _Refused(Exception):

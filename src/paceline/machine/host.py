@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -34,6 +35,7 @@ from paceline.engine.config import EngineConfig, check_room
 from paceline.engine.grammar import Grammars
 from paceline.fleet.plan import ALONE
 from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, StepEngine, StepReport
+from paceline.machine.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ REBUILDS, WITHIN_S = 3, 600.0
 """How often an engine is built anew in so many seconds. Raising it: one that fails at every request goes on failing them for longer."""
 OF_CLIENTS = 2
 """Grammars of this node's own clients that are compiled at once: one that takes seconds holds up no other. Raising it: more cores are taken."""
+MOST_FORMS = 8
+"""Forms of one client that wait to be compiled. Raising it: its later ones wait longer; lowering it: bursts of new forms are refused."""
 CLOSE_TIMEOUT_S = 1.0
 """How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
 
@@ -96,6 +100,7 @@ class EngineHost:
         """Of its own: a flood of grammars, seconds each, would hold all threads that others' work waits for."""
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By the node that asks."""
+        self._clients = Turns(OF_CLIENTS, MOST_FORMS)
         self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
         self._on_change: list[Callable[[], None]] = []
         self._thread = EngineThread(engine, release, self._tell, self._another)
@@ -207,11 +212,11 @@ class EngineHost:
 
         Raises:
             InvalidRequest: the form it asks for is none.
+            Overloaded: too many forms of its client wait.
         """
         request = stream.request
-        if request.grammar is not None and self._grammars is not None:
-            # A node's one after the other, and a thread is left by this one's clients: however many one sends, others' wait for one of them.
-            async with self._turns.setdefault(request.caller, asyncio.Semaphore(1 if request.caller else OF_CLIENTS)):
+        if request.grammar is not None and self._grammars is not None and not self._grammars.knows(request.grammar):
+            async with self._turn(request):
                 if stream.is_running:
                     await asyncio.get_running_loop().run_in_executor(self._compiler, self._grammars.prepare, request.grammar)
         if stream.is_running:  # the engine may have failed, or the host been closed, meanwhile
@@ -227,6 +232,12 @@ class EngineHost:
             self._send(Abort(request.request_id))
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
+        """Return the turn to compile a grammar. A node's are compiled one after the other, and a thread is left by this node's clients."""
+        if request.caller:
+            return self._turns.setdefault(request.caller, asyncio.Semaphore(1))
+        return self._clients.turn(request.client)
 
     def _check_ways(self, request: GenerationRequest) -> None:
         ways = self._ways()

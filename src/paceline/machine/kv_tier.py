@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +42,8 @@ class KvDiskLimits:
     """Of the disk, over all models and processes."""
     ttl_s: float = 7 * 86400.0
     """After which a block that was not used is removed."""
+    within: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Folders in the folder, one in the other, that these blocks lie in: the bytes that each may take."""
 
 
 class Wakeup:
@@ -122,15 +124,24 @@ class DiskTier:
         blocks: a runner, or a part of its blocks.
         model_digest: and whatever else tells these blocks from others of the same layers.
         wake: called, in other threads, when a fetch is over or a block was let go.
+        may_write: see `KvFolder`.
     """
 
     def __init__(
-        self, blocks: KvBlocks, model_digest: str, folder: Path, limits: KvDiskLimits, clock: Clock, wake: Callable[[], None]
+        self,
+        blocks: KvBlocks,
+        model_digest: str,
+        folder: Path,
+        limits: KvDiskLimits,
+        clock: Clock,
+        wake: Callable[[], None],
+        may_write: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._blocks, self._wake, self._clock = blocks, wake, clock
         self._bytes = blocks.block_bytes
         name = _name(model_digest, blocks.numerics_id, blocks.layers, blocks.kv_layout, blocks.block_size, self._bytes)
-        self._folder = KvFolder(folder, name, self._bytes, limits.budget_bytes, limits.ttl_s, clock)
+        path = "/".join([*list(limits.within)[-1:], name])
+        self._folder = KvFolder(folder, path, self._bytes, limits.budget_bytes, limits.ttl_s, clock, limits.within, may_write)
         self._writer = ThreadPoolExecutor(1, "paceline-kv-write")
         self._readers = ThreadPoolExecutor(READERS, "paceline-kv-read")
         self._buffers = threading.local()

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from paceline.backends.memory import free_what_failed, free_what_was_frozen
 from paceline.backends.options import LoadProgress
-from paceline.core.clock import Clock
+from paceline.core.clock import Clock, silence_allowed
 from paceline.core.errors import ConfigError, ExecutorUnavailable, ModelAway, NodeStopping, OutOfMemory, Overloaded, UnknownModel, UserError
 from paceline.core.generation import GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
@@ -33,7 +33,8 @@ from paceline.store.catalog import LocalModel, ModelLocation, describe, location
 from paceline.store.home import Home, identity_key
 
 PATIENCE_S = 120.0
-"""Without a sign of a load until who waits for it is told so. Raising it: clients wait longer for one that hangs; kernels are compiled without a sign."""
+"""Seconds without a further byte of a load until requests that wait for it are refused, while bytes are counted. Raising it: clients wait longer for
+a load that hangs."""
 LOOK_S = 0.05
 """Between two looks whether a model's answers have ended."""
 TOKENIZER_IDLE_S = 60
@@ -200,29 +201,28 @@ class Models(Generic[Hosted]):
     def in_use(self) -> list[ModelUse]:
         """What is loaded, and what is being loaded."""
         uses = [replace(node.use(), state="unloading") if name in self._leaving else node.use() for name, node in self._loaded.items()]
-        for name in self._loading:
+        for name in [name for name in self._loading if name not in self._loaded]:
             done, total = self._read.get(name, (0, 0))
             uses.append(ModelUse(name, state="loading", percent=100 * done // total if total else 0))
         return uses
 
     async def load(self, ref: str) -> str:
-        """Load a model that this machine's owner names, as for `paceline up`; returns its name.
+        """Load a model that this machine's owner names, as for `paceline up`; returns its name. A model that is being unloaded is loaded again.
 
         Raises:
             UserError, NoRoom, ModelAway: it can't be had.
         """
         place = await asyncio.to_thread(resolve, ref, self._home)
-        while place.name not in self._loaded:
-            self._places[place.name] = place
-            if await self._bring(place.name):
+        while place.name not in self._loaded or place.name in self._leaving:
+            if await self._bring(place.name, place):
                 break
         if (known := self._loaded.get(place.name)) is not None and known.location is not None and known.location.path != place.path:
             raise ConfigError(f"Another {place.name} is loaded", f"Unload it first: paceline unload {place.name}")
-        self._check_stays(place.name)
         return place.name
 
     async def unload(self, name: str, wait_s: float) -> None:
-        """Take a model away. Live requests may end. Later ones wait and have it loaded again on demand; without that they are refused.
+        """Take a model away. Live requests may end. Later ones wait and have it loaded again on demand; without that they are refused, unless the owner
+        loads it again meanwhile.
 
         Raises:
             UnknownModel: it is not loaded.
@@ -298,9 +298,10 @@ class Models(Generic[Hosted]):
         """
         while True:
             node = await self._found(name)
-            if name not in self._leaving or not self.on_demand:
-                self._check_stays(name)
+            if name not in self._leaving:
                 return node.host
+            if not (self.on_demand or name in self._loading):
+                self._check_stays(name)
             del node  # its memory is to come free
             try:
                 async with asyncio.timeout(self._patience_s):
@@ -341,28 +342,38 @@ class Models(Generic[Hosted]):
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    async def _bring(self, name: str) -> bool:
-        """Wait for a model, which is loaded once for all who do. Returns whether it was."""
+    async def _bring(self, name: str, place: ModelLocation | None = None) -> bool:
+        """Wait for a model, which is loaded once for all that wait. Returns whether it was.
+
+        Args:
+            place: where its files are from now on; None: where they were.
+        """
         task = self._loading.get(name)
         if task is None:
             self._sign_s = self._clock.monotonic()
-            task = self._loading[name] = asyncio.create_task(self._load(name), name=f"load of {name}")
+            task = self._loading[name] = asyncio.create_task(self._load(name, place), name=f"load of {name}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request that still waits raises it
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             while not task.done() and not stopped.done():
-                left_s = self._sign_s + self._patience_s - self._clock.monotonic()
+                silence_s = silence_allowed(*self._read.get(name, (0, 0)), self._patience_s)
+                left_s = self._sign_s + silence_s - self._clock.monotonic()
                 if left_s <= 0:
-                    raise ModelAway(f"{name} is being loaded, and nothing of it came for {self._patience_s:g} s", "Try again later.")
-                await asyncio.wait({task, stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    raise ModelAway(f"{name} is being loaded, and nothing of it came for {silence_s:g} s", "Try again later.")
+                await asyncio.wait({task, stopped}, timeout=min(left_s, self._patience_s), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
         if not task.done():
             raise NodeStopping("This machine is being stopped", "Try again in a moment.")
         return task.result()
 
-    async def _load(self, name: str) -> bool:
+    async def _load(self, name: str, place: ModelLocation | None) -> bool:
         try:
+            while (left := self._leaving.get(name)) is not None:
+                await left.wait()
+            if name in self._loaded:  # it stayed after all
+                return False
+            self._places[name] = place or self._places[name]
             async with self._turn:
                 self._sign_s = self._clock.monotonic()
                 node = await self._built(name)

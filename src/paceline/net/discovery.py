@@ -109,7 +109,7 @@ class Discovery:
             except (OSError, RuntimeError, Error) as error:  # RuntimeError: there is no network card
                 problem = error
         else:
-            return f"no mDNS on this machine ({problem}): give other nodes' addresses with --peer"
+            return f"no mDNS on this machine ({printable(str(problem))}): give other nodes' addresses with --peer"
         try:
             AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE, handlers=[self._changed])
             service = self._service(addresses)
@@ -117,7 +117,7 @@ class Discovery:
         except NonUniqueNameException:
             return f"another machine is called {self._node_id} on this network's mDNS"
         except (OSError, Error) as error:
-            return f"this node can't be found by mDNS ({error}): others reach it by --peer"
+            return f"this node can't be found by mDNS ({printable(str(error))}): others reach it by --peer"
         return ""
 
     async def _leave(self) -> None:
@@ -130,7 +130,7 @@ class Discovery:
                 await zeroconf.async_close()
             has_ended = True
         except (TimeoutError, OSError) as error:
-            logger.debug("mDNS ended without a goodbye: %s", error)
+            logger.debug("mDNS ended without a goodbye: %s", printable(str(error)))
         finally:
             if not has_ended:  # or was cancelled: its sockets are given back all the same
                 zeroconf.zeroconf.close()
@@ -172,7 +172,7 @@ class Discovery:
             if not await info.async_request(zeroconf, RESOLVE_MS):
                 return
         except (OSError, Error) as error:
-            logger.debug("%s can't be resolved: %s", printable(name), error)
+            logger.debug("%s can't be resolved: %s", printable(name), printable(str(error)))
             return
         said = info.decoded_properties
         if said.get("fleet") != self._fleet_id or said.get("node") == self._node_id or not info.port:
@@ -193,7 +193,9 @@ class _Reworded(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._said:
             self._said = True
-            logger.info("mDNS does not work on all networks of this machine (%s): give nodes there with --peer", record.getMessage())
+            logger.info(
+                "mDNS does not work on all networks of this machine (%s): give nodes there with --peer", printable(record.getMessage())
+            )
 
 
 def _hear_zeroconf() -> None:

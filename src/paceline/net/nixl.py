@@ -53,6 +53,8 @@ _SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what goes wrong is raised
     "NIXL_LOG_LEVEL": "FATAL",
 }
+_FOLDERS_SETTINGS = "ucx.conf"
+"""What UCX reads in the current folder. Its author may be a stranger, and it can name libraries to load and files to write."""
 
 
 def is_installed() -> bool:
@@ -179,6 +181,8 @@ class NixlAgent:
 
     def __init__(self) -> None:
         os.environ.update(_SETTINGS)
+        if Path(_FOLDERS_SETTINGS).exists():
+            raise NixlFailed(f"NIXL is not used: UCX would take settings from {_FOLDERS_SETTINGS} in the current folder")
         try:
             api = import_module(f"{PACKAGE}._api")
             bindings = import_module(f"{PACKAGE}._bindings")

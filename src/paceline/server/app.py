@@ -34,7 +34,7 @@ from paceline.server.call import Call
 from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, fault_of_error, server_fault
 from paceline.server.fields import json_response
-from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared
+from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared, network_of
 from paceline.server.intake import Intake, find_model, listed_models
 from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
@@ -169,7 +169,7 @@ class ApiService:
         """
         arrived_s = self.clock.monotonic()
         call = await self.read(request, parse)
-        return self.answer_to(call.named(request_id_of(request)), arrived_s)
+        return self.answer_to(call.named(request_id_of(request)), request, arrived_s)
 
     async def read(self, request: Request, parse: Callable[[Intake, bytes], Asked], *, declared: bool = True) -> Asked:
         """Read a body and make of it what was asked for.
@@ -188,8 +188,9 @@ class ApiService:
             # Never on the loop: templates and tokenizers are strangers' programs, and long texts take long.
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
 
-    def answer_to(self, call: Call, arrived_s: float) -> Response:
+    def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
         """The response that runs a call."""
+        call = call.sent_by("" if request.client is None else network_of(request.client.host))
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:
@@ -333,6 +334,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post(
         "/v1/chat/completions",
+        summary="Answer a chat",
         responses={200: {"model": replies.ChatCompletion, "content": stream}, **refused},
         openapi_extra=body_of(ChatCompletionRequest),
     )
@@ -341,6 +343,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post(
         "/v1/completions",
+        summary="Continue a text",
         responses={200: {"model": replies.Completion, "content": stream}, **refused},
         openapi_extra=body_of(CompletionRequest),
     )
@@ -364,7 +367,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     def encoder_entry(found: TextEncoder) -> dict[str, object]:
         return _listed(found.name, found.created, found.max_tokens, {})
 
-    @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **key})
+    @app.get("/v1/models", summary="List the models", responses={200: {"model": replies.ModelList}, **key})
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
@@ -373,7 +376,9 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
         return json_response(anthropic_models.models_page(data) if anthropic_models.is_asked(request) else {"object": "list", "data": data})
 
     @app.get(
-        "/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, **refusals(replies.ErrorReply, settings, 401, 404)}
+        "/v1/models/{model_id:path}",
+        summary="Describe a model",
+        responses={200: {"model": replies.ListedModel}, **refusals(replies.ErrorReply, settings, 401, 404)},
     )
     async def model(model_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
@@ -389,12 +394,21 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
         return json_response(anthropic_models.model_entry(entry) if anthropic_models.is_asked(request) else entry)
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
+    @app.get(
+        "/health",
+        summary="Say whether work advances",
+        responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}},
+    )
     async def health(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         status, body = service.health(has_key=bool(request.scope.get("state", {}).get("has_key")))
         return json_response(body, status=status)
 
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **key}, response_class=Response)
+    @app.get(
+        "/metrics",
+        summary="Show metrics as Prometheus reads them",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **key},
+        response_class=Response,
+    )
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

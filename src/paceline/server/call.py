@@ -195,6 +195,10 @@ class Call:
     fitted: tuple[str, ...] = ()
     """Names of what was changed to fit the chat to the model's template."""
 
+    def sent_by(self, client: str) -> Call:
+        """Return it as the call of a client at a network address."""
+        return replace(self, requests=tuple(replace(request, client=client) for request in self.requests))
+
     def named(self, request_id: str) -> Call:
         """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.
 

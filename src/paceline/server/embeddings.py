@@ -219,9 +219,11 @@ class EmbeddingRequest(Strict):
     model: ModelName
     input: Input
     encoding_format: Literal["float", "base64"] | None = Field(default=None, description="base64: of little-endian float32; default float.")
-    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Only as many as the model's vectors have.")
+    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Must be the number that the model's vectors have.")
     user: str | None = Field(default=None, description="Ignored.")
-    add_special_tokens: None = Field(default=None, description="Texts are as the model wants them, ids as they are.")
+    add_special_tokens: None = Field(
+        default=None, description="Only null: texts get the tokens that the model wants, ids stay as they are."
+    )
 
 
 class Embedding(BaseModel):
@@ -245,7 +247,7 @@ class Embeddings(BaseModel):
 def add_routes(app: FastAPI, service: ApiService) -> None:
     answers = {200: {"model": Embeddings}, **refusals(ErrorReply, service.settings)}
 
-    @app.post("/v1/embeddings", responses=answers, openapi_extra=body_of(EmbeddingRequest))
+    @app.post("/v1/embeddings", summary="Embed texts", responses=answers, openapi_extra=body_of(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse_embedding_body, service.embedder, EmbeddingRequest))
         encoder = encoder_of(asked, service)

@@ -113,7 +113,7 @@ MEDIA: Mapping[str, str] = {
 
 
 class MediaPart(BaseModel):
-    """A part that is not text. Models here read text alone: a note stands in its place, or the request is refused (`check_messages`)."""
+    """A part that is not text. Models here read text only: a note replaces the part, or the request is refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -159,8 +159,8 @@ class Thinker(Strict):
     reasoning_content: str | None = Field(
         default=None, description="What the assistant thought before it said this. Templates show it or don't."
     )
-    reasoning: str | None = Field(default=None, description="As others call `reasoning_content`.")
-    thinking: str | None = Field(default=None, description="As others call `reasoning_content`.")
+    reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
+    thinking: str | None = Field(default=None, description="Another name of `reasoning_content`.")
 
     @property
     def thoughts(self) -> str:
@@ -229,11 +229,11 @@ ToolChoice = Annotated[
 
 class Message(Thinker):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="`developer` is rendered as `system`.")
-    content: Content | None = Field(default=None, description="An assistant's may be missing: its turn has calls, or is empty.")
-    name: str | None = Field(default=None, description="Ignored, but for a tool's.")
+    content: Content | None = Field(default=None, description="May be missing in an assistant's turn that has calls or is empty.")
+    name: str | None = Field(default=None, description="Ignored, except in a tool's message.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Whose result a tool's message is."
+        default=None, description="The id of the call that a tool's message answers."
     )
     cache_control: dict[str, Any] | None = Field(default=None, description="Ignored.")
     refusal: None = None

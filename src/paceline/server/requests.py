@@ -158,15 +158,19 @@ FIRST_SERVED = "Where missing: the first one served."
 
 
 class KvTransferFields(Strict):
-    """What a router says to the two machines between which it parts a request, as vLLM's do."""
+    """What a router tells the two machines that share a request, in vLLM's words."""
 
     do_remote_decode: bool | None = Field(default=None, description="The prompt is computed here, and the answer written elsewhere.")
     do_remote_prefill: bool | None = Field(default=None, description="The answer is written here, and the prompt computed elsewhere.")
     remote_engine_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="That machine's name in the fleet.")
-    remote_host: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="With `remote_port`, in place of its name.")
-    remote_port: int | None = Field(default=None, ge=1, lt=1 << 16, description="Of its fleet address.")
-    remote_request_id: Annotated[str, Field(max_length=200)] | None = Field(default=None, description="Its own id of the request.")
-    tp_size: int | None = Field(default=None, ge=1, le=1024, description="Ranks there.")
+    remote_host: Annotated[str, Field(max_length=200)] | None = Field(
+        default=None, description="That machine's address, with `remote_port`: instead of its name."
+    )
+    remote_port: int | None = Field(default=None, ge=1, lt=1 << 16, description="The port of that machine's fleet address.")
+    remote_request_id: Annotated[str, Field(max_length=200)] | None = Field(
+        default=None, description="The id that the other machine gave the request."
+    )
+    tp_size: int | None = Field(default=None, ge=1, le=1024, description="The number of ranks there.")
     remote_block_ids: Any = Field(default=None, description="Ignored: blocks are asked for by name.")
 
 
@@ -240,8 +244,8 @@ class ChatCompletionRequest(Parted):
         default=None, description="Beyond OpenAI's: the answer goes on with the last message, the assistant's, instead of being a new turn."
     )
     add_generation_prompt: bool | None = Field(default=None, description="The opposite of `continue_final_message`, which alone decides.")
-    think: bool | None = Field(default=None, description="As others call it: false, as `reasoning_effort: none`, turns reasoning off.")
-    thinking: ThinkingFields | None = Field(default=None, description="As others call it: `disabled` turns reasoning off.")
+    think: bool | None = Field(default=None, description="False turns reasoning off, as `reasoning_effort: none` does.")
+    thinking: ThinkingFields | None = Field(default=None, description="`disabled` turns reasoning off.")
 
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
@@ -311,7 +315,9 @@ class CompletionRequest(Parted):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
-    logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Top alternatives beside each token's own.")
+    logprobs: int | None = Field(
+        default=None, ge=0, le=int(LOGPROBS.most), description="The number of alternatives that come with each token's own."
+    )
     echo: bool | None = Field(
         default=None,
         description="The answer begins with the prompt, with `logprobs` for its tokens too; `max_tokens` may then be 0: nothing follows.",

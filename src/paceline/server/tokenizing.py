@@ -37,7 +37,9 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = Field(default=None, description="False: a chat's ids end with its last message.")
     with_pieces: bool | None = Field(default=None, description="llama-server's: each token is an object with `id` and `piece`.")
     return_token_strs: bool | None = Field(default=None, description="vLLM's: `token_strs` has the text of each token.")
-    add_special_tokens: bool | None = Field(default=None, description="What the model wants around a text; default true for `prompt`.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Whether a text gets the tokens that the model wants around it; default true for `prompt`."
+    )
     add_special: bool | None = Field(default=None, description="The same, default false, for `content`.")
 
 
@@ -111,11 +113,21 @@ def detokenize(intake: Intake, body: bytes) -> Response:
 def add_routes(app: FastAPI, service: ApiService) -> None:
     refused = refusals(ErrorReply, service.settings)
 
-    @app.post("/tokenize", responses={200: {"model": Tokenized}, **refused}, openapi_extra=body_of(TokenizeRequest))
+    @app.post(
+        "/tokenize",
+        summary="Turn a text or a chat into token ids",
+        responses={200: {"model": Tokenized}, **refused},
+        openapi_extra=body_of(TokenizeRequest),
+    )
     async def tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, tokenize)
 
-    @app.post("/detokenize", responses={200: {"model": Detokenized}, **refused}, openapi_extra=body_of(DetokenizeRequest))
+    @app.post(
+        "/detokenize",
+        summary="Turn token ids into text",
+        responses={200: {"model": Detokenized}, **refused},
+        openapi_extra=body_of(DetokenizeRequest),
+    )
     async def text(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, detokenize)
 

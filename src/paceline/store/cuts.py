@@ -1,7 +1,7 @@
 """How byte-level vocabularies cut text before they merge, by the name that a GGUF file gives (`tokenizer.ggml.pre`).
 
-Sources: the names of `llama-vocab.cpp`, and the expressions of the models' own tokenizers. Names are left out where a regular expression alone
-doesn't do it (`afmoe`), and where the vocabulary isn't byte-level (`gemma4`, `sarvam-moe`, `granite-embed-multi-311m`, `whitespace`).
+Sources: the names of `llama-vocab.cpp`, and the expressions of the models' own tokenizers. Names are left out where the vocabulary isn't byte-level
+(`gemma4`, `sarvam-moe`, `granite-embed-multi-311m`, `whitespace`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ _DEEPSEEK3: Final = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES,
 )
+_THREES: Final = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+"""Digits in threes from the last one on."""
+_EAST_ASIA: Final = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff"
+    "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_CASED_LETTER: Final = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68"
+    "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001dfff]]"
+)
+"""Letters with two cases, but for scripts that the tokenizer's authors had not listed."""
+_HAN_KANA_HANGUL: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _SPARK: Final = (*_DEEPSEEK3[:2], _DEEPSEEK3[2].replace(r"[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+", r"[\p{P}\p{S}]+|[\r\n]"), r"\p{N}")
 _BLOOM_CUT: Final = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _YOUTU_SCRIPTS: Final = (
@@ -51,7 +63,12 @@ _DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 CUTS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(_GPT2, (_GPT2_CUT,)),
     **dict.fromkeys(_DIGITS, (r"\p{N}", _GPT2_CUT)),
-    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_KANA_HANGUL, r"\p{N}"),
+    "deepseek-llm": (
+        *("[\r\n]", rf"\s?{_CASED_LETTER}+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$"),
+        *(_HAN_KANA_HANGUL, r"\p{N}+"),
+    ),
+    "afmoe": (_THREES, _EAST_ASIA, _DEEPSEEK3[2]),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
     "spark2_5": _SPARK,
     **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3_CUT,)),

@@ -10,6 +10,8 @@ A block is of use only behind those before it in its chain: it goes before them,
 
     <home>/cache/kv/<name>/<first two digits of the key>/<key in hex>        a header of 48 bytes, then the block's bytes
 
+Names may share a folder in that folder, which then has a bound of its own: where it is full, blocks in it make way, and no others.
+
 Any thread may call anything here.
 """
 
@@ -21,10 +23,11 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from paceline.core.clock import Clock
@@ -73,18 +76,31 @@ class KvFolder:
 
     Args:
         folder: that all names share: the budget is of all in it.
-        name: of what decides a block's bytes beside its tokens.
+        name: of what decides a block's bytes beside its tokens, a path in `folder`.
         block_bytes: of each.
         budget_bytes: of all files in `folder`.
         ttl_s: since a block was used.
+        bounds: bytes of all files in folders that `name` begins with, the outermost first.
+        may_write: told the bytes of each file before it is written; False refuses it.
     """
 
-    def __init__(self, folder: Path, name: str, block_bytes: int, budget_bytes: int, ttl_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        block_bytes: int,
+        budget_bytes: int,
+        ttl_s: float,
+        clock: Clock,
+        bounds: Mapping[str, int] = MappingProxyType({}),
+        may_write: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         self.counts = KvFolderCounts()
-        self.total_bytes = 0
-        """Of all names, when they were last looked at, and what was written here since."""
         self._folder, self._own = folder, folder / name
-        self._block_bytes, self._budget_bytes, self._ttl_s = block_bytes, budget_bytes, ttl_s
+        self._block_bytes, self._ttl_s, self._may_write = block_bytes, ttl_s, may_write
+        self._bounds = [(f"{folder}/", budget_bytes), *((f"{folder / part}/", bound) for part, bound in bounds.items())]
+        self._totals = [0] * len(self._bounds)
+        """Bytes in each of these folders when they were last looked at, and what was written here since."""
         self._clock = clock
         self._lock = threading.Lock()
         self._keys: set[bytes] = set()
@@ -99,6 +115,11 @@ class KvFolder:
         """Then blocks make way again, though it is owed; from one time to the next it is `_spared_s`, twice as long each time."""
         self._spared_s = _REST_S
         self.sweep()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all names."""
+        return self._totals[0]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -136,11 +157,13 @@ class KvFolder:
         if not self.takes(key, parent):
             return key in self._keys
         n_bytes = _HEADER.size + block.nbytes
-        if self.total_bytes + n_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES:
+        if self._is_full(n_bytes) or self._unswept_bytes > _SWEEP_BYTES:
             self.sweep(n_bytes, parent)
             # Another process may have taken what it would stand behind.
-            if self.total_bytes + n_bytes > self._budget_bytes or not (parent is None or parent in self._keys):
+            if self._is_full(n_bytes) or not (parent is None or parent in self._keys):
                 return self._refused()
+        if not self._may_write(n_bytes):
+            return self._refused()
         header = _header(key, block)
         error = self._put(key, header, block)
         if error is not None and error.errno in _FULL and self._make_way(n_bytes, parent):
@@ -153,10 +176,13 @@ class KvFolder:
             if parent is not None:
                 self._parents[key] = parent
             self.counts.written += 1
-            self.total_bytes += n_bytes
+            self._totals = [total + n_bytes for total in self._totals]
             self._unswept_bytes += n_bytes
             self._owed_bytes -= n_bytes
         return True
+
+    def _is_full(self, n_bytes: int) -> bool:
+        return any(total + n_bytes > bound for total, (_, bound) in zip(self._totals, self._bounds, strict=True))
 
     def read(self, key: bytes, block: memoryview) -> bool:
         """Fill `block` with the block of that key, and call it used.
@@ -201,7 +227,7 @@ class KvFolder:
         """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written.
 
         Args:
-            room_bytes: to be left of the budget, and on the disk.
+            room_bytes: to be left of the budget and other bounds, and on the disk.
             parent: neither this block goes nor those before it.
             is_full: the disk is. A twentieth of what is kept makes way, as for the budget, or `room_bytes`; nothing where that is over a half.
 
@@ -216,26 +242,34 @@ class KvFolder:
                 files.append((min(used_s, now_s), n_bytes, path, _key_of(path) if path.parent.parent == self._own else None))
             elif now_s - used_s > _STALE_S:
                 files.append((-math.inf, n_bytes, path, None))
-        before = total = sum(n_bytes for _, n_bytes, _, _ in files)
-        most = self._budget_bytes * _SWEEP_SHARE - room_bytes if total + room_bytes > self._budget_bytes else total
-        if is_full and total >= 2 * room_bytes:
-            most = min(most, total * _SWEEP_SHARE, total - room_bytes)
+        totals = [sum(n_bytes for _, n_bytes, path, _ in files if str(path).startswith(within)) for within, _ in self._bounds]
+        before = totals[0]
         used: dict[bytes | None, float] = {key: used_s for used_s, _, _, key in files if key is not None}
         self._use_before(used, parent)
-        for used_s, n_bytes, path, key in sorted(files, key=lambda file: used.get(file[3], file[0])):
-            is_old = now_s - used.get(key, used_s) > self._ttl_s
-            if not is_old and (total <= most or used.get(key) == math.inf):
-                break
-            if is_gone := _remove(path):
-                total -= n_bytes
-                self.counts.evicted += not path.name.startswith(".")
-            if is_gone or is_old:
-                used.pop(key, None)
+        files.sort(key=lambda file: used.get(file[3], file[0]))
+        for level, (within, bound) in reversed([*enumerate(self._bounds)]):  # what is over a narrow bound makes way first
+            total = totals[level]
+            most = bound * _SWEEP_SHARE - room_bytes if total + room_bytes > bound else total
+            if is_full and not level and total >= 2 * room_bytes:
+                most = min(most, total * _SWEEP_SHARE, total - room_bytes)
+            kept: list[tuple[float, int, Path, bytes | None]] = []
+            for used_s, n_bytes, path, key in files:
+                is_old = now_s - used.get(key, used_s) > self._ttl_s
+                is_over = totals[level] > most and used.get(key) != math.inf and str(path).startswith(within)
+                if not is_old and not is_over:
+                    kept.append((used_s, n_bytes, path, key))
+                    continue
+                if is_gone := _remove(path):
+                    totals = [total - n_bytes * str(path).startswith(at) for total, (at, _) in zip(totals, self._bounds, strict=True)]
+                    self.counts.evicted += not path.name.startswith(".")
+                if is_gone or is_old:
+                    used.pop(key, None)
+            files = kept
         with self._lock:
             self._keys = {key for key in used if key is not None}
             self._parents = {key: parent for key, parent in self._parents.items() if key in used}
-            self.total_bytes, self._unswept_bytes = total, 0
-        return before - total
+            self._totals, self._unswept_bytes = totals, 0
+        return before - totals[0]
 
     def _use_before(self, used: dict[bytes | None, float], parent: bytes | None) -> None:
         """Have blocks be used when the last of those behind them was, and a little later; `parent`, and so what is before it, for ever."""
@@ -283,7 +317,7 @@ class KvFolder:
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self._folder, self._own, path.parent):
+            for folder in reversed([at for at in path.parents if at.is_relative_to(self._folder)]):
                 folder.mkdir(mode=0o700, exist_ok=True)
             return os.open(path, flags, 0o600)
 

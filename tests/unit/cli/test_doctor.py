@@ -109,14 +109,16 @@ def test_what_serves_nothing_is_not_praised_and_what_runs_is_not_blamed_for_the_
 
 @in_loop
 async def test_two_nodes_that_are_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = TestFleet()
-    a = make_node(fleet, tmp_path, "a")
+    fleet, offer = TestFleet(), ModelOffer("m", Role.VERIFIER, "int4", digest="1" * 64)
+    a = make_node(fleet, tmp_path, "a", offers=(offer,))
     async with running(a):
-        b = make_node(fleet, tmp_path, "b", a)
+        b = make_node(fleet, tmp_path, "b", a, offers=(replace(offer, digest="2" * 64),))
         async with running(b):
             await until_seen(a, "a", "b")
             findings = await found(tmp_path, "a", monkeypatch)
             assert problems(findings) == []
+            (unlike,) = of(findings, "models", Level.NOTE)
+            assert all(word in unlike.what for word in ("1" * 12, "2" * 12))
             assert {one.check for one in findings if (one.subject, one.level) == ("b", Level.OK)} == {
                 "port.grpc", "port.tensor", "clock", "versions"
             }  # fmt: skip
@@ -142,7 +144,7 @@ async def test_a_closed_port_a_stranger_and_another_fleet_are_told_apart(tmp_pat
     for address, words, todo in zip(
         asked,
         ("refused", "says nothing", "does not speak as a node", "no certificate of this fleet", "no host of that name"),
-        ("let TCP port", "Another program", "Another program", "another fleet", "Correct the name"),
+        ("let TCP port", "is stopped", "Another program", "another fleet", "Correct the name"),
         strict=True,
     ):
         assert findings[address].level is Level.PROBLEM

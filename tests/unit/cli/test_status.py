@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,19 @@ def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
     assert "cpu-avx512bf16" in other
     assert "48.0 GiB of 64.0 GiB" in other
     assert "MLX ring, mac.local:1" in console.file.getvalue()
+
+
+def test_two_files_under_one_name_are_shown() -> None:
+    offer = ModelOffer("m", Role.VERIFIER, "int4", digest="1" * 64)
+    offers = {"a": offer, "b": replace(offer, digest="2" * 64)}
+    cards = [NodeCard(NodeId(name), 1, (f"{name}:1",), b"i", 120, 0, models=(one,)) for name, one in offers.items()]
+    view = FleetView(NodeId("a"), tuple(LiveCard(card, 0.0, 0, Trust.MEMBER) for card in cards), (), ())
+    console = Console(file=io.StringIO(), width=200)
+    _show(Looked("f" * 16, Sight(view, (), 0)), console)
+    assert isinstance(console.file, io.StringIO)
+    (shown,) = (line for line in console.file.getvalue().splitlines() if "1" * 12 in line)
+    assert "m" in shown
+    assert "2" * 12 in shown
 
 
 def test_drafts_are_shown_with_what_came_of_them() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.seeded_models import TINY, write_gguf
 from tests.unit.machine.test_host import BOUND_S, drain, run, until
 
 from paceline.backends.options import LoadProgress
-from paceline.core.clock import SystemClock
+from paceline.core.clock import PREPARE_S, Clock, SystemClock
 from paceline.core.errors import (
     ConfigError,
     ExecutorUnavailable,
@@ -78,6 +79,8 @@ class Builds:
 
     def __init__(self) -> None:
         self.count = Counter[str]()
+        self.read = 1, 10
+        """Bytes, and of how many, that a load says before it is held up."""
         self.held: dict[str, threading.Event] = {}
         self.begun: dict[str, threading.Event] = {}
 
@@ -88,14 +91,15 @@ class Builds:
         name = settings.model
         self.count[name] += 1
         if name in self.held:
+            progress(*self.read)
             self.begun[name].set()
             assert self.held[name].wait(BOUND_S)
         return build_node(settings, progress)
 
 
 @asynccontextmanager
-async def models_of(home: Home, builds: Builds | None = None, **more: Any) -> AsyncGenerator[Models[BuiltNode]]:
-    models = Models(builds or Builds(), SETTINGS, home, SystemClock(), **{"on_demand": True, **more})
+async def models_of(home: Home, builds: Builds | None = None, clock: Clock | None = None, **more: Any) -> AsyncGenerator[Models[BuiltNode]]:
+    models = Models(builds or Builds(), SETTINGS, home, clock or SystemClock(), **{"on_demand": True, **more})
     try:
         yield models
     finally:
@@ -274,6 +278,27 @@ def test_a_load_that_shows_no_sign_is_not_waited_for(home: Home) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("read", [(0, 0), (10, 10)])
+def test_compiling_for_the_first_time_is_waited_for(home: Home, read: tuple[int, int]) -> None:
+    async def work() -> None:
+        clock, builds = FakeClock(), Builds()
+        builds.hold("a")
+        builds.read = read
+        async with models_of(home, builds, clock) as models:
+            first = asyncio.create_task(tokens(asked(models, "a")))
+            await until(builds.begun["a"].is_set)
+            clock.advance(PREPARE_S - 1)
+            late = asyncio.create_task(tokens(asked(models, "a")))
+            await asyncio.sleep(0)
+            clock.advance(2)
+            with pytest.raises(ModelAway):
+                await tokens(asked(models, "a"))
+            builds.held["a"].set()
+            assert await first == await late
+
+    run(work())
+
+
 def test_unloading_waits_for_answers_and_is_refused_where_they_do_not_end(home: Home) -> None:
     async def work() -> None:
         async with models_of(home) as models:
@@ -310,6 +335,49 @@ def test_a_request_that_meets_an_unload_is_refused_where_nothing_is_loaded_on_de
                 await tokens(asked(models, "a"))
             await drain(stream)
             await unloading
+
+    run(work())
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_what_the_owner_loads_again_during_its_unload_is_loaded_behind_it(home: Home, on_demand: bool) -> None:
+    async def work() -> None:
+        builds = Builds()
+        async with models_of(home, builds, on_demand=on_demand) as models:
+            await models.load("a")
+            stream = asked(models, "a", 200)
+            await anext(stream)
+            unloading = asyncio.create_task(models.unload("a", BOUND_S))
+            await until(lambda: models.in_use()[0].state == "unloading")
+            loading = [asyncio.create_task(models.load("a")) for _ in range(2)]
+            await until(lambda: models.expects("a") and "a" in models._loading)
+            late = asyncio.create_task(tokens(asked(models, "a")))
+            await asyncio.sleep(0)
+            assert [use.state for use in models.in_use()] == ["unloading"]
+            await drain(stream)
+            await unloading
+            assert [await each for each in loading] == ["a", "a"]
+            assert len(await late) == 8
+            assert builds.count["a"] == 2
+
+    run(work())
+
+
+def test_an_owners_load_keeps_what_stays_after_all(home: Home) -> None:
+    async def work() -> None:
+        builds = Builds()
+        async with models_of(home, builds, on_demand=False) as models:
+            await models.load("a")
+            stream = asked(models, "a", 200)
+            await anext(stream)
+            unloading = asyncio.create_task(models.unload("a", 0.0))
+            await asyncio.sleep(0)
+            loading = asyncio.create_task(models.load("a"))
+            with pytest.raises(Overloaded):
+                await unloading
+            assert await loading == "a"
+            assert builds.count["a"] == 1
+            await drain(stream)
 
     run(work())
 
@@ -568,14 +636,5 @@ def test_a_load_says_what_came_of_it_whatever_it_waited_for(home: Home) -> None:
             assert not await changing
             assert await loading == "a"
             assert loaded(models) == {"a"}
-
-            stream = asked(models, "a", 200)
-            await anext(stream)
-            unloading = asyncio.create_task(models.unload("a", BOUND_S))
-            await until(lambda: models.in_use()[0].state == "unloading")
-            with pytest.raises(ModelAway):
-                await models.load("a")
-            await drain(stream)
-            await unloading
 
     run(work())

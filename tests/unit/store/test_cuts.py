@@ -16,7 +16,7 @@ minerva-7b megrez gpt-4o llama4 kanana2 talkie granite-embed-multi-97m tiny_aya 
 llada-moe seed-coder hunyuan hunyuan-dense hy_v4 joyai-llm kimi-k2 ufakzeka grok-2 afmoe laguna minimax-m2 solar-open mellum2
 """
 """Of `llama-vocab.cpp`, in its order."""
-REFUSED = {"afmoe", "deepseek-llm", "gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
+REFUSED = {"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
 TEXT = "Hello, I'LL don't 12345 caf\u00e9\r\n\n  x=1;//a \u4e2d\u6587\u304b\u306a \uac00\ub098 e\u0301 TwoWords/\n   end  "
 
 
@@ -46,6 +46,13 @@ def test_a_cut_loses_nothing(name: str) -> None:
         ("llama4", "TwoWords I'LL 1234", ["Two", "Words", " I'LL", " ", "123", "4"]),
         ("deepseek-v3", "x 12345 \u4e2d\u6587 _ab", ["x", " ", "123", "45", " ", "\u4e2d\u6587", " _", "ab"]),
         ("tiny_aya", "12345", ["12", "345"]),
+        ("afmoe", "a1234567b 12 \u0e40\u4e2d\u6587_x", ["a", "1", "234", "567", "b", " ", "12", " ", "\u0e40\u4e2d\u6587", "_x"]),
+        (
+            "deepseek-llm",
+            "One  two,\n1234 \u4e2d\u6587\u3002 ",
+            ["One", " ", " two", ",", "\n", "1234", " ", "\u4e2d\u6587", "\u3002", " "],
+        ),
+        ("deepseek-llm", "\u1f7d\u10d0 \u0416", ["\u1f7d", "\u10d0", " \u0416"]),
         ("superbpe", "one two 12345", ["one two ", "12", "345"]),
         ("kimi-k2", "\u4e2d\u6587\u304b", ["\u4e2d\u6587", "\u304b"]),
         ("minicpm5", "12345", ["123", "45"]),

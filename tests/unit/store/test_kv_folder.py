@@ -409,3 +409,35 @@ def test_blocks_named_in_a_circle_have_depths_too() -> None:
     assert sorted(depths) == [a, b, c, d]
     assert depths[d] == depths[a] + 1
     assert _depths([a], {a: a}) == {a: 0}
+
+
+def test_a_folder_with_a_bound_of_its_own_makes_way_for_itself_alone(tmp_path: Path) -> None:
+    clock, keys = FakeClock(), [key_of(number) for number in range(20)]
+    own = opened(tmp_path, clock, "own", 12 * FILE)
+    for key in keys[:6]:
+        own.write(key, block_of(key))
+    clock.advance(1)
+
+    def of_caller(name: str) -> KvFolder:
+        return KvFolder(tmp_path, f"callers/{name}/m", BLOCK, 12 * FILE, 1000.0, clock, {"callers": 6 * FILE, f"callers/{name}": 4 * FILE})
+
+    one, other = of_caller("one"), of_caller("other")
+    for place, key in enumerate(keys):
+        (one, other)[place % 2].write(key, block_of(key))
+        clock.advance(1)
+    one.sweep()  # what the other wrote since is known now
+    bound = {"one": 4, "other": 4, "": 6}
+    for name, most in bound.items():
+        assert len([path for path in (tmp_path / "callers" / name).rglob("*") if path.is_file()]) <= most
+    assert own.run_of(keys[:6]) == 6
+    assert all(read(own, key) == block_of(key) for key in keys[:6])
+    assert one.counts.failed + other.counts.failed == 0
+    assert read(one, keys[18]) == block_of(keys[18])
+
+
+def test_what_may_not_be_written_is_not(tmp_path: Path) -> None:
+    asked = list[int]()
+    kept = KvFolder(tmp_path, "m", BLOCK, 1 << 30, 1000.0, FakeClock(), may_write=lambda n_bytes: asked.append(n_bytes) or len(asked) < 3)
+    assert [kept.write(key_of(number), block_of(key_of(number))) for number in range(4)] == [True, True, False, False]
+    assert asked == [FILE] * 4
+    assert kept.counts.failed == 2

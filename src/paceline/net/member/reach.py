@@ -49,6 +49,8 @@ class Barrier(StrEnum):
     """Nothing listens there, or a firewall says so."""
     SILENT = "silent"
     """Nothing came back."""
+    HUNG = "hung"
+    """The system there takes the connection, and the process behind it says nothing: it is stopped, or it is no node."""
     STRANGER = "stranger"
     """Something else than a node of this fleet listens."""
     CLOCK = "clock"
@@ -175,7 +177,7 @@ def barrier_at(address: str, identity: Identity, member: Member | None) -> tuple
             return Barrier.CLOCK, f"by its clock this machine's certificate does not hold: {reason}"
         return Barrier.STRANGER, f"what listens there does not speak as a node of this fleet: {reason}"
     except TimeoutError:
-        return Barrier.STRANGER, "what listens there takes the connection and says nothing"
+        return Barrier.HUNG, "it does not answer: what listens there takes the connection and says nothing"
     except OSError as error:
         return Barrier.STRANGER, f"what listens there hung up: {error.strerror or error}"
     return None, ""

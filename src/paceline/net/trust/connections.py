@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -32,6 +32,8 @@ from paceline.net.trust.certificates import Member
 
 Remote = tuple[str, int]
 """The far end of a connection: host and port."""
+_CLOSE_WAIT = 8
+"""The state in Linux's struct tcp_info of a connection whose far end sends no more."""
 _MIN_RTT, _UNKNOWN = 148, (1 << 32) - 1
 """Where Linux's struct tcp_info has the shortest round trip of the last five minutes, in microseconds; and what stands there where there was none."""
 
@@ -42,17 +44,21 @@ def remote_of(peer: str) -> Remote:
     return _plain(host.strip("[]")), int(port) if port.isdigit() else 0
 
 
-def connections(port: int) -> set[Remote]:
-    """The far ends of the connections to a port that this process serves."""
-    found: set[Remote] = set()
+def connections(port: int) -> dict[Remote, bool]:
+    """The far ends of the connections to a port that this process serves, and which of them have hung up, as far as the system says it."""
+    found: dict[Remote, bool] = {}
     for end in _sockets():
         try:
             if end.getsockname()[1] == port:
                 host, remote = end.getpeername()[:2]
-                found.add((_plain(host), remote))
+                found[_plain(host), remote] = _has_hung_up(end)
         except OSError:
             continue  # listening, or closed meanwhile
     return found
+
+
+def _has_hung_up(end: socket.socket) -> bool:
+    return sys.platform == "linux" and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT
 
 
 def hang_up(remotes: Collection[Remote]) -> None:
@@ -185,6 +191,8 @@ class _Connection:
     member: Member | None = None
     calls: int = 0
     """Under way."""
+    has_left: bool = False
+    """Its far end had hung up before this process looked at it first, as callers do while this process is stopped or its machine asleep."""
 
 
 class ConnectionWatch:
@@ -261,10 +269,10 @@ class ConnectionWatch:
 
     # ------------------------------------------------------------------------------------------------------------------ inside
 
-    def _arrived(self, remotes: set[Remote]) -> None:
+    def _arrived(self, remotes: Mapping[Remote, bool]) -> None:
         now = self._clock.monotonic()
-        for remote in remotes - self._open.keys():
-            self._open[remote] = _Connection(now)
+        for remote in remotes.keys() - self._open.keys():
+            self._open[remote] = _Connection(now, has_left=remotes[remote])
         silent = self._silent
         if len(silent) > self._max_silent:
             self._turn_away(_most_in_the_way(silent, len(silent) - self._max_silent // 2), "it was silent while others came")
@@ -295,7 +303,10 @@ class ConnectionWatch:
             return
         open_now = connections(self._port)
         for remote in [remote for remote in self._open if remote not in open_now]:
-            if self._open.pop(remote).member is None and self._names_those_who_leave:
+            one = self._open.pop(remote)
+            if one.has_left:
+                logger.debug("%s (port %d) hung up before this node answered", *remote)
+            elif one.member is None and self._names_those_who_leave:
                 self._note(remote, "it showed no certificate of this fleet, or left without a call (as a member does that is stopped)")
         now = self._clock.monotonic()
         late = [remote for remote in self._silent if now - self._open[remote].since >= SILENT_S]

@@ -6,6 +6,8 @@ log with where it came from. A message may take 35 times its size once it is par
 gRPC would gather a request before any code looks at its sender, for as long as the sender likes. So here all requests are read as streams are: the
 caller is known and trusted first, and of what it begins, both the bytes and the time are bounded. The same two bounds serve every method.
 
+Answers are written as streams are, too, so that it is known which of them their caller has not taken: gRPC would hold them for as long as it likes.
+
 While a read waits, gRPC gathers a whole message for it. Otherwise it holds one flow-control window of the call (64 KiB). So what a caller can make this
 node hold is the number of reads that wait for it, times the largest message. An open client stream always has a read that waits.
 
@@ -16,8 +18,8 @@ at; what is inside of them is bounded by their length, and where it is opened.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn, TypeAlias
@@ -44,6 +46,9 @@ MOST_READS = 9
 `server.MAX_REQUEST_BYTES` each; lowering it: more calls of a node wait for its slow ones."""
 MOST_OPEN_STREAMS = 6
 """Client streams of one node, which keep their reads. Raising it: fewer reads are left for its other calls."""
+MOST_UNREAD_BYTES = 16 << 20
+"""Of answers that one node has asked for and does not take; further ones are refused. Raising it: memory that a caller can hold, three times as much;
+lowering it: a node that fetches much at once is refused."""
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 
 
@@ -146,9 +151,36 @@ class _Caller:
     """What is under way of one caller. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self.begun = self.streams = 0
-        """Calls whose first message has not come, and client streams."""
+        self.calls = self.begun = self.streams = 0
+        """Calls, those of them whose first message has not come, and client streams."""
         self.reads = asyncio.Semaphore(MOST_READS)
+        self.unread = 0
+        """Bytes of answers that it has not taken."""
+
+
+class _Unread(PeerFloods):
+    """A caller takes no answers."""
+
+
+class _Answers:
+    """The context of a call, whose answers count for its caller until it takes them."""
+
+    def __init__(self, context: Context, caller: _Caller) -> None:
+        self._context, self._caller = context, caller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        size = len(message) if isinstance(message, bytes) else message.ByteSize()
+        caller = self._caller
+        if caller.unread and caller.unread + size > MOST_UNREAD_BYTES:
+            raise _Unread(f"More than {MOST_UNREAD_BYTES} bytes of answers are not taken", retry_after_s=1)
+        caller.unread += size
+        try:
+            await self._context.write(message)
+        finally:
+            caller.unread -= size
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +191,8 @@ class _Unreadable:
 
 
 def rewrap(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour], read: Callable[[Any], Any] | None = None) -> Handler | None:
-    """A method's handler with its behaviour wrapped. With `read`, requests are read by it, and come as a stream also where there is but one.
+    """A method's handler with its behaviour wrapped. With `read`, requests are read by it, and come as a stream also where there is but one; the wrapped
+    behaviour writes its answers to its context, also where there is but one.
 
     Behaviours that answer with a stream write it to their context: a generator that is not asked for more would be closed only when it
     is collected.
@@ -176,7 +209,7 @@ def rewrap(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour], read
     }[handler.request_streaming, handler.response_streaming]
     assert not isasyncgenfunction(behaviour), "a handler writes its stream to the context"
     if read is not None:
-        make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+        make = grpc.stream_stream_rpc_method_handler
     return make(wrap(behaviour), read or handler.request_deserializer, handler.response_serializer)
 
 
@@ -203,7 +236,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
     def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None, admission: Admission | None = None) -> None:
         self._refusals, self._limits, self._admission = refusals, {} if limits is None else limits, admission
         self._callers: dict[str, _Caller] = {}
-        """Those with calls that have begun, or with client streams."""
+        """Those with calls under way."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         handler, method = await continuation(handler_call_details), handler_call_details.method
@@ -213,52 +246,68 @@ class WellFormed(grpc.aio.ServerInterceptor):
         return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, limit))
 
     def _checked(self, behaviour: Behaviour, handler: Handler, method: str) -> Behaviour:
-        async def checked(_: Any, context: Context) -> Any:
+        async def checked(_: Any, context: Context) -> None:
             if self._admission is not None:
                 try:
                     self._admission.check(context, self._limits[method].least)
                 except PacelineError as error:
                     await abort(context, error)
-            async with self._reading(context, method, is_stream=handler.request_streaming) as request:
+            with self._caller(context) as caller:
+                answers: Any = _Answers(context, caller)
+                try:
+                    answer = await answered(caller, context, answers)
+                    if not handler.response_streaming:
+                        await answers.write(answer)
+                except _Unread as error:
+                    await self._refuse(context, error, method)
+
+        async def answered(caller: _Caller, context: Context, answers: Context) -> Any:
+            async with self._reading(caller, context, method, is_stream=handler.request_streaming) as request:
                 if handler.request_streaming:
-                    return await behaviour(self._messages(request, context, method), context)
+                    return await behaviour(self._messages(request, context, method), answers)
             if request is grpc.aio.EOF:  # its caller hung up
                 await abort(context, MalformedMessage("A call ended without its request"))
-            return await behaviour(request, context)
+            return await behaviour(request, answers)
 
         return checked
 
-    @asynccontextmanager
-    async def _reading(self, context: Context, method: str, *, is_stream: bool) -> AsyncGenerator[Any]:
-        """The time in which a call may have a read that waits, from its first message on."""
+    @contextmanager
+    def _caller(self, context: Context) -> Generator[_Caller]:
         # Of strangers, who may be many behind one address, each connection.
         name = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
         caller = self._callers.setdefault(name, _Caller())
+        caller.calls += 1
         try:
-            if caller.begun >= MOST_BEGUN:
-                await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
-            if is_stream and caller.streams >= MOST_OPEN_STREAMS:
-                await self._refuse(context, PeerFloods(f"More than {MOST_OPEN_STREAMS} streams are open", retry_after_s=1), method)
-            caller.begun, caller.streams = caller.begun + 1, caller.streams + is_stream
-            try:
-                async with AsyncExitStack() as held:
-                    try:
-                        async with asyncio.timeout(WHOLE_S):
-                            await held.enter_async_context(caller.reads)
-                            request = await context.read()
-                    except TimeoutError:
-                        error = MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s")
-                        await self._refuse(context, error, method)
-                    finally:
-                        caller.begun -= 1
-                    if isinstance(request, _Unreadable):
-                        await self._refuse(context, request.error, method)
-                    yield request
-            finally:
-                caller.streams -= is_stream
+            yield caller
         finally:
-            if not caller.begun and not caller.streams:
+            caller.calls -= 1
+            if not caller.calls:
                 self._callers.pop(name, None)
+
+    @asynccontextmanager
+    async def _reading(self, caller: _Caller, context: Context, method: str, *, is_stream: bool) -> AsyncGenerator[Any]:
+        """The time in which a call may have a read that waits, from its first message on."""
+        if caller.begun >= MOST_BEGUN:
+            await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
+        if is_stream and caller.streams >= MOST_OPEN_STREAMS:
+            await self._refuse(context, PeerFloods(f"More than {MOST_OPEN_STREAMS} streams are open", retry_after_s=1), method)
+        caller.begun, caller.streams = caller.begun + 1, caller.streams + is_stream
+        try:
+            async with AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(WHOLE_S):
+                        await held.enter_async_context(caller.reads)
+                        request = await context.read()
+                except TimeoutError:
+                    error = MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s")
+                    await self._refuse(context, error, method)
+                finally:
+                    caller.begun -= 1
+                if isinstance(request, _Unreadable):
+                    await self._refuse(context, request.error, method)
+                yield request
+        finally:
+            caller.streams -= is_stream
 
     async def _messages(self, first: Any, context: Context, method: str) -> AsyncIterator[Any]:
         """All messages of a stream."""

@@ -138,7 +138,7 @@ class ClientTool(Strict):
 
 
 class ToolChoiceAsked(Strict):
-    """Which tools may, or have to be called."""
+    """Which tools may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, description="With `tool`.")
@@ -150,7 +150,7 @@ class ThinkingAsked(Strict):
         description="`disabled` and `between_tools` turn it off, the others on, where the model's template has a switch."
     )
     budget_tokens: int | None = Field(default=None, ge=1, description="Ignored: it counts toward max_tokens.")
-    display: str | None = Field(default=None, description="Ignored: it is always shown.")
+    display: str | None = Field(default=None, description="Ignored: thoughts are always shown.")
 
 
 class JsonOutput(Strict):
@@ -204,7 +204,7 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest, ExtendedSampling):
     """Body of POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, lt=1 << 31, description="Where the context ends before, the answer ends there.")
+    max_tokens: int = Field(ge=1, lt=1 << 31, description="The answer ends earlier where the context does.")
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
 

@@ -259,6 +259,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post(
         "/v1/messages",
+        summary="Answer a chat (Anthropic's API)",
         responses={200: {"model": replies.AnsweredMessage, "content": stream}, **refused},
         openapi_extra=body_of(MessagesRequest),
     )
@@ -267,6 +268,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post(
         "/v1/messages/count_tokens",
+        summary="Count the tokens of a chat (Anthropic's API)",
         responses={200: {"model": replies.TokenCount}, **refused},
         openapi_extra=body_of(CountTokensRequest),
     )

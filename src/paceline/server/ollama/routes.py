@@ -158,10 +158,11 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
             return json_response(
                 {**line_head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": reason}
             )
-        return service.answer_to(asked, arrived_s)
+        return service.answer_to(asked, request, arrived_s)
 
     @app.post(
         "/api/chat",
+        summary="Answer a chat (Ollama's API)",
         responses={200: {"model": replies.OllamaChat, "content": _LINES}, **refused},
         openapi_extra=body_of(intake.OllamaChatRequest),
     )
@@ -170,18 +171,24 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post(
         "/api/generate",
+        summary="Continue a text (Ollama's API)",
         responses={200: {"model": replies.OllamaText, "content": _LINES}, **refused},
         openapi_extra=body_of(intake.OllamaGenerateRequest),
     )
     async def generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await answer(request, intake.generate_call)
 
-    @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of(intake.OllamaShowRequest))
+    @app.post(
+        "/api/show",
+        summary="Describe a model (Ollama's API)",
+        responses={200: {"model": replies.OllamaShown}, **refused},
+        openapi_extra=body_of(intake.OllamaShowRequest),
+    )
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response(await service.read(request, show_of, declared=False))
 
     @app.head("/api/tags", include_in_schema=False)
-    @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
+    @app.get("/api/tags", summary="List the models (Ollama's API)", responses={200: {"model": replies.OllamaModels}, **guarded})
     async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response(
             {
@@ -192,14 +199,14 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
             }
         )
 
-    @app.get("/api/ps", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
+    @app.get("/api/ps", summary="List the loaded models (Ollama's API)", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
     async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
         own = service.models
         away = set[str]() if own is None else {model.name for model in own.models() if not own.is_loaded(model.name)}
         return json_response({"models": [loaded_entry(model) for model in models() if model.name not in away]})
 
     @app.head("/api/version", include_in_schema=False)
-    @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
+    @app.get("/api/version", summary="Show the version (Ollama's API)", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"version": VERSION, "paceline": __version__})
 
@@ -223,7 +230,7 @@ class OllamaEmbedRequest(_Request):
     """Body of POST /api/embed."""
 
     input: Input
-    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Only as many as the model's vectors have.")
+    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Must be the number that the model's vectors have.")
 
 
 class OllamaEmbeddingsRequest(_Request):
@@ -249,7 +256,12 @@ def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> N
         encoder = encoder_of(asked, service)
         return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)
 
-    @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of(OllamaEmbedRequest))
+    @app.post(
+        "/api/embed",
+        summary="Embed texts (Ollama's API)",
+        responses={200: {"model": OllamaEmbeddings}, **refused},
+        openapi_extra=body_of(OllamaEmbedRequest),
+    )
     async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         arrived_s = service.clock.monotonic()
         asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbedRequest), declared=False)
@@ -265,7 +277,12 @@ def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> N
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
         return json_response(body, ignored_fields(asked))
 
-    @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of(OllamaEmbeddingsRequest))
+    @app.post(
+        "/api/embeddings",
+        summary="Embed a text (Ollama's older API)",
+        responses={200: {"model": OllamaEmbedding}, **refused},
+        openapi_extra=body_of(OllamaEmbeddingsRequest),
+    )
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbeddingsRequest), declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")

@@ -86,12 +86,12 @@ class CallItem(Item):
     call_id: ItemId
     name: Annotated[str, Field(pattern=NAME)]
     arguments: str = Field(description="JSON text.")
-    namespace: str | None = Field(default=None, description="Of the function.")
+    namespace: str | None = Field(default=None, description="The namespace of the function.")
     caller: Any = Field(default=None, description="Ignored.")
 
 
 class OutputItem(Item):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -271,7 +271,7 @@ class ResponsesRequest(Sampling):
     """Body of POST /v1/responses. Beyond OpenAI's, it has the sampling fields of a chat."""
 
     input: Input
-    instructions: str | None = Field(default=None, description="A system message in front. Of this response alone.")
+    instructions: str | None = Field(default=None, description="A system message put first, for this response only.")
     previous_response_id: ItemId | None = Field(default=None, description="A kept response that this one goes on from.")
     tools: Annotated[list[AnyTool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(_check_count)] = None
     tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
@@ -281,7 +281,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
     top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most))
     include: list[str] | None = Field(
-        default=None, max_length=64, description="`message.output_text.logprobs` is served; others are of what is not served, and ignored."
+        default=None, max_length=64, description="`message.output_text.logprobs` is served; other values are ignored."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Beyond OpenAI's: switches of the model's own template, such as `enable_thinking`."

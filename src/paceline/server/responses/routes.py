@@ -123,27 +123,36 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     response: Documented = {200: {"model": replies.ResponseReply}, **refused}
     streamed: Documented = {200: {"model": replies.ResponseReply, "content": event_stream("The event's JSON.")}, **refused}
 
-    @app.post(PATH, responses=streamed, openapi_extra=body_of(ResponsesRequest))
+    @app.post(PATH, summary="Create a response", responses=streamed, openapi_extra=body_of(ResponsesRequest))
     async def create(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, responses.call)
 
-    @app.post(PATH + "/input_tokens", responses={200: {"model": replies.InputTokens}, **refused}, openapi_extra=body_of(ResponsesRequest))
+    @app.post(
+        PATH + "/input_tokens",
+        summary="Count the tokens of a response's input",
+        responses={200: {"model": replies.InputTokens}, **refused},
+        openapi_extra=body_of(ResponsesRequest),
+    )
     async def count(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, responses.input_tokens)
 
-    @app.get(PATH + "/{response_id}", responses=response)
+    @app.get(PATH + "/{response_id}", summary="Show a kept response", responses=response)
     async def retrieve(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("stream: a kept response comes whole", "Leave it out.", field="stream")
         return json_response(responses.find(response_id).body)
 
-    @app.delete(PATH + "/{response_id}", responses={200: {"model": replies.Deleted}, **refused})
+    @app.delete(PATH + "/{response_id}", summary="Delete a kept response", responses={200: {"model": replies.Deleted}, **refused})
     async def delete(response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         if not responses.kept.delete(response_id):
             raise Refusal(_not_found(response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get(PATH + "/{response_id}/input_items", responses={200: {"model": replies.ItemList}, **refused})
+    @app.get(
+        PATH + "/{response_id}/input_items",
+        summary="List the input of a kept response",
+        responses={200: {"model": replies.ItemList}, **refused},
+    )
     async def input_items(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         items = [item.shown for item in responses.find(response_id).input]
         query = request.query_params

@@ -90,7 +90,7 @@ _REQUEST: Final = Codec(
         "cache_salt": Length(0, MAX_SALT_LETTERS),
         "grammar": Mapped(codec=_GRAMMAR, write=lambda grammar: _GRAMMAR.write(grammar, version=VERSION)),
     },
-    given=["request_id", "caller", "shares_kv", "max_tokens", "leg"],
+    given=["request_id", "caller", "client", "shares_kv", "max_tokens", "leg"],
     beside=["model_id", "digest", "quantization", "numerics_id", "scores_only"],
 )
 

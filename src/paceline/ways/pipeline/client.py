@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from paceline.core import errors
+from paceline.core.clock import silence_allowed
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.net.rpc_faults import error_of, unless_closed
@@ -42,9 +43,7 @@ FIRST_WORD_S = 6.0
 """Longest wait for a node's first word: a host that has the layers opens at once, any other says that it loads. Raising it: a route over a
 machine that is asleep is given up later, and machines that are awake take over later."""
 SILENCE_S = 20.0
-"""Longest wait for news while a stage loads, and for a further byte. Raising it holds on longer to one that hangs."""
-PREPARE_S = 300.0
-"""The same while there are no bytes to count: before it is known how many there are, and once all are there and kernels are compiled."""
+"""Longest wait for news while a stage loads, and for a further byte while bytes are counted. Raising it holds on longer to one that hangs."""
 SILENT_REPORTS = 8
 """Reports that may be missing in a row, of a stage that is open."""
 LEAST_SILENCE_S = 2.0
@@ -165,7 +164,7 @@ async def open_stage(
                         on_loading(loading)
                     if done > most:
                         most, moved_s = done, now()
-                    still_s = SILENCE_S if done < total else PREPARE_S
+                    still_s = silence_allowed(done, total, SILENCE_S)
                     if now() - moved_s > still_s:
                         raise PipelineStalled(f"{node_id} loaded nothing more for {still_s:g} s, at {done} of {total} bytes")
                 case PipelineFault() as fault:

@@ -51,7 +51,7 @@ class AwayRank:
         self.order, self.is_ready, self.numerics_id = order, False, ""
         self._place, self._setup, self._memory = place, setup, memory
         self.where = str(place.node_id)
-        self._heard_s, self._patience_s = time.monotonic(), patience_s
+        self._patience_s, self._silent_at = patience_s, time.perf_counter() + patience_s
         self._pump: GroupPump | None = None
         self.gone: str | None = None
         self._losing = threading.Lock()
@@ -73,7 +73,7 @@ class AwayRank:
 
     @property
     def is_silent(self) -> bool:
-        return not self.is_ready and time.monotonic() - self._heard_s > self._patience_s
+        return not self.is_ready and time.perf_counter() > self._silent_at
 
     def ask(self, message: bytes, within_s: float) -> bytes:
         try:
@@ -146,7 +146,7 @@ class AwayRank:
         async for message in call:
             event = read_event(message)
             if event != last:  # a load that comes no further is none that lives
-                last, self._heard_s = event, time.monotonic()
+                last, self._silent_at = event, time.perf_counter() + self._patience_s
             match event:
                 case RankOpened() as opened if self._pump is None:
                     await self._connect(opened, addresses, expected)

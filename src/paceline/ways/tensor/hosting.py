@@ -23,6 +23,7 @@ from paceline.backends.holding import working_bytes
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind
 from paceline.core.background import came_within, tell_loop
+from paceline.core.clock import PREPARE_S
 from paceline.core.errors import (
     BadPipelineRequest,
     PacelineError,
@@ -68,8 +69,6 @@ REPORT_S = 0.5
 """How often a load says how far it is."""
 CONNECT_S = 10.0
 """For both tensor streams, once a rank is loaded."""
-LOAD_SILENT_S = 600.0
-"""For a process to say how far its load is. It may wait for others that compile kernels."""
 LOOK_S = 0.1
 """Between two looks at a rank's process."""
 SEEN_S = 60.0
@@ -196,7 +195,7 @@ class RankHost:
         self._held.append((rank, needed))
         ends.callback(self._held.remove, (rank, needed))
         ends.push_async_callback(in_thread, rank.close)
-        await in_thread(partial(rank.start, LOAD_SILENT_S))
+        await in_thread(partial(rank.start, PREPARE_S))
         told = 0
         while not await in_thread(partial(rank.is_loaded, REPORT_S)):
             done, total = rank.process.progress

@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
+from paceline.core.clock import PREPARE_S
 from paceline.core.errors import SERVER_STOPPING, ConfigError, ExecutorLost, ExecutorUnavailable, NodeStopping
 from paceline.core.generation import Notice
 from paceline.ways.tensor.memory import GroupMemory
@@ -36,10 +37,8 @@ ENDING_S: Final = 4.0
 """For a rank to end when it is told to; then it is killed."""
 ASKED_S: Final = 10.0
 """For a rank to give out or take in a block; then it is killed. It does so beside what it computes."""
-SILENT_S: Final = 600.0
-"""For a rank to say how far its first load is; then it is killed. It may wait for others that compile kernels."""
 SILENT_AGAIN_S: Final = 60.0
-"""Likewise, of one that is started again: kernels are there, and answers wait."""
+"""Seconds for a rank that is started again to load a further byte; then it is killed. Its kernels are there, and answers wait for it."""
 
 
 StartsRank = Callable[[RankOrder, float], Rank]
@@ -74,7 +73,7 @@ class RankProcesses:
         self._processes = list[Rank]()
         try:
             for order in orders:
-                self._processes.append(self._start(order, SILENT_S))
+                self._processes.append(self._start(order, PREPARE_S))
         except (ConfigError, NodeStopping):
             self.close()
             raise

@@ -144,9 +144,7 @@ async def hold_calls(port: int, count: int, caller: Identity, path: str, part: b
     context = client_context(caller)
     context.set_alpn_protocols(["h2"])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NODE_NAME)
-    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": NODE_NAME}
-    headers |= {"content-type": "application/grpc", "te": "trailers"}
-    block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
+    block = _headers(path)
     whole = memoryview(first + part)
     streams = range(1, 1 + 2 * count, 2)
     windows, sent, initial = dict.fromkeys((0, *streams), 65535), dict.fromkeys(streams, 0), 65535
@@ -178,6 +176,25 @@ async def hold_calls(port: int, count: int, caller: Identity, path: str, part: b
             elif kind == RST_STREAM or (kind == HEADERS and flags & 1):
                 sent.pop(stream, None)
     return writer
+
+
+async def leave_answers(port: int, count: int, caller: Identity, path: str, message: bytes) -> asyncio.StreamWriter:
+    """Make whole calls, and take none of their answers beyond the first windows."""
+    context = client_context(caller)
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NODE_NAME)
+    body = len(message).to_bytes(5, "big") + message
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, b""))
+    for each in range(1, 1 + 2 * count, 2):
+        writer.write(_frame(HEADERS, each, _headers(path)) + _frame(DATA, each, body, 1))
+        await writer.drain()
+    return writer
+
+
+def _headers(path: str) -> bytes:
+    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": NODE_NAME}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    return b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
 
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8

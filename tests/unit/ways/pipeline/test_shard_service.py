@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from tests.fakes.clock import FakeClock
 from tests.fakes.fleets import TestFleet
 
+from paceline.core.clock import PREPARE_S
 from paceline.core.errors import (
     BadPipelineRequest,
     FleetError,
@@ -233,8 +234,8 @@ def test_a_stage_opens_reports_and_faults() -> None:
     ("told", "still_s", "at"),
     [
         ([(410, 1000)] * 3, shard_client.SILENCE_S, "at 410 of 1000 bytes"),
-        ([(1000, 1000)] * 3, shard_client.PREPARE_S, "at 1000 of 1000 bytes"),
-        ([(0, 0)] * 3, shard_client.PREPARE_S, "at 0 of 0 bytes"),
+        ([(1000, 1000)] * 3, PREPARE_S, "at 1000 of 1000 bytes"),
+        ([(0, 0)] * 3, PREPARE_S, "at 0 of 0 bytes"),
         ([(410, 1000), (0, 1000), (410, 1000)], shard_client.SILENCE_S, "at 410"),
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -25,7 +25,7 @@ from tests.unit.ways.tensor.test_group import BOUND_S, TINY, _await_state, _reca
 
 from paceline.backends import cpu
 from paceline.backends.memory import own_bytes
-from paceline.core.errors import ConfigError, NodeStopping
+from paceline.core.errors import ConfigError, NodeStopping, ShardUnavailable
 from paceline.core.generation import GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId, Trust
 from paceline.core.manifest import ByteRuns
@@ -422,3 +422,34 @@ def test_a_node_that_stops_begins_no_rank() -> None:
     nothing: Any = SimpleNamespace(rank=1)
     with pytest.raises(NodeStopping, match="this node is stopping"):
         AwayRank(RankPlace(NodeId("b"), nothing, over), nothing, nothing, nothing, 1.0)
+
+
+def test_one_caller_gets_half_of_a_hosts_places() -> None:
+    nothing: Any = None
+    host = RankHost(nothing, nothing, threads=1)
+
+    async def loads(*_: object) -> AsyncIterator[RankLoading]:
+        while True:
+            yield RankLoading(0, 1)
+
+    async def opened(name: str) -> AsyncGenerator[Any]:
+        caller: Any = SimpleNamespace(node_id=NodeId(name))
+        events = host.open(nothing, caller)
+        await anext(events)
+        return events
+
+    async def work() -> None:
+        held = [await opened(name) for name in ("b", "b", "c")]
+        with pytest.raises(ShardUnavailable):
+            await opened("b")
+        held.append(await opened("d"))
+        with pytest.raises(ShardUnavailable):
+            await opened("e")
+        await held.pop(0).aclose()
+        held.append(await opened("b"))
+        for events in held:
+            await events.aclose()
+        await host.stop()
+
+    host._rank = loads  # type: ignore[assignment]
+    asyncio.run(work())

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.clock import Clock
+from paceline.core.clock import PREPARE_S, Clock
 from paceline.core.errors import (
     ExecutorUnavailable,
     PacelineError,
@@ -56,9 +56,8 @@ class PipelineLimits:
     search_s: float = 30.0
     """How long machines are looked for, or may load no further byte, before requests end with an error. Raising it: they wait longer where
     none come back."""
-    prepare_s: float = 300.0
-    """How long machines may go on that have no bytes to count, before the first or behind the last: kernels are read or compiled. Raising it: one
-    that hangs there is given up later."""
+    prepare_s: float = PREPARE_S
+    """How long machines may go on that have no bytes to count, before the first or behind the last."""
     open_s: float = 1.0
     """How long other machines may take to open a route after a loss before this machine loads the layers too, if it may run alone. Raising it: answers
     wait longer for machines that have much to load; lowering it: memory is taken here for nothing more often."""

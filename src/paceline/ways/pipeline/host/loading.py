@@ -73,10 +73,14 @@ class LoadMeter:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes done, of bytes; 0 of 0 while nothing is known. What is fetched is packed afterwards, so it counts twice."""
+        """Bytes done, of bytes; 0 of 0 while nothing is known. What is fetched is packed afterwards, so it counts twice.
+
+        Between the two, kernels that pack are compiled: then all bytes that count are done.
+        """
         phases = (self.examined, self.fetched, self.packed, *self._fetches)
         done = sum(phase.done for phase in phases)
-        total = sum(phase.total for phase in phases) + (0 if self.packed.total else self.fetched.total)
+        is_fetching = self.fetched.done < self.fetched.total and not self.packed.total
+        total = sum(phase.total for phase in phases) + (self.fetched.total if is_fetching else 0)
         for other in self._ahead:
             more_done, more_total = other.progress
             done, total = done + more_done, total + more_total

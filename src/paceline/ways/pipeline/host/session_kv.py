@@ -8,11 +8,13 @@ read or written. Blocks are named by their caller; another caller's are not to b
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from paceline.core.background import came_within, tell_loop
@@ -20,7 +22,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import BlockId, NodeId
 from paceline.engine.kv_fetch import KvFetch
-from paceline.machine.kv_spans import KvMove, KvMover, n_alike
+from paceline.machine.kv_spans import KvBlocks, KvMove, KvMover, n_alike
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, part_of
 from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksDone, BlocksUse
 from paceline.ways.pipeline.executor.stage import Stage
@@ -31,12 +33,43 @@ LOOK_S = 0.1
 """Between two looks at a disk from which nothing is heard."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageDisk:
-    """Where a node keeps the KV of layers that it runs for others, and how much of it."""
+CALLERS_SHARE, CALLER_SHARE = 2, 4
+"""All callers together may take one part in so many of the disk's budget, and each of them one in so many. Raising them: prompts of other machines are
+computed again more often; lowering them: other machines drive out more of the owner's KV."""
+BUDGETS_A_DAY = 4
+"""Times its part that a caller may write in a day. Raising it: a caller wears the disk more; lowering it: a busy caller keeps less."""
+_DAY_S = 86400
 
-    folder: Path
-    limits: KvDiskLimits
+
+class StageDisk:
+    """Where a node keeps the KV of layers that it runs for others, and how much of it. For any thread."""
+
+    def __init__(self, folder: Path, limits: KvDiskLimits) -> None:
+        self._folder, self._limits = folder, limits
+        self._lock = threading.Lock()
+        self._day, self._written = 0, Counter[NodeId]()
+        """Bytes that each caller had written on that day."""
+
+    def open(self, blocks: KvBlocks, name: str, caller: NodeId, clock: Clock, wake: Callable[[], None]) -> DiskTier:
+        """Open a caller's part. Blocks: it looks at all files.
+
+        Args:
+            name: see `DiskTier`.
+        """
+        own, budget = f"callers/{hashlib.blake2b(caller.encode(), digest_size=16).hexdigest()}", self._limits.budget_bytes
+        limits = replace(self._limits, within={"callers": budget // CALLERS_SHARE, own: budget // CALLER_SHARE})
+        return DiskTier(blocks, name, self._folder, limits, clock, wake, partial(self._may_write, caller, clock))
+
+    def _may_write(self, caller: NodeId, clock: Clock, n_bytes: int) -> bool:
+        """Count bytes against what a caller may write today."""
+        day = int(clock.wall() // _DAY_S)
+        with self._lock:
+            if day != self._day:
+                self._day, self._written = day, Counter()
+            if self._written[caller] + n_bytes > BUDGETS_A_DAY * self._limits.budget_bytes // CALLER_SHARE:
+                return False
+            self._written[caller] += n_bytes
+            return True
 
 
 class SessionKv:
@@ -60,7 +93,7 @@ class SessionKv:
         clock: Clock,
         counted: Callable[[Counter[str]], None],
     ) -> None:
-        self._stage, self._name, self._disk, self._clock, self._counted = stage, f"{digest} {caller}", disk, clock, counted
+        self._stage, self._caller, self._disk, self._clock, self._counted = stage, caller, disk, clock, counted
         self._digest, self._n_layers, self._mover = digest, n_layers, mover
         self._fetches: set[KvFetch] = set()
         self._loop = asyncio.get_running_loop()
@@ -122,8 +155,7 @@ class SessionKv:
         if (disk := self._disk) is None:
             return None
         if self._making is None:
-            blocks = self._stage.blocks
-            make = lambda: DiskTier(blocks, self._name, disk.folder, disk.limits, self._clock, self._wake)  # noqa: E731
+            make = partial(disk.open, self._stage.blocks, f"{self._digest} {self._caller}", self._caller, self._clock, self._wake)
             self._making = asyncio.create_task(asyncio.to_thread(make))
         await asyncio.wait({self._making}, timeout=until - self._loop.time())
         if not self._making.done():

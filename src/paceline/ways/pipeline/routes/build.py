@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 from paceline.backends.options import LoadProgress
@@ -198,11 +199,13 @@ def plan_in_time(
     Raises:
         PlacementError: none came in time.
     """
-    until, said = clock.monotonic() + search_s, ""
+    until, said = inf, ""
     while True:
         try:
             return plan_now()
         except PlacementError as error:
+            if until == inf:  # the first plan reads files, which is no wait for machines
+                until = clock.monotonic() + search_s
             if clock.monotonic() >= until:
                 raise
             if (awaited := error.awaited or error.message) != said:

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import Hosting, Net, Route, User, batch_of, hosting, rows_of, wanted
 
 from paceline.core.errors import BadPipelineRequest, FleetError, NotTrusted
+from paceline.core.ids import NodeId
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.executor.route import BlocksAsked, BlocksUse
-from paceline.ways.pipeline.host.session_kv import StageDisk
+from paceline.ways.pipeline.host.session_kv import BUDGETS_A_DAY, CALLER_SHARE, StageDisk
 
 KEYS = tuple(secrets.token_bytes(16) for _ in range(3))
 WITHIN_S = 60.0
@@ -82,7 +84,7 @@ async def test_blocks_that_a_session_filled_are_kept_and_restored_by_the_callers
 async def test_a_chain_that_has_no_room_is_kept_from_its_beginning_and_found_so_after_a_restart(tmp_path: Path) -> None:
     chain, other = ([secrets.token_bytes(16) for _ in range(8)] for _ in range(2))
     net, room = Net(), 5
-    kept = StageDisk(tmp_path / "kv", KvDiskLimits(room * (48 + 8 * 3)))
+    kept = StageDisk(tmp_path / "kv", KvDiskLimits(CALLER_SHARE * room * (48 + 8 * 3)))
     async with User(net) as user:
         async with hosting(net, "a", disk=kept) as a:
             stage, _ = await begun(a, user, *range(8))
@@ -101,6 +103,33 @@ async def test_a_chain_that_has_no_room_is_kept_from_its_beginning_and_found_so_
             assert await used(stage, BlocksUse.FIND, chain) == room
             assert await used(stage, BlocksUse.RESTORE, chain[:room], range(room)) == room
     assert len(files_in(tmp_path)) == room
+
+
+@in_loop
+async def test_a_caller_has_its_share_of_a_disk_and_of_a_day(tmp_path: Path) -> None:
+    net, room = Net(), 2
+    kept = StageDisk(tmp_path / "kv", KvDiskLimits(CALLER_SHARE * room * (48 + 8 * 3)))
+    chains = [[secrets.token_bytes(16) for _ in range(room)] for _ in range(BUDGETS_A_DAY + 2)]
+    written: list[int] = []
+    async with hosting(net, "a", disk=kept) as a, User(net) as user, User(net, "other") as other:
+        theirs, _ = await begun(a, other, *range(room))
+        assert await used(theirs, BlocksUse.KEEP, chains[0], range(room)) == room
+        mine, _ = await begun(a, user, *range(room))
+        for chain in chains:
+            await used(mine, BlocksUse.KEEP, chain, range(room))
+            done = room * (len(written) + 2)
+            await until(lambda done=done: a.host.kept_blocks["written"] + a.host.kept_blocks["failed"] == done)
+            written.append(await used(mine, BlocksUse.FIND, chain))
+        assert written == [*[room] * BUDGETS_A_DAY, 0, 0]
+        assert await used(theirs, BlocksUse.FIND, chains[0]) == room
+
+
+def test_what_a_caller_may_write_begins_again_each_day(tmp_path: Path) -> None:
+    clock, kept = FakeClock(), StageDisk(tmp_path, KvDiskLimits(CALLER_SHARE * 100))
+    for _ in range(2):
+        assert [kept._may_write(NodeId("a"), clock, 100) for _ in range(BUDGETS_A_DAY + 1)] == [*[True] * BUDGETS_A_DAY, False]
+        assert kept._may_write(NodeId("b"), clock, 100)
+        clock.advance(86400)
 
 
 @in_loop

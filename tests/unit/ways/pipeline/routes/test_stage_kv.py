@@ -18,7 +18,7 @@ from paceline.core.ids import BlockId, Trust
 from paceline.core.model import ActivationDtype, LayerRange
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.ways.pipeline.executor.route import RouteStage
-from paceline.ways.pipeline.host.session_kv import StageDisk
+from paceline.ways.pipeline.host.session_kv import CALLER_SHARE, StageDisk
 from paceline.ways.pipeline.routes.opening import FleetRoute
 from paceline.ways.pipeline.routes.stage_kv import StagesKv
 
@@ -60,7 +60,7 @@ async def found(kv: StagesKv, chain: Sequence[bytes]) -> int:
 async def test_a_stage_whose_disk_is_full_keeps_beginnings_and_is_offered_again_what_it_lost(tmp_path: Path) -> None:
     net, room = Net(), 5
     for dtype in (ActivationDtype.BF16, ActivationDtype.FP16):  # where the route is part of a block's name, too
-        disk = StageDisk(tmp_path / dtype, KvDiskLimits(room * FILE))
+        disk = StageDisk(tmp_path / dtype, KvDiskLimits(CALLER_SHARE * room * FILE))
         async with User(net) as user:
             async with hosting(net, "a", disk=disk) as a:
                 kv = await over(a, user, tmp_path, dtype)

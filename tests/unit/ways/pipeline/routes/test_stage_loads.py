@@ -7,6 +7,7 @@ from tests.fakes.clock import FakeClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.ways.pipeline.executor.route import StageLoading
+from paceline.ways.pipeline.host.loading import LoadMeter
 from paceline.ways.pipeline.routes.opening import StageLoads
 
 BEE, CAT = LayerSpan(NodeId("bee"), LayerRange(0, 3)), LayerSpan(NodeId("cat"), LayerRange(3, 6))
@@ -58,3 +59,29 @@ def test_before_the_first_byte_and_behind_the_last_kernels_are_read_and_compiled
     assert not loads.opening.counts_no_bytes
     loads.note_progress(BEE, StageLoading(100, 100))
     assert loads.opening.counts_no_bytes
+
+
+def test_a_stage_that_compiles_says_so_whenever_it_does() -> None:
+    """Kernels are compiled before the first byte, between the last that was fetched and the first that is packed, and behind the last."""
+
+    def compiles(meter: LoadMeter) -> bool:
+        loads = StageLoads(FakeClock())
+        loads.begin([BEE])
+        loads.note_progress(BEE, StageLoading(*meter.progress))
+        return loads.opening.counts_no_bytes
+
+    meter, behind = LoadMeter(), LoadMeter()
+    behind.wait_for(meter)
+    steps = (
+        (lambda: None, True),
+        (lambda: meter.fetched.show(10, 100), False),
+        (lambda: meter.fetched.show(100, 100), True),
+        (lambda: meter.packed.show(10, 100), False),
+        (lambda: meter.packed.show(100, 100), True),
+    )
+    done = 0
+    for step, is_compiling in steps:
+        step()
+        assert compiles(meter) is compiles(behind) is is_compiling
+        assert meter.progress[0] >= done
+        done = meter.progress[0]
