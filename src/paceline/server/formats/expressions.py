@@ -31,7 +31,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """One of several parts."""
 
     parts: tuple[Expression, ...]
@@ -53,7 +53,7 @@ class Lexeme:
     part: Expression
 
 
-Expression = Letters | Reference | Sequence | Choice | Repeat | Lexeme
+Expression = Letters | Reference | Sequence | Alternation | Repeat | Lexeme
 Rules = Mapping[str, Expression]
 
 
@@ -67,7 +67,7 @@ def references(rule: Expression) -> Iterator[str]:
     match rule:
         case Reference(name):
             yield name
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             for part in parts:
                 yield from references(part)
         case Repeat(part):
@@ -79,7 +79,7 @@ def references(rule: Expression) -> Iterator[str]:
 def is_pattern(rule: Expression) -> bool:
     """Return whether an expression refers to no rule and has no lexeme."""
     match rule:
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             return all(map(is_pattern, parts))
         case Repeat(part):
             return is_pattern(part)
@@ -92,7 +92,7 @@ def lexemes(rule: Expression) -> Iterator[Expression]:
     match rule:
         case Lexeme(part):
             yield part
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             for part in parts:
                 yield from lexemes(part)
         case Repeat(part):
@@ -106,8 +106,8 @@ def mapped(rule: Expression, of_leaf: Callable[[Expression], Expression]) -> Exp
     match rule:
         case Sequence(parts):
             return Sequence(tuple(mapped(part, of_leaf) for part in parts))
-        case Choice(parts):
-            return Choice(tuple(mapped(part, of_leaf) for part in parts))
+        case Alternation(parts):
+            return Alternation(tuple(mapped(part, of_leaf) for part in parts))
         case Repeat(part, least, most):
             return Repeat(mapped(part, of_leaf), least, most)
         case _:
@@ -116,7 +116,7 @@ def mapped(rule: Expression, of_leaf: Callable[[Expression], Expression]) -> Exp
 
 def n_letters(part: Expression) -> int:
     match part:
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Alternation(parts):
             return sum(map(n_letters, parts))
         case Repeat(inner) | Lexeme(inner):
             return n_letters(inner)
@@ -128,7 +128,7 @@ def may_be_empty(part: Expression) -> bool:
     match part:
         case Sequence(parts):
             return all(map(may_be_empty, parts))
-        case Choice(parts):
+        case Alternation(parts):
             return any(map(may_be_empty, parts))
         case Repeat(inner, least):
             return least == 0 or may_be_empty(inner)

@@ -14,7 +14,7 @@ from typing import Final
 
 from paceline.core.errors import InvalidRequest
 from paceline.server.formats.expressions import (
-    Choice,
+    Alternation,
     Expression,
     Letters,
     Lexeme,
@@ -119,7 +119,7 @@ class _Parser:
         while self._peek() == ("mark", "|"):
             self._take()
             parts.append(self._sequence(depth))
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
     def _sequence(self, depth: int) -> Expression:
         parts: list[Expression] = []
@@ -250,7 +250,7 @@ def _rule(rule: Expression, names: Mapping[str, str]) -> str:
             return f"/{_pattern(rule)}/"
         case Sequence(parts):
             return " ".join(_rule(part, names) for part in parts)
-        case Choice(parts):
+        case Alternation(parts):
             return f"({' | '.join(_rule(part, names) for part in parts)})"
         case Repeat(part, least, most):
             return f"({_rule(part, names)}){_count(least, most)}"
@@ -267,7 +267,7 @@ def _pattern(part: Expression) -> str:
             return f"[{''.join(_letter(first) if first == last else f'{_letter(first)}-{_letter(last)}' for first, last in spans)}]"
         case Sequence(parts):
             return "".join(map(_pattern, parts))
-        case Choice(parts):
+        case Alternation(parts):
             return f"(?:{'|'.join(map(_pattern, parts))})"
         case Repeat(inner, least, most):
             return f"(?:{_pattern(inner)}){_count(least, most)}"

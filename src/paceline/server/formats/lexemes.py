@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from typing import Final
 
 from paceline.server.formats.expressions import (
-    Choice,
+    Alternation,
     Expression,
     Lexeme,
     Reference,
@@ -31,7 +31,7 @@ from paceline.server.formats.expressions import (
     starts_of,
 )
 from paceline.server.formats.loops import with_flat_loops, without_tail_calls
-from paceline.server.formats.overruns import Automaton, Edges, NotFollowed, Reading, Work
+from paceline.server.formats.overruns import Automaton, Edges, Effort, GreedyReading, NotFollowed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def followed_rules(rules: Rules, root: str) -> Followed:
     Raises:
         NotFollowed: a rule never ends, or the rules take too much work.
     """
-    rules, work = _reached(rules, root), Work()
+    rules, work = _reached(rules, root), Effort()
     _check_ends(rules, work)
     rules = {name: without_tail_calls(name, rule) for name, rule in rules.items()}
     if root in _patterns(rules, None):
@@ -76,7 +76,7 @@ def followed_rules(rules: Rules, root: str) -> Followed:
     recursive = {name: mapped(rule, inline) for name, rule in rules.items() if name not in inlined}
     flat = _reached({name: with_flat_loops(rule, recursive) for name, rule in recursive.items()}, root)
     divided = {name: _divided(rule) for name, rule in flat.items()}
-    while overruns := Reading(divided, root, work).overruns():
+    while overruns := GreedyReading(divided, root, work).overruns():
         cuts = (overruns.get(number, frozenset()) for number in count())
 
         def cut(leaf: Expression, cuts: Iterator[Edges] = cuts) -> Expression:
@@ -96,7 +96,7 @@ def _reached(rules: Rules, root: str) -> Rules:
     return found
 
 
-def _check_ends(rules: Rules, work: Work) -> None:
+def _check_ends(rules: Rules, work: Effort) -> None:
     ended = set[str]()
 
     def ends(rule: Expression) -> bool:
@@ -105,7 +105,7 @@ def _check_ends(rules: Rules, work: Work) -> None:
                 return name in ended
             case Sequence(parts):
                 return all(map(ends, parts))
-            case Choice(parts):
+            case Alternation(parts):
                 return any(map(ends, parts))
             case Repeat(part, least):
                 return least == 0 or ends(part)
@@ -136,7 +136,7 @@ def _patterns(rules: Rules, most: int | None) -> list[str]:
         match rule:
             case Reference(name):
                 return sizes[name]
-            case Sequence(parts) | Choice(parts):
+            case Sequence(parts) | Alternation(parts):
                 inner = [size(part) for part in parts]
                 return sum(letters for letters, _ in inner), 1 + max((depth for _, depth in inner), default=0)
             case Repeat(part):
@@ -179,8 +179,8 @@ def _divided(rule: Expression) -> Expression:
                     found.append(_divided(part))
             found.append(_lexeme(in_order(run)))
             return in_order(found)
-        case Choice(parts):
-            return Choice(tuple(map(_divided, parts)))
+        case Alternation(parts):
+            return Alternation(tuple(map(_divided, parts)))
         case Repeat(part, least, most):
             return Repeat(_divided(part), least, most)
         case _:
@@ -205,14 +205,14 @@ def _not_empty(part: Expression) -> Expression | None:
         case Sequence(parts):
             heads = [(number, _not_empty(each)) for number, each in enumerate(parts)]
             ways = [Sequence((head, *parts[number + 1 :])) for number, head in heads if head is not None]
-        case Choice(parts):
+        case Alternation(parts):
             ways = [way for way in map(_not_empty, parts) if way is not None]
         case Repeat(inner, _, most):
             rest = _not_empty(inner)
             ways = [] if rest is None else [Repeat(rest, 1, most)]
         case _:
             raise AssertionError("such a part is never empty")
-    return None if not ways else ways[0] if len(ways) == 1 else Choice(tuple(ways))
+    return None if not ways else ways[0] if len(ways) == 1 else Alternation(tuple(ways))
 
 
 def _cut(part: Expression, edges: Edges) -> Expression:
@@ -233,16 +233,16 @@ def _cut(part: Expression, edges: Edges) -> Expression:
             ends = sorted(cuts | {0, len(parts)})
             runs = [(begin, parts[begin:end]) for begin, end in pairwise(ends)]
             return in_order([_cut(run[0], inner[begin]) if inner[begin] else _lexeme(in_order(run)) for begin, run in runs])
-        case Choice(parts):
+        case Alternation(parts):
             starts = starts_of(parts)
             within = defaultdict[int, set[tuple[int, int]]](set)
             for before, after in edges:
                 place = _place(starts, before)
                 if place == _place(starts, after):
                     within[place].add((before - starts[place], after - starts[place]))
-            return Choice(tuple(_cut(each, within[place]) for place, each in enumerate(parts)))
+            return Alternation(tuple(_cut(each, within[place]) for place, each in enumerate(parts)))
         case Repeat(inner_part, least, most):
-            automaton = Automaton(inner_part, Work())
+            automaton = Automaton(inner_part, Effort())
             ends_at = {automaton.number[position] for position in automaton.last}
             begins_at = {automaton.number[position] for position in automaton.first}
             return Repeat(_cut(inner_part, {(i, j) for i, j in edges if i not in ends_at or j not in begins_at}), least, most)

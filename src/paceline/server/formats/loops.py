@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from paceline.server.formats.expressions import Choice, Expression, Reference, Repeat, Rules, Sequence, in_order, n_letters, references
+from paceline.server.formats.expressions import Alternation, Expression, Reference, Repeat, Rules, Sequence, in_order, n_letters, references
 
 _EMPTY: Final = Sequence(())
 _LETTERS: Final = 60
@@ -45,13 +45,13 @@ def with_flat_loops(rule: Expression, rules: Rules) -> Expression:
     match rule:
         case Sequence(parts):
             return in_order([with_flat_loops(part, rules) for part in parts])
-        case Choice(parts):
-            return Choice(tuple(with_flat_loops(part, rules) for part in parts))
+        case Alternation(parts):
+            return Alternation(tuple(with_flat_loops(part, rules) for part in parts))
         case Repeat(part, least, None):
             ways = list[Expression]()
             for way in _ways(with_flat_loops(part, rules)):
                 known = rules.get(way.name) if isinstance(way, Reference) else None
-                if isinstance(known, Choice | Repeat) and n_letters(known) <= _LETTERS:
+                if isinstance(known, Alternation | Repeat) and n_letters(known) <= _LETTERS:
                     ways += _ways(with_flat_loops(known, {}))
                 else:
                     ways.append(way)
@@ -68,7 +68,7 @@ def with_flat_loops(rule: Expression, rules: Rules) -> Expression:
 def _ways(rule: Expression) -> Iterator[Expression]:
     """Yield the ways through a rule: what its choices choose from, and the empty one."""
     match rule:
-        case Choice(parts):
+        case Alternation(parts):
             for part in parts:
                 yield from _ways(part)
         case Repeat(part, 0, 1):
@@ -79,4 +79,4 @@ def _ways(rule: Expression) -> Iterator[Expression]:
 
 
 def _one_of(ways: list[Expression]) -> Expression:
-    return ways[0] if len(ways) == 1 else Choice(tuple(dict.fromkeys(ways)))
+    return ways[0] if len(ways) == 1 else Alternation(tuple(dict.fromkeys(ways)))

@@ -16,7 +16,7 @@ from operator import or_
 from typing import Final
 
 from paceline.server.formats.expressions import (
-    Choice,
+    Alternation,
     Expression,
     Letters,
     Lexeme,
@@ -42,7 +42,7 @@ class NotFollowed(ValueError):
     """A grammar can't be followed. Its text names the rule."""
 
 
-class Work:
+class Effort:
     """Counts steps, and compares parts once."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Work:
 class Automaton:
     """Glushkov's automaton of a pattern: its positions are its letters, and those of counted parts several times."""
 
-    def __init__(self, part: Expression, work: Work) -> None:
+    def __init__(self, part: Expression, work: Effort) -> None:
         self._work = work
         self.letters: list[Spans] = []
         self.number: list[int] = []
@@ -89,7 +89,7 @@ class Automaton:
                     last = last | ends if may_miss else ends
                     is_empty = is_empty and may_miss
                 return first, last, is_empty
-            case Choice(parts):
+            case Alternation(parts):
                 added = [self._add(each, number + start) for start, each in zip(starts_of(parts), parts, strict=True)]
                 return set().union(*(a for a, _, _ in added)), set().union(*(b for _, b, _ in added)), any(c for _, _, c in added)
             case Repeat(inner, least, most):
@@ -131,7 +131,7 @@ class _Comparison:
     """Edges of the second behind texts of the first, and the bytes that take them there."""
 
 
-def _compare(one: Automaton, other: Automaton, work: Work) -> _Comparison:
+def _compare(one: Automaton, other: Automaton, work: Effort) -> _Comparison:
     meet, beyond = False, defaultdict[tuple[int, int], int](int)
     waiting = [(p, q) for p in one.first for q in other.first]
     seen = set[tuple[int, int]]()
@@ -180,10 +180,10 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= lowest
 
 
-class Reading:
+class GreedyReading:
     """Finds which lexemes may stand next to each other, and in each other's place. Sets of lexemes are integers, with a bit for each."""
 
-    def __init__(self, rules: Rules, root: str, work: Work) -> None:
+    def __init__(self, rules: Rules, root: str, work: Effort) -> None:
         self._rules, self._root, self._work = rules, root, work
         self._automata: list[Automaton] = []
         self._rule_of: list[str] = []
@@ -234,7 +234,7 @@ class Reading:
                     last = last | ends if may_miss else ends
                     is_empty = is_empty and may_miss
                 return first, last, is_empty
-            case Choice(parts):
+            case Alternation(parts):
                 found = [self._ends(part, numbers, links=links) for part in parts]
                 return _union(a for a, _, _ in found), _union(b for _, b, _ in found), any(c for _, _, c in found)
             case Repeat(part, least, most):
