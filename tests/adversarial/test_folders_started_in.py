@@ -93,7 +93,7 @@ def run_module() -> None:
 
 
 def try_form() -> None:
-    assert GrammarTrial().survives(Grammar(GrammarKind.REGEX, "a"))
+    assert GrammarTrial().refusal(Grammar(GrammarKind.REGEX, "a")) is None
 
 
 @pytest.mark.parametrize("start", [start_rank, launch_rank, sign, run_service, run_module, try_form])

@@ -12,8 +12,7 @@ import logging
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -25,9 +24,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
 from paceline.core.text import Tokenizer, printable
-from paceline.engine.grammar_trial import SECONDS, trial
+from paceline.engine.grammar_trial import trial
 from paceline.engine.matcher import DigitBound, Mask, Matcher, one_line
-from paceline.engine.refusals import in_own_words, place_to_blame
+from paceline.engine.refusals import Refusal, in_own_words, place_to_blame, place_to_name
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Grammars:
         """Compile nothing yet.
 
         Args:
-            tried: this process may end with a grammar, so that none is tried in another before.
+            tried: this process may end with a grammar, so that it also looks for the keyword to blame; otherwise another process does both first.
         """
         self._vocabulary, self._tried = tokenizer, tried
         self._tokenizer: LLTokenizer | None = None
@@ -77,8 +76,8 @@ class Grammars:
         self._bound: DigitBound | None = None
         """Made with it."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        """Why grammars are refused, and for which keyword, by their digests."""
+        self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
+        """By digests of grammars."""
         self._lock = threading.Lock()
         """Of what is compiled and refused. Never held for long."""
         self._compiling = threading.Lock()
@@ -92,8 +91,8 @@ class Grammars:
         if self.knows(grammar):
             return
         try:
-            if not self._tried and not trial(grammar):
-                raise _Refused(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
+            if not self._tried and (refusal := trial(grammar)) is not None:
+                raise _Refused(refusal)
             with self._compiling:
                 if self._find(grammar) is not None:
                     return
@@ -103,8 +102,9 @@ class Grammars:
                     if len(self._compiled) > KEPT:
                         self._compiled.popitem(last=False)
         except _Refused as refused:
-            self._remember(_digest(grammar), refused.why, refused.at)
-            raise _refusal(grammar, refused.why, refused.at) from None
+            refusal = self._blamed(grammar, refused.refusal) if self._tried else refused.refusal
+            self._remember(_digest(grammar), refusal)
+            raise _refusal(grammar, refusal) from None
 
     def knows(self, grammar: Grammar) -> bool:
         """Return whether a grammar is compiled already. Takes no time.
@@ -122,8 +122,8 @@ class Grammars:
         with self._lock:
             known = self._refusals.get(_digest(grammar))
         if known is not None:
-            self._remember(_digest(grammar), *known)
-            raise _refusal(grammar, *known)
+            self._remember(_digest(grammar), known)
+            raise _refusal(grammar, known)
         return False
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -132,10 +132,18 @@ class Grammars:
             self.prepare(grammar)
         return self._begin(compiled, grammar.kind, lambda said: self._drop(grammar, said))
 
-    def attempt(self, grammar: Grammar) -> None:
-        """Compile a grammar and follow it a little, and keep nothing."""
-        with suppress(_Refused):
-            self._compile(grammar, blames=False)
+    def attempt(self, grammar: Grammar) -> Iterator[Refusal | None]:
+        """Compile a grammar, follow it a little, and keep nothing.
+
+        Yields:
+            None: it can be followed. Or why not; and then the same with the keyword to blame, which takes longer to find.
+        """
+        try:
+            self._compile(grammar)
+            yield None
+        except _Refused as refused:
+            yield refused.refusal
+            yield self._blamed(grammar, refused.refusal)
 
     def _begin(self, compiled: LLMatcher, kind: GrammarKind, on_error: Callable[[str], object] | None = None) -> Matcher:
         assert self._tokenizer is not None, "it is made before the first grammar is compiled"
@@ -147,11 +155,11 @@ class Grammars:
         logger.warning("%s: refused from now on, since an answer outgrew what can be followed: %s", _FIELDS[grammar.kind], said)
         with self._lock:
             self._compiled.pop(grammar, None)
-        self._remember(_digest(grammar), "it grew beyond what can be followed in an earlier answer")
+        self._remember(_digest(grammar), Refusal("it grew beyond what can be followed in an earlier answer"))
 
-    def _remember(self, digest: bytes, why: str, at: str = "") -> None:
+    def _remember(self, digest: bytes, refusal: Refusal) -> None:
         with self._lock:
-            self._refusals[digest] = (why, at)
+            self._refusals[digest] = refusal
             self._refusals.move_to_end(digest)
             if len(self._refusals) > REFUSALS:
                 self._refusals.popitem(last=False)
@@ -162,22 +170,28 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
-    def _compile(self, grammar: Grammar, *, blames: bool = True) -> LLMatcher:
+    def _blamed(self, grammar: Grammar, refusal: Refusal) -> Refusal:
+        """Return a refusal with the path of the keyword to blame. Parts of the grammar are compiled for that, without limits."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not refusal.is_of_compiler:
+            return refusal
+
+        def compiles(schema: Mapping[str, Any]) -> bool:
+            return not isinstance(_compiled(tokenizer, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))), str)
+
+        return refusal._replace(at=place_to_blame(grammar, compiles))
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._vocabulary.eos_ids:
-            raise _Refused("this model has no token that ends an answer")
+            raise _Refused(Refusal("this model has no token that ends an answer"))
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
             self._bound = DigitBound(self._vocabulary)
         compiled = _compiled(self._tokenizer, grammar)
         if isinstance(compiled, str):
-            tokenizer = self._tokenizer
-
-            def compiles(schema: Mapping[str, Any]) -> bool:
-                return not isinstance(_compiled(tokenizer, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))), str)
-
             logger.debug("a grammar is refused: %s", one_line(compiled))
-            raise _Refused(in_own_words(compiled), place_to_blame(grammar, compiles) if blames else "")
+            raise _Refused(Refusal(one_line(in_own_words(compiled)), place_to_name(grammar), is_of_compiler=True))
         for number in range(_WALKS):
             self._walk(grammar, self._begin(compiled, grammar.kind), random.Random(number))
         return compiled
@@ -189,7 +203,7 @@ class Grammars:
             mask = matcher.mask()
             if matcher.error is not None:
                 behind = printable(written.decode(errors="replace"), 100)
-                raise _Refused(f"what may come behind '{behind}' is too much to follow", place_to_blame(grammar, lambda _: True))
+                raise _Refused(Refusal(one_line(f"what may come behind '{behind}' is too much to follow"), place_to_name(grammar)))
             assert mask is not None, "nothing was guessed"
             allowed = np.unpackbits(mask, bitorder="little")
             allowed[sorted(self._vocabulary.eos_ids)] = 0
@@ -201,17 +215,17 @@ class Grammars:
             matcher.take(token)
 
 
-def _refusal(grammar: Grammar, why: str, at: str) -> InvalidRequest:
-    field = at or _FIELDS[grammar.kind]
-    return InvalidRequest(f"{field}: {why}", "Send a form that can be followed.", field=field)
+def _refusal(grammar: Grammar, refusal: Refusal) -> InvalidRequest:
+    field = refusal.at or _FIELDS[grammar.kind]
+    return InvalidRequest(f"{field}: {refusal.why}", "Send a form that can be followed.", field=field)
 
 
 class _Refused(Exception):
-    """A grammar can't be followed. `why` is one line; `at` is the path of the keyword in the request, where it is known."""
+    """A grammar can't be followed."""
 
-    def __init__(self, why: str, at: str = "") -> None:
-        super().__init__(why)
-        self.why, self.at = one_line(why), at
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.why)
+        self.refusal = refusal
 
 
 def _compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher | str:

@@ -1,13 +1,17 @@
-"""Grammars are tried in a process of their own, before the one that serves compiles them.
+"""Grammars are tried in a process of their own. The process that serves compiles only those that were accepted there.
 
-Law: a grammar that ends a compiler's process, by its stack, its memory or its time, ends no other. The library can't be interrupted, and some forms
-of a few letters take it minutes or all of a stack.
+Laws:
+- A grammar that ends a compiler's process, by its stack, its memory or its time, ends no other. The library can't be interrupted, and some forms
+  of a few letters take it minutes or all of a stack.
+- A refused grammar is never compiled where it would be served, neither as a whole nor in parts: the child also finds the keyword to blame, within
+  the same limits.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -21,13 +25,20 @@ from paceline.core.errors import Overloaded
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.core.processes import python_command
 from paceline.core.text import Tokenizer
+from paceline.engine.refusals import Refusal
 
 SECONDS = 2.0
 """Of the processor, a grammar: the largest that are followed take half of one. Raising it: others wait longer for theirs."""
 BYTES = 2 << 30
 """Of addresses, in all: the largest grammars take some 150 MB."""
+SPECIALS = 64
+"""Special tokens that a grammar may name and that stay different ones while it is tried. Raising it: children start later."""
+_NAMED_TOKENS = re.compile(r"<\[\^?\d{1,9}(?:[-,]\d{1,9})*\]>")
 STACK = 4 << 20
 """Of the thread that tries: half of what threads have that compile and follow."""
+
+
+_TOO_COSTLY = Refusal(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
 
 
 class GrammarTrial:
@@ -38,8 +49,8 @@ class GrammarTrial:
         self._child: subprocess.Popen[bytes] | None = None
         self._end = weakref.finalize(self, _nothing)
 
-    def survives(self, grammar: Grammar) -> bool:
-        """Whether the child outlives the compiling of a grammar, be it one or not."""
+    def refusal(self, grammar: Grammar) -> Refusal | None:
+        """Return why a grammar can't be followed. None: it can be."""
         with self._lock:
             for _ in range(2):  # a child that ended while it waited says nothing about this grammar
                 fresh = self._child is None
@@ -48,13 +59,17 @@ class GrammarTrial:
                 with suppress(BrokenPipeError):
                     to.write(json.dumps([grammar.kind, grammar.text]).encode() + b"\n")
                     to.flush()
-                if back.readline():
-                    return True
-                self._end()
+                said = back.readline()
+                refusal = _read(said)
+                if said and refusal is None:
+                    return None
+                if refusal is not None and (more := _read(back.readline())) is not None:
+                    return more
+                self._end()  # it ended by itself: here, or while it looked for the keyword to blame
                 self._child = None
-                if fresh:
-                    return False
-            return False
+                if fresh or refusal is not None:
+                    return refusal or _TOO_COSTLY
+            return _TOO_COSTLY
 
     def _started(self) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(  # noqa: S603  our own program
@@ -82,8 +97,8 @@ def _trials() -> queue.LifoQueue[GrammarTrial]:
     return waiting
 
 
-def trial(grammar: Grammar) -> bool:
-    """Return whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves.
+def trial(grammar: Grammar) -> Refusal | None:
+    """Return why a grammar can't be followed, by the first child that is free. None: it can be.
 
     Raises:
         Overloaded: too many others wait.
@@ -94,7 +109,7 @@ def trial(grammar: Grammar) -> bool:
         waiting = _trials()
         one = waiting.get()
         try:
-            return one.survives(grammar)
+            return one.refusal(grammar)
         finally:
             waiting.put(one)
     finally:
@@ -110,10 +125,16 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.communicate()
 
 
-class _Bytes:
-    """A vocabulary that costs nothing: what compiling takes depends little on it."""
+def _read(line: bytes) -> Refusal | None:
+    """Return the refusal of a line that a child wrote. None: it accepted, or wrote none."""
+    said = json.loads(line or b"null")
+    return None if said is None else Refusal(*said)
 
-    size, eos_ids = 257, frozenset({256})
+
+class _Bytes:
+    """A vocabulary that costs nothing: what compiling takes depends little on it. Behind the bytes it has the end, and special tokens."""
+
+    size, eos_ids = 257 + SPECIALS, frozenset({256})
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
@@ -129,10 +150,17 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         kind, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        grammars.attempt(Grammar(GrammarKind(kind), text))
+        for refusal in grammars.attempt(Grammar(GrammarKind(kind), _with_own_specials(text))):
+            sys.stdout.buffer.write(json.dumps(refusal).encode() + b"\n")
+            sys.stdout.buffer.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(b"\n")
-        sys.stdout.buffer.flush()
+
+
+def _with_own_specials(text: str) -> str:
+    """Name special tokens of `_Bytes` where a grammar names those of its model: in the same order, so that ranges stay ranges."""
+    ids = sorted({int(number) for named in _NAMED_TOKENS.findall(text) for number in re.findall(r"\d+", named)})
+    own = {number: str(257 + min(place, SPECIALS - 1)) for place, number in enumerate(ids)}
+    return _NAMED_TOKENS.sub(lambda named: re.sub(r"\d+", lambda number: own[int(number[0])], named[0]), text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from paceline.core.generation import Grammar, GrammarKind
 
@@ -36,6 +36,17 @@ _WORDS: Final[Mapping[str, str]] = {
 """By expressions for what the library says; the first one that matches counts."""
 
 
+class Refusal(NamedTuple):
+    """Why a grammar can't be followed."""
+
+    why: str
+    """One line."""
+    at: str = ""
+    """The path in the request of the keyword to blame; empty if it is not known."""
+    is_of_compiler: bool = False
+    """The compiler refused the grammar, so that compiling its parts can tell which keyword is to blame."""
+
+
 def in_own_words(text: str) -> str:
     """A refusal of the library's as a client is told it."""
     for theirs, ours in _WORDS.items():
@@ -45,21 +56,29 @@ def in_own_words(text: str) -> str:
 
 
 def place_to_blame(grammar: Grammar, compiles: Callable[[Mapping[str, Any]], bool]) -> str:
-    """The path of the keyword for which a grammar is refused, or of the only schema in it; empty: it is not known.
+    """Find the keyword for which a grammar is refused, by compiling parts of it. Only a process that may end should do this.
 
     Args:
         compiles: whether a schema alone is taken.
+
+    Returns:
+        Its path, or else what `place_to_name` returns.
     """
     left = [TRIES]
-    schemas = list(_schemas(grammar))
 
     def is_refused(schema: Mapping[str, Any]) -> bool:
         left[0] -= 1
         return left[0] >= 0 and not compiles(schema)
 
-    for schema in schemas:
+    for schema in _schemas(grammar):
         if isinstance(at := schema.get("$comment"), str) and is_refused(schema):
             return _deepest(schema, schema, at, is_refused)
+    return place_to_name(grammar)
+
+
+def place_to_name(grammar: Grammar) -> str:
+    """Return the path of the only schema in a grammar; empty if there are several or none."""
+    schemas = list(_schemas(grammar))
     return str(schemas[0].get("$comment", "")) if len(schemas) == 1 else ""
 
 

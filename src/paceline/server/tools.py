@@ -269,29 +269,20 @@ def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading 
             return form
         return content_grammar(reading.format, content, token_id=special.get, in_reasoning=reading.in_reasoning)
     choice = BranchChoice.REQUIRED if tools.required else BranchChoice.AUTO if form is None else BranchChoice.OR_CONTENT
-    try:
-        made = calls_grammar(
-            reading.format,
-            {
-                name: _followed(parameters_of(tool.function), f"tools[{(asked.tools or []).index(tool)}].function.parameters")
-                if tool.function.strict or choice is not BranchChoice.AUTO
-                else {}
-                for name, tool in tools.callable.items()
-            },
-            choice,
-            parallel=tools.parallel,
-            token_id=special.get,
-            in_reasoning=reading.in_reasoning,
-            content=content,
-        )
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        KeyError,
-        RecursionError,
-    ) as error:  # a schema is a client's: anything may stand anywhere in it
-        raise InvalidRequest(f"tools: a schema can't be read ({error})", "Send JSON schemas.", field="tools") from error
+    made = calls_grammar(
+        reading.format,
+        {
+            name: _followed(parameters_of(tool.function), f"tools[{(asked.tools or []).index(tool)}].function.parameters")
+            if tool.function.strict or choice is not BranchChoice.AUTO
+            else {}
+            for name, tool in tools.callable.items()
+        },
+        choice,
+        parallel=tools.parallel,
+        token_id=special.get,
+        in_reasoning=reading.in_reasoning,
+        content=content,
+    )
     if made is None:
         raise InvalidRequest("tools: calls in this model's format can't be forced", "Send tool_choice auto, without strict.", field="tools")
     return made

@@ -18,7 +18,7 @@ from paceline.server.formats.cursor import json_escaped
 from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
 from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
 from paceline.server.formats.python_grammar import python_arguments
-from paceline.server.formats.tagged import alternatives, leaf_types
+from paceline.server.formats.schema_types import alternatives, leaf_types
 
 
 class BranchChoice(StrEnum):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.formats.tagged import resolve_reference
+from paceline.server.formats.schema_types import resolve_reference
 
 ANY = "/(.|\\n)*/"
 """Any text. Special tokens are none."""

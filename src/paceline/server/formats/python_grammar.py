@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from paceline.server.formats.lax_grammar import Lark
-from paceline.server.formats.tagged import alternatives, leaf_types
+from paceline.server.formats.schema_types import alternatives, leaf_types
 
 _WORDS = {True: "True", False: "False", None: "None"}
 _NAMED = {"boolean": ("True", "False"), "null": ("None",)}

@@ -12,90 +12,17 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 from paceline.server.formats.cursor import BLANKS, Cursor, Marks, json_escaped, read_json_string
+from paceline.server.formats.schema_types import alternatives, leaf_types, type_of
 
 STRING = frozenset({"string"})
-_DEEP = 8
-"""Schemas within schemas that are looked into."""
-_MOST = 1024
-"""Schemas that are looked at; of others any value is taken."""
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a property may have; none where the schema says nothing."""
     properties = schema.get("properties")
     one = cast("Mapping[str, Any]", properties).get(key) if isinstance(properties, Mapping) else None
-    return _types(schema.get("additionalProperties") if one is None else one, schema, _DEEP)
-
-
-def _types(schema: object, root: Mapping[str, Any], deep: int) -> frozenset[str]:
-    leaves = alternatives(schema, root, deep)
+    leaves = alternatives(schema.get("additionalProperties") if one is None else one, schema)
     return frozenset[str]().union(*map(leaf_types, leaves))
-
-
-def alternatives(schema: object, root: Mapping[str, Any], deep: int = _DEEP, left: list[int] | None = None) -> list[Mapping[str, Any]]:
-    """The schemas of which a value must follow one, references and choices resolved.
-
-    Args:
-        left: how many may yet be looked at, counted down.
-    """
-    left = [_MOST] if left is None else left
-    left[0] -= 1
-    if not isinstance(schema, Mapping) or deep <= 0 or left[0] < 0:
-        return [{}]
-    fields = cast("Mapping[str, Any]", schema)
-    match fields:
-        case {"$ref": str(where)}:
-            found = alternatives(resolve_reference(where, root), root, deep - 1, left)
-        case {"anyOf": list(options)} | {"oneOf": list(options)} | {"allOf": [_] as options}:
-            found: list[Mapping[str, Any]] = []
-            for option in cast("list[Any]", options):
-                found += alternatives(option, root, deep // 2, left)
-                if left[0] < 0:
-                    break
-        case _:
-            found = [fields]
-    return [*found, {"type": "null"}] if fields.get("nullable") is True else found
-
-
-def leaf_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types of one of those; none where it does not say."""
-    match schema:
-        case {"type": str(name)}:
-            return frozenset((name,))
-        case {"type": list(names)}:
-            return frozenset(name for name in cast("list[Any]", names) if isinstance(name, str))
-        case {"const": value}:
-            return frozenset((_type(value),))
-        case {"enum": list(values)}:
-            return frozenset(map(_type, cast("list[Any]", values)))
-        case _:
-            return frozenset()
-
-
-def resolve_reference(where: str, root: Mapping[str, Any]) -> object:
-    """What a reference within the schema points to."""
-    found: Any = root
-    for step in where.removeprefix("#").split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
-
-
-def _type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
 
 
 _PYTHONS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
@@ -109,7 +36,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(bare, parse_constant=float)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    kind = _type(value)
+    kind = type_of(value)
     if kind == "number" and value.is_integer() and types >= {"integer"} and "number" not in types:
         return str(int(value))
     fits = kind in types or not types or (kind == "integer" and "number" in types)

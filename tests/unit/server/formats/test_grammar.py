@@ -18,7 +18,7 @@ from paceline.core.generation import Grammar
 from paceline.engine.grammar import Grammars, Matcher
 from paceline.server.formats.format import Body, CallArguments, CallBegun, Content, Format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
-from paceline.server.formats.tagged import alternatives
+from paceline.server.formats.schema_types import alternatives
 from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
 from paceline.store.tokenizer_files import tokenizer_from_gguf

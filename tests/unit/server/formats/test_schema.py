@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.sampling import ALL, draws
 from tests.unit.engine.test_whole_forms import DIGITS
 from tests.unit.server.formats.random_schemas import random_answer, random_schema
+from tests.unit.server.formats.test_families import FORMATS
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
+from paceline.server import tools
+from paceline.server.formats import schema_shapes as shapes
+from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.patterns import without_look_around
 from paceline.server.formats.schema import followed_schema
+from paceline.server.requests import JsonObjectFormat
 
 PRINTED = Path(__file__).parents[3] / "data" / "printed_schemas"
 GRAMMARS = Grammars(DIGITS, tried=True)
@@ -102,6 +111,19 @@ def test_a_keyword_that_allows_everything_is_dropped(more: dict[str, Any]) -> No
     assert followed_schema({**A, **more}) == A
 
 
+LIST = {"type": "array", "items": {"enum": ["a"]}}
+SETS: dict[str, Any] = {
+    "type": "array",
+    "uniqueItems": True,
+    "$defs": {
+        "E": {"enum": ["a", "b"]},
+        "a b": {"type": "boolean"},
+        "s/t~": {"const": "e"},
+        "Größe": {"anyOf": [{"const": "c"}, {"const": "d"}]},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("schema", "followed"),
     [
@@ -121,6 +143,23 @@ def test_a_keyword_that_allows_everything_is_dropped(more: dict[str, Any]) -> No
         ({"properties": {"a": {"not": {}}}}, {"properties": {"a": False}}),
         ({"enum": [1, 2, 3], "not": {"const": 2}}, {"enum": [1, 3]}),
         ({"type": ["string", "null"], "not": {"type": "null"}}, {"type": ["string"]}),
+        # next to a reference, and behind references that are written in several ways
+        *(
+            ({**SETS, "items": {"$ref": where, **more}}, {**SETS, "uniqueItems": None, "type": None, "enum": [[], *([one] for one in left)]})
+            for where, more, left in (
+                ("#/$defs/E", {"const": "a"}, "a"),
+                ("#/$defs/E", {"enum": ["b", "c"]}, "b"),
+                ("#/$defs/E", {"type": ["string", "null"], "enum": ["a", None]}, "a"),
+                ("#/$defs/a%20b", {"const": True}, [True]),
+                ("#/$defs/Gr%C3%B6%C3%9Fe/anyOf/1", {"title": "a"}, "d"),
+                ("#/$defs/Größe/anyOf/1", {}, "d"),
+                ("#/$defs/s~1t~0", {}, "e"),
+            )
+        ),
+        *(
+            ({"$ref": f"#/$defs/{where}", "$defs": {name: {**LIST, "uniqueItems": True}}}, {"$ref": f"#/$defs/{where}", "$defs": {name: {"enum": [[], ["a"]]}}})
+            for where, name in (("Größe", "Größe"), ("Gr%C3%B6%C3%9Fe", "Größe"), ("鍵", "鍵"), ('a"b', 'a"b'), ("a~1b", "a/b"))
+        ),
         (
             {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
             {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False},
@@ -137,8 +176,12 @@ def test_a_keyword_that_allows_everything_is_dropped(more: dict[str, Any]) -> No
     ],
 )  # fmt: skip
 def test_a_schema_in_the_words_that_are_followed(schema: dict[str, Any], followed: dict[str, Any]) -> None:
+    followed = {key: value for key, value in followed.items() if value is not None}
     assert followed_schema(schema) == followed
     assert followed_schema(followed) == followed
+
+
+HUGE = 10**400
 
 
 def tagged(*values: object, **more: object) -> dict[str, Any]:
@@ -173,6 +216,38 @@ def tagged(*values: object, **more: object) -> dict[str, Any]:
         ({"pattern": "^a(?=b)"}, "pattern"),
         ({"pattern": "(?<!a)b"}, "pattern"),
         ({"allOf": [{"$ref": "#"}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+        # next to a reference
+        *(
+            ({**SETS, "items": {"$ref": "#/$defs/E", **more}}, "uniqueItems")
+            for more in ({"pattern": "^a"}, {"maxLength": 0}, {"format": "date"}, {"allOf": [{"const": "a"}]})
+        ),
+        ({"propertyNames": {"$ref": "#/$defs/E", "pattern": "^a"}, "$defs": {"E": {"enum": ["a", "b"]}}}, "propertyNames"),
+        # of another form than the keyword must have, where nothing but a reference leads, too
+        ({"dependentRequired": {"a": [{}]}}, "dependentRequired.a"),
+        ({"dependentRequired": {"a": "bc"}}, "dependentRequired.a"),
+        ({"dependencies": {"a": [["x"]]}}, "dependencies.a"),
+        ({"dependencies": {"a": {"required": 5}}}, "dependencies.a.required"),
+        ({"minLength": HUGE}, "minLength"),
+        ({"multipleOf": HUGE}, "multipleOf"),
+        ({"minimum": HUGE}, "minimum"),
+        ({"const": HUGE}, "const"),
+        ({"enum": [{"a": [HUGE]}]}, "enum"),
+        *(
+            ({"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"type": "object", **bad}}}, f"$defs.A.{path}")
+            for bad, path in (
+                ({"required": 5}, "required"),
+                ({"type": [{}]}, "type"),
+                ({"properties": [1]}, "properties"),
+                ({"properties": {"a": 1}}, "properties.a"),
+                ({"anyOf": {"a": 1}}, "anyOf"),
+                ({"items": {"enum": "abc"}}, "items.enum"),
+                ({"const": HUGE}, "const"),
+            )
+        ),
+        ({"$ref": "#/a/b", "a": {"b": 5}}, "a.b"),
+        ({"$ref": "#/a/0", "a": [{"type": [5]}]}, "a.0.type"),
+        ({"$ref": "#/a/1", "a": [{}]}, "$ref"),
+        ({"components": {"schemas": 5}}, "components.schemas"),
         # found by the compiler
         ({"pattern": "("}, "pattern"),
         ({"pattern": "a\\b"}, "pattern"),
@@ -197,6 +272,19 @@ def test_what_cannot_be_followed_is_refused_with_the_path_of_its_keyword(schema:
         GRAMMARS.prepare(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$comment": at, **followed_schema(schema, at)})))
     assert (refused.value.field or "").startswith(f"{at}.{path}")
     assert refused.value.message.startswith(f"{at}.{path}")
+
+
+@pytest.mark.parametrize("comment", ["made by a tool", 5, None, {"a": [1]}])
+@pytest.mark.parametrize("inside", [False, True])
+def test_comments_of_a_client_do_not_stand_for_the_path(comment: object, *, inside: bool) -> None:
+    schema = {"$comment": comment, "type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}
+    schema = {"$comment": comment, "type": "object", "properties": {"x": schema}} if inside else schema
+    asked = SimpleNamespace(grammar=None, regex=None, response_format=JsonObjectFormat(type="json_object", schema=schema))
+    form = tools.grammar_of(asked)  # pyright: ignore[reportArgumentType]
+    assert form
+    with pytest.raises(InvalidRequest) as refused:
+        GRAMMARS.prepare(form)
+    assert refused.value.field == "response_format.schema" + ".properties.x" * inside + ".minProperties"
 
 
 @pytest.mark.parametrize("deep", [600, 20_000])
@@ -236,3 +324,24 @@ def test_look_ahead_at_the_beginning_is_followed(pattern: str, matches: list[str
 @pytest.mark.parametrize("pattern", [r"a(?!b)", r"^(?!a|b)c|d$", r"^(?!(?=a))b", r"^(?!ab)c", r"(?=a)b", r"^(?<=a)b", r"^(?:(?!a)b)+$"])
 def test_other_look_around_is_not(pattern: str) -> None:
     assert without_look_around(pattern) is None
+
+
+KEYWORDS = st.sampled_from(
+    sorted({*shapes._CHECKS, *shapes.BY_NAME, *shapes.LISTS, *shapes._SCHEMAS, "dependentSchemas", "$ref", "nullable", "components"})
+)  # pyright: ignore[reportPrivateUsage]
+LEAVES = st.none() | st.booleans() | st.sampled_from([0, 1, -1, 2.5, HUGE, -HUGE, 1e300, float("inf"), float("nan"), 10**4000]) | st.sampled_from(
+    ["", "a", "object", "string", "^a(?=b)", "#/$defs/a", "#/a/0", "#", "\ud800", "$ref"]
+)  # fmt: skip
+ANY_SCHEMA = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.just("a"), inner, max_size=4), max_leaves=12
+)
+
+
+@settings(max_examples=1000 if ALL else 150, deadline=None)
+@given(st.dictionaries(KEYWORDS, ANY_SCHEMA, min_size=1, max_size=4))
+def test_whatever_stands_in_a_schema_it_is_followed_or_refused(schema: dict[str, Any]) -> None:
+    with suppress(InvalidRequest):
+        tools.grammar_of(SimpleNamespace(grammar=None, regex=None, response_format=JsonObjectFormat(type="json_object", schema=schema)))  # pyright: ignore[reportArgumentType]
+    for family in ("gemma4", "qwen_xml", "pythonic", "hermes"):
+        with suppress(InvalidRequest):
+            calls_grammar(FORMATS[family], {"f": followed_schema(schema)}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None)
