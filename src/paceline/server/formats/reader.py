@@ -105,15 +105,16 @@ class AnswerReader:
             next(self._reading, None)
         return self._said()
 
-    def end(self, *, is_cut: bool = False) -> list[Part]:
+    def end(self, *, is_cut: bool = False, has_failed: bool = False) -> list[Part]:
         """What is left once the answer has ended.
 
         Args:
             is_cut: the model would have written more.
+            has_failed: the answer ends with an error, which shows all of its text.
         """
         self._cursor.end(is_cut=is_cut)
         next(self._reading, None)
-        if self._required and not is_cut:
+        if self._required and (has_failed or not is_cut):
             self._say(Content, "".join(self._required))
         return self._said()
 
