@@ -247,7 +247,9 @@ def fault_of_validation(error: ValidationError) -> Fault:
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
             if first["type"] == "string_pattern_mismatch":
-                return Fault(400, f"{param}: {_said_of_pattern(first.get('ctx', {}).get('pattern', ''))}", param=param, code="invalid_value")
+                return Fault(
+                    400, f"{param}: {_said_of_pattern(first.get('ctx', {}).get('pattern', ''))}", param=param, code="invalid_value"
+                )
             wrong = WORDS[first["type"]].format_map(first.get("ctx", {})) if first["type"] in WORDS else first["msg"]
             if first["type"] == "list_type" and first["loc"][-1] in UNION_TAGS:
                 wrong = "Input should be a string or a list"

@@ -61,7 +61,7 @@ def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str
 def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
     """Return the entries that frame turns, in a template and in that for chats with tools. Blocks for some 0.3 s a template that may write any."""
     special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
-    signs = [name for name in encoder.get_vocab(with_added_tokens=True) if not name[-1:].isalnum()]  # few of a vocabulary: a quick first look
+    signs = [name for name in encoder.get_vocab(with_added_tokens=True) if not name[-1:].isalnum()]
     names = [name.lower() for name in signs if is_mark(name) and name not in special]
     found = set[str]()
     for source in {template.source, template.tool_source or template.source}:
