@@ -16,6 +16,7 @@ PATHS: dict[str, Any] = {
     "/v1/responses": lambda last: {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}, *last]},
     "/api/chat": lambda last: {"messages": [{"role": "user", "content": "", "images": ["aGk="]}, *last], "stream": False},
 }
+PATHS["/v1/responses/input_tokens"] = PATHS["/v1/responses"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -60,8 +60,8 @@ AGE_S = 3600
 """Until calls go by a new connection, whose certificate is looked at again."""
 KIB = 1 << 10
 MAX_REQUEST_BYTES = 2112 * KIB
-"""Of one message, which gRPC gathers before any of this code sees it. Some more than any method takes, so that a request that is too long is refused in
-words. Raising it: a caller can hold more by what it does not finish (`handlers.MOST_READS`)."""
+"""Largest message that gRPC gathers before this code sees it. It is a little more than any method takes, so a message that is too long for its method
+gets a typed error. Raising it: a caller makes this node hold more with messages that it never finishes (`handlers.MOST_READS`)."""
 
 MAX_STREAMS = 128
 """RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here

@@ -356,7 +356,7 @@ def counted(tally: Tally, chunks: Sequence[GenerationChunk]) -> Refusal | None:
 
 
 def text_of(parts: Sequence[Part]) -> str:
-    """What a client of a failed answer is shown of it: content, and the arguments of calls."""
+    """Return the text of a failed answer that its client is shown: content, and the arguments of calls."""
     return "".join([part.text for part in parts if isinstance(part, Content | CallArguments)])
 
 

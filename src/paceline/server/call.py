@@ -117,7 +117,8 @@ class ChoiceReader:
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
         tokens, text = chunk.token_ids, chunk.text
-        if chunk.finish_reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
+        is_own_end = chunk.finish_reason is FinishReason.STOP and tokens[-1:] and tokens[-1] in self._ends
+        if is_own_end:
             tokens = tokens[:-1]  # it ended the answer, and is no part of it
         self._waiting.extend(self._expected(token) for token in tokens)
         parts: list[Part] = []
@@ -133,7 +134,8 @@ class ChoiceReader:
             self._feed(self._beginning.cut(text), parts)
             for _ in self._waiting:  # a stop string took their text
                 self._count()
-            _join(parts, self._reader.end(is_cut=chunk.finish_reason is FinishReason.LENGTH))
+            has_failed = chunk.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}
+            _join(parts, self._reader.end(is_cut=not is_own_end, has_failed=has_failed))
         return parts
 
     def _expected(self, token: int) -> tuple[int, str]:

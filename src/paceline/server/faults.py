@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -206,9 +207,22 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("too_short", "string_too_short"), "Input should not be empty"),
     "too_long": "Input should have {max_length} entries at most",
     "string_too_long": "Input should have {max_length} letters at most",
-    "string_pattern_mismatch": "Input should be written as the expression {pattern} says",
 }
 """By the kind of pydantic's error. Of other kinds its own words do, or are ours."""
+
+
+_CLASS = re.compile(r"\^\[(.+)\]\{(\d+),(\d+)\}\$")
+"""How the patterns of fields are written: one class of letters, and how many of them."""
+
+
+def _said_of_pattern(pattern: str) -> str:
+    """Return which letters a field takes, and how many."""
+    if (found := _CLASS.fullmatch(pattern)) is None:
+        return "Input has letters that are not taken here"
+    letters, least, most = found.groups()
+    others = re.sub(r"\w-\w", "", letters)
+    named = ", ".join([*re.findall(r"\w-\w", letters), *others])
+    return f"Input should have {least} to {most} characters, each one of {named}"
 
 
 def fault_of_validation(error: ValidationError) -> Fault:
@@ -232,6 +246,10 @@ def fault_of_validation(error: ValidationError) -> Fault:
                 refused = None  # another field called so
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
+            if first["type"] == "string_pattern_mismatch":
+                return Fault(
+                    400, f"{param}: {_said_of_pattern(first.get('ctx', {}).get('pattern', ''))}", param=param, code="invalid_value"
+                )
             wrong = WORDS[first["type"]].format_map(first.get("ctx", {})) if first["type"] in WORDS else first["msg"]
             if first["type"] == "list_type" and first["loc"][-1] in UNION_TAGS:
                 wrong = "Input should be a string or a list"

@@ -17,7 +17,7 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, fault_of_validation
-from paceline.server.messages import ClosedObject, json_bytes
+from paceline.server.messages import ClosedObject, is_whole, json_bytes
 
 HEADER: Final = "x-paceline-ignored"
 FITTED: Final = "x-paceline-fitted"
@@ -121,7 +121,8 @@ def read_body(kind: type[Body], body: bytes) -> Body:
 
 
 MOST_ROUNDS: Final = 4
-"""Times that whole floats are taken as integers in one body: a list names its first error alone. Raising it: more such bodies are taken, and a bad one costs more."""
+"""Times that whole floats are taken as integers in one body: validation names only the first error of a list. Raising it: more such bodies are taken,
+and a bad one costs more."""
 
 
 def _validated(kind: type[Body], body: bytes) -> Body:
@@ -134,7 +135,7 @@ def _validated(kind: type[Body], body: bytes) -> Body:
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            whole = [each for each in error.errors(include_url=False) if each["type"] == "int_type" and _is_whole(each["input"])]
+            whole = [each for each in error.errors(include_url=False) if each["type"] == "int_type" and is_whole(each["input"])]
             if not whole:
                 raise
         fields = from_json(body)
@@ -144,12 +145,8 @@ def _validated(kind: type[Body], body: bytes) -> Body:
     return kind.model_validate_json(body)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer() and abs(value) < 2.0**63
-
-
 def _make_whole(fields: Any, place: tuple[int | str, ...]) -> None:
-    """Make the float at a place an integer. Names of a union's branches are part of a place and of no body."""
+    """Make the float at a place an integer, and in a list all whole floats. Names of a union's branches are part of a place and of no body."""
     found: Any = fields
     for name in place:
         inner: Any = None
@@ -159,7 +156,10 @@ def _make_whole(fields: Any, place: tuple[int | str, ...]) -> None:
             inner = found[name]
         if isinstance(inner, (dict, list)):
             found = inner
-        elif _is_whole(inner):
+        elif is_whole(inner) and isinstance(found, list):
+            numbers = cast("list[Any]", found)
+            numbers[:] = [int(one) if is_whole(one) else one for one in numbers]
+        elif is_whole(inner):
             cast("dict[object, Any]", found)[name] = int(inner)
 
 

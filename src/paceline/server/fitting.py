@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from paceline.core.errors import TemplateRefused
 from paceline.core.text import Given
-from paceline.server.messages import THOUGHTS, Arguments, Message, messages_for_template, messages_without_tools
+from paceline.server.formats.format import THOUGHTS
+from paceline.server.messages import Arguments, Message, messages_for_template, messages_without_tools
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, Given], list[int]]
@@ -55,7 +56,7 @@ _ALL: Final = (Change.IDS, Change.THOUGHTS, Change.CALLS, Change.TURNS, Change.G
 
 
 def _attempts() -> Iterator[Collection[Change]]:
-    """Yield sets of changes, the mildest first. Each fits a chat that is refused for several things."""
+    """Yield sets of changes to try, the mildest first. The later sets are for chats that the template refuses for several reasons."""
     yield from _MILD
     for arguments in (Change.OBJECTS, Change.TEXT):
         yield from ((arguments, *_ALL[:count]) for count in range(1, len(_ALL) + 1))

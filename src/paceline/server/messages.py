@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError, from_json
 
 from paceline.core.errors import NotServed
+from paceline.server.formats.format import THOUGHTS
 
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
@@ -42,6 +43,11 @@ def json_object(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value is a float without a fraction, small enough to be an integer field."""
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2.0**63
 
 
 def string_or_list(value: object) -> str:
@@ -147,10 +153,6 @@ Content = Annotated[
 def joined(parts: Sequence[str]) -> str:
     """Return texts as one, with line breaks between those that are not empty. Every API joins the parts of a message so."""
     return "\n".join([text for text in parts if text])
-
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names for what the assistant thought. Templates read one or another of them."""
 
 
 class Thinker(Strict):
@@ -281,14 +283,20 @@ def check_messages(messages: Sequence[Message]) -> str | None:
     return None
 
 
-_OPENING = frozenset({"additionalProperties", "patternProperties", "required", "$ref", "anyOf", "oneOf", "allOf", "minProperties"})
+_OPENING = frozenset(
+    {
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "required", "minProperties"),
+        *("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if", "const", "enum", "dependentSchemas", "dependencies"),
+    }
+)
 """Keywords with which a schema without properties may still allow some."""
 
 
 def parameters_of(function: Function) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments; that of `{}` alone if it has none."""
-    schema = function.parameters or {"type": "object", "properties": {}}
-    return {**schema, "additionalProperties": False} if schema.get("properties") == {} and not _OPENING & schema.keys() else schema
+    schema = function.parameters or {}
+    is_empty = schema.get("properties", {}) == {} and not _OPENING & schema.keys()
+    return {"type": "object", **schema, "properties": {}, "additionalProperties": False} if is_empty else schema
 
 
 def check_media(messages: Sequence[Message]) -> None:

@@ -27,7 +27,7 @@ from paceline.core.generation import (
     TEMPERATURE,
     TOP_P,
 )
-from paceline.server.messages import MAX_TOOLS, ClosedObject, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
+from paceline.server.messages import MAX_TOOLS, ClosedObject, Message, Strict, Tool, ToolChoice, is_whole, kind_of, string_or_list
 
 UNION_TAGS = frozenset(
     f"as-{kind}"
@@ -283,7 +283,9 @@ def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[
         prompts = 1
     if prompts > most:
         raise PydanticCustomError("prompt", "At most {limit} texts in one request", {"limit": most})
-    for ids in inner:
+    for place, given in enumerate(inner):
+        has_floats = float in set(map(type, given))
+        ids = inner[place] = [int(cast("float", one)) if is_whole(one) else one for one in given] if has_floats else given
         if set(map(type, ids)) != {int}:
             raise PydanticCustomError("prompt", "Token ids should be integers, at least one for each text")
         if len(ids) > MAX_PROMPT_IDS:
@@ -291,7 +293,8 @@ def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[
         numbers = cast("list[int]", ids)
         if min(numbers) < 0 or max(numbers) >= 1 << 31:
             raise PydanticCustomError("prompt", "Token ids should be from the model's vocabulary")
-    return cast("str | list[str] | list[int] | list[list[int]]", value)
+    read = items if kinds == {str} else inner if kinds == {list} else inner[0]
+    return cast("list[str] | list[int] | list[list[int]]", read)
 
 
 _ID_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}}

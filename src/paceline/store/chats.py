@@ -259,12 +259,23 @@ class ControlTokens:
                 for token in special
             ]
         )
+        normalized = [token.content for token in special if token.normalized]
+        self._normalizer: Final = encoder.normalizer if normalized else None
+        spelled = [] if self._normalizer is None else [*normalized, *map(self._normalizer.normalize_str, normalized)]
+        self._spelled_normalized: Final = re.compile("|".join(map(re.escape, filter(None, spelled))) or r"(?!)")
+        """Found in a normalized text, which may spell a token that the text itself does not."""
         pairs = ((encoder.token_to_id(self._double + name), encoder.token_to_id(name)) for name in names)
         self._real: Final = {double: real for double, real in pairs if double is not None and real is not None}
 
     def broken(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """The messages with every special token they spell broken by a mark; None where they spell none."""
+        """Return the messages with every special token they spell broken by a mark; None if they spell none, also once they are normalized."""
         found = False
+
+        def becomes_special(text: str) -> bool:
+            if self._normalizer is None:
+                return False
+            whole = text.encode("utf-8", "replace").decode()  # lone surrogates are refused later
+            return self._spelled_normalized.search(self._normalizer.normalize_str(whole)) is not None
 
         def split(match: re.Match[str]) -> str:
             nonlocal found
@@ -272,14 +283,16 @@ class ControlTokens:
             return match[0][0] + self._mark + match[0][1:]
 
         def walk(value: object) -> object:
+            nonlocal found
             match value:
                 case str():
+                    found = found or becomes_special(value)
                     return self._spelled.sub(split, value)
                 case list():
                     return [walk(item) for item in cast("list[object]", value)]
                 case dict():
                     # Names too: those of a tool's parameters are its maker's.
-                    return {self._spelled.sub(split, name): walk(item) for name, item in cast("dict[str, object]", value).items()}
+                    return {cast("str", walk(name)): walk(item) for name, item in cast("dict[str, object]", value).items()}
                 case _:
                     return value
 

@@ -1,15 +1,18 @@
 """Control tokens by their spelling: entries of a vocabulary that end an answer or frame a turn, though the model's files give them another type.
 
-A mark of a turn is an entry that the chat template writes next to a role or to what is said. What stands within a turn (thoughts, calls, results) is text
-that models write and clients read: its marks stay as they are. A mark that is not one entry, such as `USER:`, stays text.
+`turn_marks` finds the entries that the chat template writes around turns. A mark that is not one entry, such as `USER:`, stays text.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+<<<<<<< HEAD
 import re
 from collections.abc import Collection, Mapping
+=======
+from collections.abc import Collection
+>>>>>>> marks
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 _MESSAGE_END: Final = "<|end|>"
 END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", _MESSAGE_END)
 """Tokens that end an answer in the families we run, whether or not a model's files say so."""
+<<<<<<< HEAD
 _LAST_MESSAGE_ENDS: Final = ("<|return|>", "<|call|>")
 """In a vocabulary that has both, an answer is several messages: these end its last one, and `<|end|>` any other."""
 _ROLES: Final = r"(?:system|user|assistant|model|tool|developer|human|gpt|bot|ipython)"
@@ -53,43 +57,42 @@ def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int
 
 
 def control_marks(encoder: Encoder, template: str | None, named: Collection[str] = ()) -> list[str]:
+=======
+MAX_MARK_LETTERS: Final = 64
+"""Letters of a mark. Raising it: more look-ups in texts that have none."""
+
+
+def is_mark(name: str) -> bool:
+    """Return whether an entry may be a mark: it begins and ends with a sign, and has a letter between."""
+    return (
+        2 < len(name) <= MAX_MARK_LETTERS
+        and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
+        and any(map(str.isalnum, name))
+    )
+
+
+def control_marks(encoder: Encoder, marks: Collection[str] = (), named: Collection[str] = ()) -> list[str]:
+>>>>>>> marks
     """Return the spellings of entries that are control tokens and have another type, in the order of their ids.
 
     Args:
-        template: the text of the chat template.
+        marks: those that the chat template writes around turns.
         named: tokens that the model's files name as first, last and so on.
     """
-    added = encoder.get_added_tokens_decoder()
-    names = {*END_TOKENS, *(name for name in named if _SHAPE.fullmatch(name))}
-    if template is not None:
-        listed = {token.content for token in added.values() if re.search(r"\w", token.content) and not token.content[:1].isalnum()}
-        names |= {name for name in listed | set(_SHAPE.findall(template)) if name in template and frames_turn(name, template)}
-    names -= {token.content for token in added.values() if token.special}
+    names = {*END_TOKENS, *marks, *filter(is_mark, named)}
+    names -= {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
     found = {name: token_id for name in names if (token_id := encoder.token_to_id(name)) is not None}
     return sorted(found, key=lambda name: found[name])
 
 
-def frames_turn(name: str, template: str) -> bool:
-    """Return whether a template writes a mark next to a role, or one that is not a tag next to what is said."""
-    if _TAG.fullmatch(name) and f"</{name.strip('</>')}>" in template:
-        return False  # such pairs stand around what is within a turn
-    if _NAMES_TURN.fullmatch(name):
-        return True
-    if _WITHIN.search(name):
-        return False
-    beside = _ROLE if _TAG.fullmatch(name) else f"(?:{_ROLE}|{_CONTENT})"
-    mark = re.escape(name)
-    return re.search(rf"{mark}{_GAP}{beside}|{beside}{_GAP}{mark}", template, re.IGNORECASE) is not None
-
-
-def with_control_marks(encoder: Encoder, template: str | None, named: Collection[str], path: Path) -> Encoder:
+def with_control_marks(encoder: Encoder, marks: Collection[str], named: Collection[str], path: Path) -> Encoder:
     """Return an encoder whose marks are control tokens: no message spells one, and none is part of an answer.
 
     Args:
-        template, named: as for `control_marks`.
+        marks, named: as for `control_marks`.
         path: the file that the vocabulary came from, for the log.
     """
-    names = control_marks(encoder, template, named)
+    names = control_marks(encoder, marks, named)
     if not names:
         return encoder
     from tokenizers import Tokenizer

@@ -20,6 +20,7 @@ from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import MAX_JSON_BYTES, JsonObject, load_object
 from paceline.store.home import Home, identity_key, write_cache
 from paceline.store.tokenizer import SPACE_MARK, ModelTokenizer, is_library_failure
+from paceline.store.turn_marks import turn_marks
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -110,7 +111,7 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
     ids = frozenset(ends if named_end is None else [*ends, named_end])
     sources = _template_sources(folder, settings)
     template = _template(folder, sources, special, _object(settings, "response_template"))
-    encoder = with_control_marks(encoder, sources.get(_DEFAULT), _named(encoder, ids, special), path)
+    encoder = with_control_marks(encoder, _marks(encoder, template), _named(encoder, ids, special), path)
     drawn = {} if generation.fields.get("do_sample") is False else generation.fields  # what it says is of no use to a greedy model
     return ModelTokenizer(path, encoder, ids, template, rows, drawn)
 
@@ -169,6 +170,10 @@ def _named(encoder: Encoder, ends: Iterable[int], special: Mapping[str, str]) ->
     return {*special.values(), *(name for i in ends if 0 <= i < _MOST_IDS and (name := encoder.id_to_token(i)) is not None)}
 
 
+def _marks(encoder: Encoder, template: ChatTemplate | None) -> set[str]:
+    return set() if template is None else turn_marks(encoder, template)
+
+
 def _named_templates(settings: JsonObject) -> dict[str, str]:
     """Read one template, or several: as an object, or as a list of objects with a name."""
     value = settings.fields.get("chat_template")
@@ -222,7 +227,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     named = {_DEFAULT: header.text("tokenizer.chat_template"), _TOOL_USE: header.text(f"tokenizer.chat_template.{_TOOL_USE}")}
     template = _template(header.path, {name: source for name, source in named.items() if source is not None}, special)
     ends = frozenset(i for key in ("eos", "eot", "eom") if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None)
-    encoder = with_control_marks(encoder, named.get(_DEFAULT), _named(encoder, ends, special), header.path)
+    encoder = with_control_marks(encoder, _marks(encoder, template), _named(encoder, ends, special), header.path)
     said = {name: header.fields.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     usual = _CARDS.get(header.text("general.basename") or "", {})
     drawn = {**usual, **{name: value for name, value in said.items() if value is not None}}

@@ -83,6 +83,29 @@ def test_every_code_that_clients_are_told_is_documented() -> None:
     assert "| 501 |" in table
 
 
+def test_a_name_that_does_not_fit_is_told_which_letters_do() -> None:
+    named = {"type": "function", "function": {"name": "two words"}}
+    with pytest.raises(Refusal) as refused:
+        read_body(ChatCompletionRequest, orjson.dumps({"messages": [{"role": "user", "content": "a"}], "tools": [named]}))
+    assert all(shown in refused.value.fault.message for shown in ("128", "a-z", "A-Z", "0-9", "_", "."))
+    assert "[" not in refused.value.fault.message.partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1, 2, 3, 4, 5, 6]),
+        ([1, 2.0], [1, 2]),
+        ([[1.0, 2], [3.0]], [[1, 2], [3]]),
+        ([[1], [2.0]], [[1], [2]]),
+    ],
+)
+def test_whole_floats_are_token_ids(prompt: object, read: object) -> None:
+    body = {"model": "m", "prompt": prompt, "stop_token_ids": [float(one) for one in range(9)]}
+    asked = read_body(CompletionRequest, orjson.dumps(body))
+    assert (asked.prompt, asked.stop_token_ids) == (read, list(range(9)))
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "says"),
     [
@@ -95,6 +118,8 @@ def test_every_code_that_clients_are_told_is_documented() -> None:
         (ChatCompletionRequest, {"messages": []}, "messages: Input should not be empty"),
         (ChatCompletionRequest, {"messages": "hi"}, "messages: Input should be a list"),
         (ChatCompletionRequest, {"messages": [1]}, "messages[0]: Input should be an object"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x: Input should have 1 to 9 characters, each one of 0-9"),
+        (CompletionRequest, {"prompt": [1.0, 2.5]}, "prompt: Token ids should be integers, at least one for each text"),
     ],
 )
 def test_what_does_not_fit_a_body_is_said_in_our_words(kind: type[CompletionRequest], body: dict[str, object], says: str) -> None:
@@ -108,6 +133,7 @@ def test_what_does_not_fit_a_body_is_said_in_our_words(kind: type[CompletionRequ
     [
         ("/v1/responses", "response_format.json_schema.schema.items", "text.format.schema.items"),
         ("/v1/responses", "response_format", "text.format"),
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
         ("/v1/responses", "text.format", "text.format"),
         ("/v1/responses/input_tokens", "tools[1].function.parameters.items", "tools[1].parameters.items"),
         ("/v1/chat/completions", "response_format.json_schema.schema", "response_format.json_schema.schema"),

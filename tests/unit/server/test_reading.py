@@ -13,6 +13,7 @@ from paceline.core.ids import RequestId
 from paceline.engine.sequence import TextStream
 from paceline.server.call import ChoiceReader, Reading
 from paceline.server.formats.format import Content, Format, Part, Reasoning, Thinking
+from paceline.server.formats.reader import AnswerReader
 
 OPEN, CLOSE, END = 0, 1, 2
 SPELLED = {OPEN: b"[THINK]", CLOSE: b"[/THINK]"}
@@ -75,6 +76,34 @@ def test_parts_follow_from_the_engines_text_however_it_is_cut(tokens: list[int],
     for marker in SPELLED.values():  # one that opens or closes nothing is text
         read = read.replace(marker.decode(), "")
     assert "".join(read.split()) == "".join(text.split()), "only blanks beside markers are left out"
+
+
+@pytest.mark.parametrize(
+    ("token", "finish", "is_cut"),
+    [
+        (END, FinishReason.STOP, False),
+        (3, FinishReason.STOP, True),
+        (END, FinishReason.LENGTH, True),
+        (END, FinishReason.ABORT, True),
+        (END, FinishReason.ERROR, True),
+        (None, FinishReason.STOP, True),
+        (None, FinishReason.ERROR, True),
+    ],
+)
+def test_only_a_token_that_ends_answers_is_the_models_own_end(
+    monkeypatch: pytest.MonkeyPatch, token: int | None, finish: FinishReason, is_cut: bool
+) -> None:
+    ends: list[bool] = []
+
+    def end(self: AnswerReader, *, is_cut: bool, has_failed: bool) -> list[Part]:
+        assert has_failed == (finish in {FinishReason.ABORT, FinishReason.ERROR})
+        ends.append(is_cut)
+        return []
+
+    monkeypatch.setattr(AnswerReader, "end", end)
+    reader = ChoiceReader(Reading(FORMAT, {}, False, True, SPELLED), Pieces(), GenerationRequest(RequestId("r"), (1,), 100))
+    reader.read(GenerationChunk(RequestId("r"), 0, () if token is None else (token,), "", finish_reason=finish))
+    assert ends == [is_cut]
 
 
 @pytest.mark.parametrize("stop", ["[THINK]", "[/THINK]"])

@@ -45,7 +45,17 @@ def test_a_named_function_is_called_once(parallel: bool | None) -> None:
         ({}, EMPTY),
         ({"type": "object", "properties": {}}, EMPTY),
         ({"type": "object", "properties": {}, "additionalProperties": True},) * 2,
-        ({"type": "object"},) * 2,
+        ({"type": "object"}, EMPTY),
+        ({"properties": {}, "required": []},) * 2,
+        ({"type": "object", "title": "Now"}, EMPTY | {"title": "Now"}),
+        (
+            {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"},
+            EMPTY | {"$schema": "https://json-schema.org/draft/2020-12/schema"},
+        ),
+        ({"type": "object", "additionalProperties": False}, {"type": "object", "additionalProperties": False}),
+        ({"type": "object", "$ref": "#/$defs/A", "$defs": {"A": {}}},) * 2,
+        ({"type": "object", "propertyNames": {"enum": ["a"]}},) * 2,
+        ({"type": "object", "if": {}, "then": {"required": ["a"]}},) * 2,
         ({"type": "object", "properties": {"a": {}}},) * 2,
     ],
 )
@@ -85,6 +95,21 @@ def test_a_cut_call_is_an_incomplete_item() -> None:
     events = output.add(CUT, (), FinishReason.STOP)
     assert output.items[0]["status"] == "incomplete"
     assert orjson.dumps(events)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("last", [False, True])
+def test_only_a_call_that_was_cut_is_incomplete(last: bool, apart: bool) -> None:
+    parts: list[Part] = [
+        *(CallBegun(0, "f", is_open=True), CallArguments(0, '{"a"', is_open=True), CallArguments(0, ":1}", is_open=False)),
+        *(CallBegun(1, "g", is_open=True), CallArguments(1, "{}", is_open=False)),
+        *(CallBegun(2, "h", is_open=True), CallArguments(2, "{", is_open=last)),
+    ]
+    output = Output(MODEL.tokenizer, logprobs=False, summarised=False, carried=False, namespaced={})
+    for some in [[part] for part in parts] if apart else [parts]:
+        output.add(some, (), None)
+    output.add([], (), FinishReason.STOP)
+    assert [item["status"] for item in output.items] == ["completed", "completed", "incomplete" if last else "completed"]
 
 
 def test_a_form_stands_behind_the_head_of_the_answer() -> None:

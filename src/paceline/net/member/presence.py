@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
+import grpc
 import grpc.aio
 
 from paceline.core.clock import Clock
@@ -27,6 +28,9 @@ ANSWERS_S = 1.2
 
 AGAIN_S = 1.0
 """Between two looks. Raising it: `paceline status --watch` shows a loss later; lowering it: nodes answer more calls."""
+
+_SILENCE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+"""Statuses of a call that no node answered. With any other status, even a refusal, a live node answered."""
 
 
 class Presence:
@@ -70,8 +74,9 @@ class Presence:
                         with unless_closed(f"{node_id} at {address}"):
                             await stub.MeasureLink(wire.MeasureLinkRequest())
                     except grpc.aio.AioRpcError as error:
-                        why = error_of(error, f"{node_id} at {address}").message
-                        continue
+                        if error.code() in _SILENCE:
+                            why = error_of(error, f"{node_id} at {address}").message
+                            continue
                     self._book.worked(address)
                     return True
         except TimeoutError:

@@ -107,10 +107,10 @@ def _choice(choice: ToolChoiceAsked) -> dict[str, Any]:
 
 
 def _messages(asked: CountTokensRequest) -> list[Message]:
-    system = [_joined(asked.system)] if asked.system else []
+    system = [_text(asked.system)] if asked.system else []
     turns = list(enumerate(asked.messages))
     while turns and turns[0][1].role == "system":
-        system += [_said(turn) for _, turn in turns[:1]]
+        system += [_text(turn.content) for _, turn in turns[:1]]
         del turns[0]
     messages = [Message(role="system", content="\n".join(system))] if any(system) else []
     known = set[str]()
@@ -135,7 +135,7 @@ def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str], *, is_last:
     parts: list[TextPart | MediaPart] = []
     for at, turn in turns:
         if turn.role == "system":
-            parts.append(_text_part(REMINDER.format(_said(turn))))
+            parts.append(_text_part(REMINDER.format(_text(turn.content))))
             continue
         for place, block in enumerate(turn.blocks):
             match block:
@@ -204,13 +204,9 @@ def _misplaced(at: int, place: int, kind: str, whose: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: a {kind} block stands in a message of {whose} alone", field=field)
 
 
-def _said(turn: MessageTurn) -> str:
-    """The text of a system message."""
-    return joined([block.text for block in turn.blocks if isinstance(block, TextBlock)])
-
-
-def _joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else joined([block.text for block in content])
+def _text(content: str | Sequence[object]) -> str:
+    """Return the text of a system message."""
+    return content if isinstance(content, str) else joined([block.text for block in content if isinstance(block, TextBlock)])
 
 
 TOO_LONG = "prompt is too long: "

@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names for what the assistant thought. Templates read one or another of them."""
+
 
 class Body(StrEnum):
     """In what form a call's arguments are written."""

@@ -10,12 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from paceline.server.formats.format import Body, Calls, Format, Parameters, Thinking, Written
+from paceline.server.formats.format import THOUGHTS, Body, Calls, Format, Parameters, Thinking, Written
 
 _MAX_MARK = 100
 """Characters of a mark. Raising it: reading looks ahead further."""
 _MAX_MARKS = 16
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _PIECE = re.compile(r"(?P<blank>\\s[*+]\??)|\(\?P<(?P<group>[a-z]+)>(?:\[[^\]]{1,40}\]|\\[wS]|\.)[+*]\??\)|\\(?P<escaped>[^A-Za-z0-9])|(?P<line>\\n)"
                     r"|(?P<plain>[^\\^$.|?*+()\[\]{}])")  # fmt: skip
 _BLANK = ""
@@ -41,7 +40,7 @@ def from_response_template(template: Mapping[str, Any]) -> Format | None:
         name: cast("Mapping[str, Any]", field) for name, field in cast("Mapping[str, Any]", fields).items() if isinstance(field, Mapping)
     }
     try:
-        thought = next((known[name] for name in _THOUGHTS if name in known), None)
+        thought = next((known[name] for name in THOUGHTS if name in known), None)
         thinking = None if thought is None else Thinking(_literals(thought, "open"), _literals(thought, "close"), anywhere=True)
         calls = (_calls(known["tool_calls"]),) if "tool_calls" in known else ()
     except _Untranslated:

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest
-from paceline.server.faults import OWN_NAMES, Api, own_field, rename_field
+from paceline.server.faults import rename_field
 from paceline.server.fields import inner_request
 from paceline.server.messages import CalledFunction, Function, MediaPart, Message, TextPart, Tool, ToolCall, joined
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
@@ -374,19 +374,16 @@ def _named(name: str) -> dict[str, object]:
     return {"type": "function", "function": {"name": name}}
 
 
-NAMES = OWN_NAMES[Api.RESPONSES]
-"""What this API calls a chat's fields."""
 _OF_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
 def translate_error(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) -> InvalidRequest | ContextOverflow:
-    """An error of the inner request, under the names that this API has for its fields."""
+    """Return an error about one of the chat's messages as an error about what that message was made of. `Fault.body` renames other fields."""
     inner = error.field
     if inner is None:
         return error
+    outer = inner
     if found := _OF_MESSAGE.fullmatch(inner):
         rest = found[2].replace(".tool_call_id", ".call_id")
         outer = origins[int(found[1])] + (rest if origins[int(found[1])].startswith("input[") else "")
-    else:
-        outer = own_field(NAMES, inner) or inner
     return type(error)(rename_field(error.message, inner, outer), error.hint.replace("max_tokens", "max_output_tokens"), field=outer)

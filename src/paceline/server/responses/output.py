@@ -62,8 +62,8 @@ class Output:
                     name, index = ("reasoning_summary_text", "summary_index") if self._summarised else ("reasoning_text", "content_index")
                     events.append(self._event(f"{name}.delta", {index: 0, "delta": text}))
                 case CallBegun(_, name, is_open):
-                    self._is_cut = is_open
                     events += [*self._close("completed"), *self._begin_call(name)]
+                    self._is_cut = is_open
                 case CallArguments(_, text, is_open):
                     self._texts.append(text)
                     self._is_cut = is_open

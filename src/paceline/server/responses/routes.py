@@ -60,7 +60,9 @@ class Responses:
         """Count the tokens of a prompt without answering it; raises as `Intake.chat` does."""
         asked = intake.parse(ResponsesRequest, body)
         _, _, prompt = self._read(asked, intake.prompt_of)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored_fields(asked))
+        return json_response(
+            {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored_fields(asked), fitted=prompt.fitted
+        )
 
     def _read(
         self, asked: ResponsesRequest, read: Callable[[ChatCompletionRequest], Read]

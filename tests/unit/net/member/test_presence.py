@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from tests.fakes.clock import FakeClock
 from tests.fakes.fleets import TestFleet
 from tests.unit.fleet import cards
@@ -105,6 +108,31 @@ async def test_a_killed_node_leaves_at_once_and_a_stopped_one_is_reported(tmp_pa
             seen = await a.look()
             assert seen.view.ids == ("a", "c")
             assert not {failure.address for failure in seen.failures} & set(c.addresses)
+
+
+@pytest.mark.parametrize(
+    ("status", "answers"),
+    [
+        ("UNAVAILABLE", False),
+        ("DEADLINE_EXCEEDED", False),
+        ("RESOURCE_EXHAUSTED", True),
+        ("PERMISSION_DENIED", True),
+        ("UNAUTHENTICATED", True),
+        ("UNIMPLEMENTED", True),
+    ],
+)
+def test_a_refusal_is_an_answer(monkeypatch: pytest.MonkeyPatch, status: str, answers: bool) -> None:
+    class Stub:
+        def __init__(self, _: Any) -> None: ...
+
+        async def MeasureLink(self, _: Any) -> None:
+            raise AioRpcError(StatusCode[status], Metadata(), Metadata(), "told")
+
+    monkeypatch.setattr(presence, "CapabilityServiceStub", Stub)
+    book, pool, opener = AddressBook(), SimpleNamespace(get=lambda *_: None), SimpleNamespace(proven=lambda _: None)
+    looks = Presence(pool, opener, book, FakeClock(), lambda _: None)  # type: ignore[arg-type]
+    assert asyncio.run(looks._answers(BEE.node_id, "10.0.0.2:1")) is answers
+    assert book.has_worked("10.0.0.2:1") is answers
 
 
 def test_a_node_that_was_lost_comes_back_by_its_own_word_or_a_newer_card() -> None:

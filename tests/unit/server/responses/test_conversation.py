@@ -80,12 +80,11 @@ def test_reasoning_that_a_client_carried_is_read() -> None:
     [
         ("messages[1].tool_call_id", "messages[1].tool_call_id: missing", "input[4].call_id", "input[4].call_id: missing"),
         ("messages[0].content", "messages[0].content: missing", "instructions", "instructions: missing"),
-        ("max_tokens", "max_tokens: too many", "max_output_tokens", "max_output_tokens: too many"),
-        ("response_format", "No schema", "text.format", "No schema"),
+        ("max_tokens", "max_tokens: too many", "max_tokens", "max_tokens: too many"),
         ("tools", "tools: two have the same name", "tools", "tools: two have the same name"),
     ],
 )
-def test_errors_name_this_apis_fields(inner: str, message: str, outer: str, told: str) -> None:
+def test_errors_about_messages_name_what_these_were_made_of(inner: str, message: str, outer: str, told: str) -> None:
     error = translate_error(ContextOverflow(message, "Lower max_tokens.", field=inner), ["instructions", "input[4]"])
     assert (type(error), error.field, error.message, error.hint) == (ContextOverflow, outer, told, "Lower max_output_tokens.")
     unnamed = InvalidRequest("no")

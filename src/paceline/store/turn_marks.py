@@ -1,0 +1,206 @@
+"""Finds the marks of turns: entries of a vocabulary that a chat template writes around what is said.
+
+The template renders a few chats of random texts, in the process that bounds templates. A mark is an entry that stands next to a text, or next to another
+mark or a role that does. The source of a template says less: it puts marks together from pieces and macros.
+
+What stands within the assistant's turn (thoughts, calls, results) is text that models write and clients read: its marks are not marks of turns. So the
+assistant's turn begins with as many marks as the user's, and a result's frame ends where a turn does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.core.errors import PacelineError
+from paceline.store.bounded_tokenizer import ProcessLost, TokenizerProcess
+from paceline.store.chats import ChatTemplate
+from paceline.store.control_marks import MAX_MARK_LETTERS, is_mark
+from paceline.store.tokenizer import ModelTokenizer, byte_alphabet, pack_tokenizer
+from paceline.store.tokenizer_child import limit_of, write_time
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Encoder
+
+logger = logging.getLogger(__name__)
+
+KEPT: Final = 32
+"""Templates whose texts are remembered. Raising it: some kilobytes each; models with one template wait for it once."""
+_ROLES: Final = ("system", "user", "assistant", "model", "tool", "developer", "human", "bot", "gpt", "ipython")
+_SYSTEM, _USER, _ANSWER, _NEXT, _RESULT = ("58120393746", "90317465528", "27741906835", "61958820374", "43382017596")
+"""Texts of the chats. Digits, since templates change letters, and nothing in a template is such a number."""
+_TEXTS: Final = re.compile(f"({_SYSTEM}|{_USER}|{_ANSWER}|{_NEXT}|{_RESULT})")
+_WORD: Final = re.compile(r"\w+|\s+")
+_EDGE: Final = "edge"
+_TOOL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL: Final[Mapping[str, Any]] = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {}}}
+
+
+def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]]:
+    """Yield the chats that are rendered, and their tools."""
+    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
+    result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": _RESULT}
+    yield [user], ()
+    yield [user, answer], ()
+    yield [user, answer, {"role": "user", "content": _NEXT}], ()
+    yield [{"role": "system", "content": _SYSTEM}, user, answer], ()
+    yield [user, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, result, answer], (_TOOL,)
+
+
+def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
+    """Return the entries that frame turns, in a template and in that for chats with tools. Blocks for some 0.3 s a template that may write any."""
+    special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
+    signs = [name for name in encoder.get_vocab(with_added_tokens=True) if not name[-1:].isalnum()]
+    names = [name.lower() for name in signs if is_mark(name) and name not in special]
+    found = set[str]()
+    for source in {template.source, template.tool_source or template.source}:
+        if not any(_may_write(source.lower(), name) for name in names):
+            continue
+        try:
+            texts = rendered_texts(source, tuple(sorted(template.special_tokens.items())))
+        except (PacelineError, ProcessLost, OSError) as error:
+            logger.warning(
+                "%s: its chat template renders no probe chat (%s): its marks may be spelled in messages", template.path.name, error
+            )
+        else:
+            found |= framing(lambda name: encoder.token_to_id(name) is not None, texts)
+    return found
+
+
+def _may_write(source: str, name: str) -> bool:
+    """Return whether a template's source has a mark, or what stands around a role in it."""
+    if name in source:
+        return True
+    return any(role in name and all(half in source for half in (name.partition(role)[0], name.partition(role)[2])) for role in _ROLES)
+
+
+@lru_cache(KEPT)
+def rendered_texts(source: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[str | None, ...]:
+    """Return the text of each probe chat, None where the template refuses it.
+
+    Raises:
+        PacelineError: the template's process can't be started.
+        ProcessLost: the template takes longer, or more memory, than any chat does.
+    """
+    template = ChatTemplate(Path("template"), source, dict(special_tokens))
+    process = TokenizerProcess(pack_tokenizer(ModelTokenizer(template.path, _bytes(), frozenset(), template)))
+    try:
+        return tuple(_text(process, chat, tools) for chat, tools in _chats())
+    finally:
+        process.end()
+
+
+def _text(process: TokenizerProcess, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    given = {"tools": tools, "switches": {}, "salt": "", "continues": False, "begins_turn": False}
+    data = json.dumps({"messages": chat, "now": write_time(datetime(2026, 1, 1, tzinfo=UTC)), "given": given}).encode()
+    try:
+        return bytes(process.ask(data, limit_of(len(data)))).decode("utf-8", "replace")
+    except PacelineError:
+        return None
+
+
+def _bytes() -> Encoder:
+    """Return an encoder whose ids are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    encoder = Tokenizer(models.BPE(vocab=dict(byte_alphabet()), merges=[]))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    return encoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """What a template writes between two texts that follow one another."""
+
+    behind: Sequence[str]
+    """The marks in a row behind the first text, or all marks if nothing else stands between the two."""
+    before: Sequence[str]
+    """Likewise before the second text."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.behind is self.before
+
+
+_NONE: Final = _Gap((), ())
+
+
+def framing(is_entry: Callable[[str], bool], texts: Sequence[str | None]) -> set[str]:
+    """Return the marks around turns, of those that are entries of the vocabulary.
+
+    Args:
+        texts: of the probe chats, as `rendered_texts`.
+    """
+    alone, answered, again, instructed, calling = ({} if text is None else dict(_gaps(text, is_entry)) for text in texts)
+    # How many marks begin a turn of the user's, and where the assistant's begins.
+    told = again.get((_ANSWER, _NEXT), _NONE).behind
+    begun = len(told) - _same(told, answered.get((_ANSWER, _EDGE), _NONE).behind)
+    opening = answered.get((_USER, _ANSWER), _NONE).behind
+    ended = _same(opening, alone.get((_USER, _EDGE), _NONE).behind)
+    found = {*opening[ended : ended + begun]}
+    for chat in (alone, answered, again, instructed):
+        for (before, behind), gap in chat.items():
+            if behind in {_SYSTEM, _USER, _NEXT}:
+                is_own = gap.is_whole or before != _EDGE  # else the template's own words stand there, which may name any mark
+                found.update(gap.before if is_own else gap.before[-max(1, begun) :])
+            if before != _EDGE:
+                found.update(gap.behind[:1])
+    ends = next((gap.behind[:1] for (before, _), gap in calling.items() if before == _RESULT), ())
+    if ends and ends[0] in found:
+        found.update(mark for (_, behind), gap in calling.items() if behind == _RESULT for mark in gap.before[-1:])
+    return found
+
+
+def _same(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many marks two rows of them begin with alike."""
+    return next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def _gaps(text: str, is_entry: Callable[[str], bool]) -> Iterator[tuple[tuple[str, str], _Gap]]:
+    """Yield what stands between each two texts, by these. The beginning and the end of the whole are called `_EDGE`."""
+    pieces = _TEXTS.split(text)
+    texts = [_EDGE, *pieces[1::2], _EDGE]
+    for (before, behind), piece in zip(pairwise(texts), pieces[::2], strict=True):
+        words = list(_words(piece, is_entry))
+        first, last = list(_run(words)), list(_run(words[::-1]))[::-1]
+        marks, other = ([word for word in run if is_mark(word)] for run in (first, last))
+        yield (before, behind), _Gap(marks, marks if len(first) == len(words) else other)
+
+
+def _words(text: str, is_entry: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the marks, words, signs and blanks of a text."""
+    at = 0
+    while at < len(text):
+        length = 0
+        if not (text[at].isalnum() or text[at].isspace()):
+            ends = range(min(len(text), at + MAX_MARK_LETTERS), at + 2, -1)
+            length = next((end - at for end in ends if is_mark(text[at:end]) and is_entry(text[at:end])), 0)
+        if not length and (word := _WORD.match(text, at)):
+            length = word.end() - at
+        yield text[at : at + (length or 1)]
+        at += length or 1
+
+
+def _run(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words up to a sign, or to the second word without a mark between."""
+    was_word = False
+    for word in words:
+        if is_mark(word):
+            was_word = False
+        elif not word.isspace():
+            if was_word or not word[0].isalnum():
+                return
+            was_word = True
+        yield word
