@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-<<<<<<< HEAD
-import re
 from collections.abc import Collection, Mapping
-=======
-from collections.abc import Collection
->>>>>>> marks
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,22 +19,10 @@ logger = logging.getLogger(__name__)
 _MESSAGE_END: Final = "<|end|>"
 END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", _MESSAGE_END)
 """Tokens that end an answer in the families we run, whether or not a model's files say so."""
-<<<<<<< HEAD
 _LAST_MESSAGE_ENDS: Final = ("<|return|>", "<|call|>")
 """In a vocabulary that has both, an answer is several messages: these end its last one, and `<|end|>` any other."""
-_ROLES: Final = r"(?:system|user|assistant|model|tool|developer|human|gpt|bot|ipython)"
-_SHAPE: Final = re.compile(r"<[^<>\s{}'\"+]{1,60}>|\[/?[A-Za-z_]{2,30}\]")
-"""What may be a mark, in the text of a template."""
-_NAMES_TURN: Final = re.compile(
-    r"[^a-z]+(?:im_)?(?:system|user|assistant|model|developer|inst|turn)(?:_token|_prompt)?[^a-z]+", re.IGNORECASE
-)
-_TAG: Final = re.compile(r"</?[\w:-]+>")
-_WITHIN: Final = re.compile(r"think|reason|tool|call|func|arg|param|resul|respon|observ|image|audio|video|vision", re.IGNORECASE)
-"""Marks of what stands within a turn."""
-_GAP: Final = r"(?:\\n|[\s'\"+~(){}-])*"
-"""What a template's source may have between two things that the template writes one after the other."""
-_ROLE: Final = rf"(?:[\w.\[\]'\"]*\brole\b['\"\]]*|\b{_ROLES}\b)"
-_CONTENT: Final = r"[\w.\[\]'\"]*content\b['\"\]]*"
+MAX_MARK_LETTERS: Final = 64
+"""Letters of a mark. Raising it: more look-ups in texts that have none."""
 
 
 def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int]:
@@ -56,12 +39,6 @@ def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int
     return frozenset(found)
 
 
-def control_marks(encoder: Encoder, template: str | None, named: Collection[str] = ()) -> list[str]:
-=======
-MAX_MARK_LETTERS: Final = 64
-"""Letters of a mark. Raising it: more look-ups in texts that have none."""
-
-
 def is_mark(name: str) -> bool:
     """Return whether an entry may be a mark: it begins and ends with a sign, and has a letter between."""
     return (
@@ -72,7 +49,6 @@ def is_mark(name: str) -> bool:
 
 
 def control_marks(encoder: Encoder, marks: Collection[str] = (), named: Collection[str] = ()) -> list[str]:
->>>>>>> marks
     """Return the spellings of entries that are control tokens and have another type, in the order of their ids.
 
     Args:

@@ -16,13 +16,8 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.text import Given
 from paceline.store import turn_marks as turn_marks_module
 from paceline.store.chats import ChatTemplate
-<<<<<<< HEAD
-from paceline.store.control_marks import control_marks, end_ids, frames_turn, with_control_marks
-from paceline.store.tokenizer import ModelTokenizer
-=======
-from paceline.store.control_marks import control_marks, with_control_marks
+from paceline.store.control_marks import control_marks, end_ids, with_control_marks
 from paceline.store.tokenizer import ModelTokenizer, byte_alphabet
->>>>>>> marks
 from paceline.store.tokenizer_files import build_encoder, tokenizer_from_folder
 from paceline.store.turn_marks import _chats, turn_marks
 
@@ -74,7 +69,6 @@ def test_marks_are_control_tokens(template: str, marks: list[str], kind: int, ca
     assert ends == set(marks) & {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"}
 
 
-<<<<<<< HEAD
 HEADS = {"<|end|>": 1, "<|return|>": 2, "<|call|>": 3, "<|start|>": 4}
 
 
@@ -99,7 +93,6 @@ def test_a_vocabulary_whose_answers_are_several_messages_ends_them_by_its_own_ma
     assert not made.token_bytes(made.special_tokens["<|end|>"])
 
 
-=======
 class Known:
     """A vocabulary that has these entries, none of them a special token."""
 
@@ -152,7 +145,6 @@ MORE = (
 
 
 @pytest.mark.usefixtures("in_process")
->>>>>>> marks
 @pytest.mark.parametrize("path", sorted(TEMPLATES.rglob("*.jinja")), ids=lambda path: path.stem)
 def test_what_stands_within_a_turn_stays_text(path: Path) -> None:
     source = path.read_text("utf-8")

@@ -100,79 +100,8 @@ class AnswerReader:
         """
         self._cursor.end(is_cut=is_cut)
         next(self._reading, None)
-<<<<<<< HEAD
-        self._said.end(is_cut=is_cut)
+        self._said.end(is_cut=is_cut and not has_failed)
         return self._said.take()
-=======
-        if self._required and (has_failed or not is_cut):
-            self._say(Content, "".join(self._required))
-        return self._said()
-
-    def _said(self) -> list[Part]:
-        spans, self._spans = self._spans, []
-        return [part for what, texts in spans for part in self._parts(what, texts)]
-
-    def _parts(self, what: _Span, texts: list[str]) -> list[Part]:
-        text = "".join(texts)
-        if isinstance(what, CallBegun):
-            begun: list[Part] = [] if texts[0] else [what]
-            return [*begun, CallArguments(what.index, text, what.index not in self._whole)] if text else begun
-        return [what(text)]
-
-    def _say(self, what: _Span, text: str) -> None:
-        if self._spans and self._spans[-1][0] is what:
-            self._spans[-1][1].append(text)
-        else:
-            self._spans.append((what, [text]))
-
-    def _content(self, text: str) -> None:
-        if text := self._shown(text):
-            self._spoke = self._spoke or not text.isspace()
-            if self._required is None:
-                self._say(Content, text)
-            else:
-                self._required.append(text)
-
-    def _reasoning(self, text: str) -> None:
-        if text := self._shown(text):
-            self._say(Reasoning, text)
-
-    def _shown(self, text: str) -> str:
-        """Return a text without the names of special tokens that are not marks."""
-        if not self._is_hidden and SPECIAL not in text:
-            return text
-        pieces: list[str] = []
-        for piece in re.split(f"([{SPECIAL}{PLAIN}])", text):
-            if piece in {SPECIAL, PLAIN}:
-                self._is_hidden = piece == SPECIAL
-            elif not self._is_hidden:
-                pieces.append(piece)
-        return "".join(pieces)
-
-    def _is_special(self, mark: str) -> bool:
-        """Return whether a mark has a special token in it, which no text has by chance."""
-        return self._special_in_text.search(mark) is not None
-
-    def _without_special(self, text: str) -> str:
-        return self._special_in_text.sub("", text)
-
-    def _begin(self, name: str, arguments: str = "") -> None:
-        """A call has begun: what was held is no content."""
-        self._cursor.release()
-        self._begun = CallBegun(0 if self._begun is None else self._begun.index + 1, name, is_open=True)
-        if self._parallel or not self._begun.index:
-            self._spans.append((self._begun, [""]))  # an empty piece: it begins here
-        self._arguments(arguments)
-
-    def _arguments(self, text: str) -> None:
-        if text and self._begun and (self._parallel or not self._begun.index):
-            self._say(self._begun, text.replace(SPECIAL, "").replace(PLAIN, ""))
-
-    def _end_call(self) -> None:
-        """Note that the arguments of the call that began last are whole. Call it before any other text is read."""
-        if self._begun:
-            self._whole.add(self._begun.index)
->>>>>>> marks
 
     # ------------------------------------------------------------------------------------------------- content and reasoning
 
