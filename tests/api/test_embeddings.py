@@ -24,7 +24,8 @@ from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
 from paceline.server import embeddings
-from paceline.server.embeddings import Embedder, EmbeddingRequest, parts_of_work
+from paceline.server.embedder import Embedder, parts_of_work
+from paceline.server.embeddings import EmbeddingRequest
 from paceline.server.metrics import Meter
 from paceline.store.home import Home
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from tests.fakes.scripted_inference import SIZE, ByteTokenizer
 
-from paceline.server.embeddings import Ids, Vectors
+from paceline.server.embedder import Ids, Vectors
 
 
 class ScriptedEncoder:

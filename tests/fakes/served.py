@@ -14,7 +14,7 @@ import httpx
 from paceline.core.inference import Inference
 from paceline.machine.models import Models
 from paceline.server.app import create_app
-from paceline.server.embeddings import TextEncoder
+from paceline.server.embedder import TextEncoder
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings, TlsFiles
 

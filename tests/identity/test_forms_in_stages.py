@@ -28,7 +28,7 @@ from paceline.engine.executor import Executor
 from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.setup import load_runner
-from paceline.server.formats.format import find_format
+from paceline.server.formats.find import find_format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.store.catalog import open_model
 from paceline.store.home import Home

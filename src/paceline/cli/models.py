@@ -158,7 +158,7 @@ def _is_encoder(model: LocalModel) -> bool:
 
 def _why_calls_are_unread(model: LocalModel) -> str | None:
     """Return why the model's own form of tool calls is not used; None if it is, or if its template can't be read."""
-    from paceline.server.formats.format import find_format
+    from paceline.server.formats.find import find_format
     from paceline.store.tokenizer_files import template_text
 
     try:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from paceline.node.build import BuiltNode
     from paceline.node.planning import Constraints
     from paceline.node.serving import FleetServing
-    from paceline.server.app import ApiService
+    from paceline.server.service import ApiService
     from paceline.server.settings import TlsFiles
     from paceline.ways.draft.service import LoadedProposer
     from paceline.ways.pipeline.host.serving import Hosting

@@ -24,11 +24,12 @@ from paceline.core.errors import FORM_NOT_FOLLOWED, PacelineError
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, Notice, PromptReading, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
-from paceline.server.call import Call, Reader, Usage
+from paceline.server.call import Call
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, fault_of_error, no_machines, server_fault
 from paceline.server.fields import notes
 from paceline.server.formats.format import CallArguments, Content, Part
 from paceline.server.metrics import Meter
+from paceline.server.shape import Reader, Usage
 
 OBJECT = "paceline.event"
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -19,37 +17,32 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from paceline.core.background import end_tasks
-from paceline.core.clock import Clock, SystemClock
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
 from paceline.machine.models import Models
 from paceline.server import embeddings, own_paths, replies, tokenizing
 from paceline.server.aliases import Aliases
-from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import models as anthropic_models
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from paceline.server.call import Call
-from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
-from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, fault_of_error, server_fault
+from paceline.server.embedder import TextEncoder
+from paceline.server.embeddings import EmbeddingRequest
+from paceline.server.faults import Fault, Refusal, api_of, fault_of_error, server_fault
 from paceline.server.fields import json_response
-from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared, network_of
+from paceline.server.guard import Guard
 from paceline.server.intake import Intake, find_model, listed_models
-from paceline.server.metrics import Meter, MetricsPage, RequestLog
+from paceline.server.metrics import RequestLog
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.replies import REF, body_of, refusals
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.responses import routes as responses
-from paceline.server.responses.conversation import KeptBounds, KeptResponses
 from paceline.server.responses.requests import ResponsesRequest
-from paceline.server.responses.routes import Responses
+from paceline.server.service import ApiService, request_id_of
 from paceline.server.settings import ServerSettings
-from paceline.store.catalog import LocalModel, changed
-
-Asked = TypeVar("Asked")
+from paceline.store.catalog import changed
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
@@ -93,157 +86,8 @@ def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_ke
     return api
 
 
-STALLED_TIMES = 5.0
-"""By what factor a step may take longer than steps like it took, before it counts as stalled."""
-INTAKE_THREADS = 4
-"""That parse bodies and wait for tokenizers, which do one text at a time each. Raising it: more models are tokenized for side by side, and what holds
-the interpreter may hold up everyone's tokens for longer."""
-
-EMBEDDING_WORKERS = min(2, os.cpu_count() or 1)
-"""Texts that an encoder runs side by side. Raising it: embeddings come sooner where cores are free, and answers of chats come later."""
-
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
-
-
-class ApiService:
-    """What the routes share. One an application, on one event loop."""
-
-    def __init__(
-        self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None, models: Models[Any] | None
-    ) -> None:
-        self.inference, self.models = inference, models
-        self.settings = settings
-        self.clock = clock
-        self.meter = Meter()
-        self.embedder = Embedder(encoder, EMBEDDING_WORKERS, self.meter)
-        self.metrics = MetricsPage(inference, self.meter)
-        bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
-        self.responses = Responses(KeptResponses(bounds, clock), clock)
-        self._intake = Intake(
-            inference,
-            clock,
-            settings.served_names,
-            uses_model_sampling=settings.uses_model_sampling,
-            keep_client_headers=settings.keep_client_headers,
-            ways=settings.ways,
-            is_encoder=self.embedder.is_meant,
-            open_model=None if models is None else models.open,
-        )
-        self._bodies = BodyReader(settings)
-        self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
-        self._stopping: asyncio.Future[None] | None = None
-        self.is_draining = False
-        """What is under way goes on, and nothing else begins."""
-
-    def stop(self) -> None:
-        """End every stream and refuse new calls. Called on the event loop."""
-        future = self._stop_future()
-        if not future.done():
-            future.set_result(None)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is being answered."""
-        return not self.meter.in_flight
-
-    def close(self) -> None:
-        """Join the threads."""
-        self.embedder.close()
-        self._tokenizing.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stop_future().done()
-
-    def _stop_future(self) -> asyncio.Future[None]:
-        if self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_future()
-        return self._stopping
-
-    async def answer(self, request: Request, parse: Callable[[Intake, bytes], Call]) -> Response:
-        """Read, check, and hand over to an `Answer`.
-
-        Raises:
-            Refusal, PacelineError: turned into an error answer by the application.
-        """
-        arrived_s = self.clock.monotonic()
-        call = await self.read(request, parse)
-        return self.answer_to(call.named(request_id_of(request)), request, arrived_s)
-
-    async def read(self, request: Request, parse: Callable[[Intake, bytes], Asked], *, declared: bool = True) -> Asked:
-        """Read a body and make of it what was asked for.
-
-        Args:
-            declared: as JSON, or it is refused; False: programs that are no browsers may leave it out.
-
-        Raises:
-            Refusal, PacelineError: see `answer`.
-        """
-        if self.is_stopping or self.is_draining:
-            raise Refusal(STOPPING)
-        if not is_json(request.headers.get("content-type", "")) and (declared or not is_undeclared(headers_of(request.scope))):
-            raise Refusal(NOT_JSON)
-        async with self._bodies.read(request.scope, request.receive) as body:
-            # Never on the loop: templates and tokenizers are strangers' programs, and long texts take long.
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
-
-    def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
-        """The response that runs a call."""
-        call = call.sent_by("" if request.client is None else network_of(request.client.host))
-        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
-
-    async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:
-        """What some work comes to, which is cancelled once the client is gone or the server stops.
-
-        Raises:
-            ClientDisconnect, Refusal: it was.
-        """
-        doing, gone = asyncio.create_task(work), asyncio.create_task(until_gone(request.receive))
-        try:
-            await asyncio.wait((doing, gone, self._stop_future()), return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                return doing.result()
-            if not gone.done():
-                raise Refusal(STOPPING)
-            self.meter.disconnects += 1
-            raise ClientDisconnect
-        finally:
-            await end_tasks(doing, gone)
-
-    async def loadable(self) -> Sequence[LocalModel]:
-        """Models that a request could name beside those served."""
-        found = () if self.models is None else await asyncio.to_thread(self.models.loadable)
-        served = {model.name for model in self.inference.models()}
-        return [model for model in found if model.name not in served]
-
-    def health(self, *, has_key: bool) -> tuple[int, dict[str, object]]:
-        """Return status and body of /health: whether work advances. What fails may name paths and addresses, so only a client with the key reads it."""
-        progress = self.inference.progress()
-        bound_s = max(self.settings.stall_after_s, STALLED_TIMES * progress.step_expected_s)
-        stalled = progress.busy and progress.seconds_since_step > bound_s
-        stopping = self.is_draining or self.is_stopping
-        wrong = "failed" if progress.error is not None else "recovering" if progress.lacks is not None else "stalled" if stalled else ""
-        status = wrong or ("stopping" if stopping else "ok")
-        body: dict[str, object] = {
-            "status": status,
-            "busy": progress.busy,
-            "seconds_since_step": round(progress.seconds_since_step, 3),
-            "error": progress.error or progress.lacks,
-            "failing": list(progress.failing),
-        }
-        if not has_key:
-            body["error"] = body["error"] and WITH_KEY
-            body["failing"] = [WITH_KEY] if progress.failing else []
-        return (200 if status == "ok" else 503), body
-
-
-WITH_KEY = "something fails; what it is, /health says to a request with the key"
-
-
-def request_id_of(request: Request) -> str:
-    """How the guard says that a request is called."""
-    return request.scope.get("state", {}).get("request_id", "")
 
 
 def service_of(app: FastAPI) -> ApiService:

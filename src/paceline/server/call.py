@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, GrammarKind
@@ -22,10 +22,7 @@ from paceline.core.text import Vocabulary
 from paceline.server.formats.cursor import PLAIN, SPECIAL
 from paceline.server.formats.format import CallArguments, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
-
-if TYPE_CHECKING:
-    from paceline.server.shapes import Shape
-
+from paceline.server.shape import Reader, Shape
 
 EVERY_LETTER: Final = frozenset({GrammarKind.REGEX, GrammarKind.LARK})
 """Forms of the client's own, whose answers it may compare letter by letter."""
@@ -48,17 +45,6 @@ class Reading:
     """The names of the other special tokens."""
     required: bool = False
     """An answer has to be calls."""
-
-
-class Reader(Protocol):
-    @property
-    def reasoning_tokens(self) -> int:
-        """Tokens with which the model reasoned."""
-        ...
-
-    def read(self, chunk: GenerationChunk) -> list[Part]:
-        """What the answer gained."""
-        ...
 
 
 class Beginning:
@@ -240,28 +226,3 @@ class Call:
         if request.grammar is not None and request.grammar.kind in EVERY_LETTER:
             return False
         return self.is_turn or not any(map(self.model.tokenizer.token_bytes, request.prompt_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens a call took."""
-
-    prompt: int
-    completion: int
-    cached: int
-    """Of the prompts' tokens, those found in the prefix cache."""
-    first_s: float = 0.0
-    """From the call's arrival to its first token."""
-    whole_s: float = 0.0
-    """From the call's arrival until now."""
-    reasoning: int = 0
-    """Of the answers' tokens, those with which the model reasoned."""
-
-    def as_json(self) -> dict[str, object]:
-        """OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }

@@ -24,12 +24,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
-from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from paceline.server.faults import BAD_KEY, COMPRESSED, Fault, Refusal, api_of, overloaded
 from paceline.server.fields import FITTED
 from paceline.server.fields import HEADER as IGNORED
 from paceline.server.metrics import REQUEST_ID, Meter
-from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
+from paceline.server.paths import ANTHROPIC_PATHS, OLLAMA_PATHS
 from paceline.server.settings import OWNER_HEADER, ServerSettings
 
 Headers = dict[bytes, bytes]

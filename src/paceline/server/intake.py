@@ -21,10 +21,10 @@ from paceline.core.inference import Inference, ServedModel
 from paceline.server.call import Call, Reading
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.fitting import MEDIA_WORD, fit_chat
+from paceline.server.infill import infill_ids
 from paceline.server.messages import check_media, check_messages, json_bytes, without_headers
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Parted, Sampling
 from paceline.server.shapes import ChatShape, CompletionShape
-from paceline.server.tokenizing import infill_ids
 from paceline.server.tools import ModelFormats, Tools, answer_grammar, chat_of, grammar_of
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -27,7 +27,7 @@ from paceline.server.faults import Refusal, fault_of_mistake
 from paceline.server.fields import json_response
 
 if TYPE_CHECKING:
-    from paceline.server.app import ApiService
+    from paceline.server.service import ApiService
 
 Result = TypeVar("Result")
 

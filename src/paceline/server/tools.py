@@ -16,7 +16,8 @@ from paceline.core.inference import ServedModel
 from paceline.core.text import Given, Tokenizer
 from paceline.server.call import Reading
 from paceline.server.fitting import Chat
-from paceline.server.formats.format import Format, find_format
+from paceline.server.formats.find import find_format, in_words
+from paceline.server.formats.format import Format
 from paceline.server.formats.gbnf import gbnf_as_lark, is_gbnf
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.server.formats.schema import followed_schema
@@ -143,7 +144,7 @@ class ModelFormat:
     @property
     def in_words(self) -> ModelFormat:
         """Return the format for a chat whose tools were described in words."""
-        return replace(self, described=self.described.in_words)
+        return replace(self, described=in_words(self.described))
 
     def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
         """How the answer to a prompt is read; None where it is all content."""

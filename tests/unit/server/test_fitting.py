@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import TemplateRefused
 from paceline.core.text import Given
 from paceline.server.fitting import FittedChat, fit_chat
-from paceline.server.formats.format import find_format
+from paceline.server.formats.find import find_format
 from paceline.server.requests import ChatCompletionRequest
 from paceline.server.tools import Tools, chat_of
 from paceline.store.chats import ChatTemplate

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.formats.format import THOUGHTS, find_format
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import THOUGHTS
 from paceline.server.messages import Arguments, messages_for_template, messages_without_tools
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.tools import Tools, chat_of

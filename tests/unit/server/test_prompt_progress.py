@@ -18,7 +18,8 @@ from paceline.server.call import Call
 from paceline.server.metrics import Meter
 from paceline.server.ollama.shape import OllamaChatShape
 from paceline.server.responses.shape import ResponsesShape
-from paceline.server.shapes import COMMENT, ChatShape, CompletionShape, Shape
+from paceline.server.shape import COMMENT, Shape
+from paceline.server.shapes import ChatShape, CompletionShape
 
 COMMENT_S = 10.0
 

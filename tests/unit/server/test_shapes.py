@@ -12,9 +12,10 @@ from tests.fakes.scripted_inference import ScriptedInference
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.server.answer import merge_chunks
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, OpenAIShape, Shape
+from paceline.server.shape import DONE, Collected, Shape, Usage
+from paceline.server.shapes import ChatShape, CompletionShape, OpenAIShape
 
 SHAPES = (ChatShape, CompletionShape)
 MODEL = ScriptedInference().models()[0]

@@ -11,13 +11,15 @@ from tests.fakes.scripted_inference import ScriptedInference
 from paceline.core.generation import FinishReason, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.server.anthropic.shape import MessageShape
-from paceline.server.call import Call, Usage
-from paceline.server.formats.format import CallArguments, CallBegun, Part, find_format
+from paceline.server.call import Call
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import CallArguments, CallBegun, Part
 from paceline.server.formats.grammar import content_grammar
 from paceline.server.ollama.shape import OllamaChatShape
 from paceline.server.requests import ChatCompletionRequest
 from paceline.server.responses.output import Output
-from paceline.server.shapes import ChatShape, Shape
+from paceline.server.shape import Shape, Usage
+from paceline.server.shapes import ChatShape
 from paceline.server.tools import Tools
 
 MODEL = ScriptedInference().models()[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.store.test_tokenizer import Vocabulary, byte_bpe
 
-from paceline.server.tokenizing import infill_ids
+from paceline.server.infill import infill_ids
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, unpack_tokenizer
 from paceline.store.tokenizer_files import build_encoder
 

@@ -51,7 +51,7 @@ from paceline.server.replies import body_of, event_stream, refusals
 from paceline.server.requests import ChatCompletionRequest, ExtendedSampling, reasoning_fields
 
 if TYPE_CHECKING:
-    from paceline.server.app import ApiService
+    from paceline.server.service import ApiService
 
 
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
@@ -244,9 +244,6 @@ def _prompt(intake: Intake, chat: ChatCompletionRequest) -> ChatPrompt:
         return intake.prompt_of(chat)
     except ContextOverflow as error:
         raise ContextOverflow(TOO_LONG + error.message, error.hint, field=error.field) from error
-
-
-PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 
 from paceline.core.generation import FinishReason, GenerationChunk, PromptReading, TokenLogprob
 from paceline.engine.sequence import TextStream
-from paceline.server.call import Call, Reader, Usage
+from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.messages import json_bytes, json_object
-from paceline.server.shapes import CalledTool, Collected, Shape, Streamed, new_call_id
+from paceline.server.shape import CalledTool, Collected, Reader, Shape, Streamed, Usage, new_call_id
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

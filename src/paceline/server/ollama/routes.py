@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 
 from paceline import __version__
 from paceline.core.inference import ModelFacts, ServedModel
-from paceline.server.embeddings import EmbeddingRequest, Input, encoder_of, inputs_of, json_numbers, parse_embedding_body
+from paceline.server.embedder import Input
+from paceline.server.embeddings import EmbeddingRequest, encoder_of, inputs_of, json_numbers, parse_embedding_body
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.formats.format import Format
@@ -32,10 +33,10 @@ from paceline.server.requests import ModelName
 from paceline.store.catalog import LocalModel, changed
 
 if TYPE_CHECKING:
-    from paceline.server.app import ApiService
     from paceline.server.call import Call
-    from paceline.server.embeddings import Embedded, TextEncoder
+    from paceline.server.embedder import Embedded, TextEncoder
     from paceline.server.intake import Intake
+    from paceline.server.service import ApiService
 
 
 FOREVER: Final = "2300-01-01T00:00:00Z"
@@ -119,7 +120,7 @@ def _in_words(parameters: int) -> str:
 
 VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients ask for a least one."""
-PATHS = frozenset({f"/api/{name}" for name in ("chat", "generate", "tags", "ps", "show", "version", "embed", "embeddings")})
+
 _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 

@@ -17,13 +17,13 @@ from pydantic import BaseModel
 
 from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
 from paceline.core.inference import ServedModel
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.logprobs import TokenTexts, logprob_entries
 from paceline.server.messages import json_bytes, json_object
 from paceline.server.replies import TopLogprob
-from paceline.server.shapes import CalledTool, Collected, Shape
+from paceline.server.shape import CalledTool, Collected, Shape, Usage
 
 
 class OllamaError(BaseModel):

@@ -12,7 +12,7 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.logprobs import TokenTexts, chat_logprobs
 from paceline.server.responses.conversation import new_id, seal_reasoning
-from paceline.server.shapes import new_call_id
+from paceline.server.shape import new_call_id
 
 Event = Mapping[str, object]
 TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}

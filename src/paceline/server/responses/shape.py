@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from paceline.core.clock import Clock
 from paceline.core.generation import FinishReason, TokenLogprob
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call
 from paceline.server.faults import Fault
 from paceline.server.formats.format import Part
 from paceline.server.logprobs import TokenTexts
@@ -22,7 +22,7 @@ from paceline.server.replies import ChatTokenLogprob
 from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep_item
 from paceline.server.responses.output import Event, Output
 from paceline.server.responses.requests import AnyItem, ResponsesRequest, shown_name
-from paceline.server.shapes import Collected, Shape, Streamed
+from paceline.server.shape import Collected, Shape, Streamed, Usage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

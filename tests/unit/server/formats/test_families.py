@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.formats.reading import read
 
-from paceline.server.formats.format import CallArguments, CallBegun, Content, Format, Part, Reasoning, find_format
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 from paceline.store.chats import ChatTemplate
 

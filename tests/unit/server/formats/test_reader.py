@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.sampling import examples
 from tests.unit.server.formats.reading import read as read_as
 
-from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning, find_format
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {"look_up": {"type": "object", "properties": {"word": {"type": "string"}}}, "now": {}}

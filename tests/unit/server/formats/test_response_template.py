@@ -11,7 +11,8 @@ from tests.unit.server.formats.test_families import CASES, MODELS, SCHEMAS, mess
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
-from paceline.server.formats.format import Body, CallArguments, CallBegun, Content, Format, Reasoning, find_format
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import Body, CallArguments, CallBegun, Content, Format, Reasoning
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.response_template import from_response_template
 

@@ -22,7 +22,8 @@ from tests.unit.server.formats.test_families import FORMATS
 from paceline.cli import models
 from paceline.core.inference import ServedModel
 from paceline.server.formats.cursor import PLAIN, SPECIAL
-from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Part, Reasoning, Written, find_format
+from paceline.server.formats.find import find_format
+from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Part, Reasoning, Written
 from paceline.server.formats.reader import AnswerReader
 from paceline.server.tools import ModelFormats
 from paceline.store import tokenizer_files

@@ -15,12 +15,12 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.core.generation import FinishReason
 from paceline.core.text import NOTHING_GIVEN, Given
-from paceline.server.call import Usage
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part
 from paceline.server.intake import Intake
+from paceline.server.responses.calls import Responses
 from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, seal_reasoning, translate_error, write_messages
 from paceline.server.responses.requests import AnyItem
-from paceline.server.responses.routes import Responses
+from paceline.server.shape import Usage
 from paceline.store.chats import ChatTemplate
 
 QWEN = Path(__file__).parents[3] / "data" / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
