@@ -26,7 +26,7 @@ from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
 from paceline.core.text import Tokenizer, printable
 from paceline.engine.grammar_trial import trial
 from paceline.engine.matcher import DigitBound, Mask, Matcher, one_line
-from paceline.engine.refusals import Refusal, in_own_words, place_to_blame, place_to_name
+from paceline.engine.refusals import GrammarRefusal, in_own_words, place_to_blame, place_to_name
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Grammars:
         self._bound: DigitBound | None = None
         """Made with it."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, Refusal] = OrderedDict()
+        self._refusals: OrderedDict[bytes, GrammarRefusal] = OrderedDict()
         """By digests of grammars."""
         self._lock = threading.Lock()
         """Of what is compiled and refused. Never held for long."""
@@ -132,7 +132,7 @@ class Grammars:
             self.prepare(grammar)
         return self._begin(compiled, grammar.kind, lambda said: self._drop(grammar, said))
 
-    def attempt(self, grammar: Grammar) -> Iterator[Refusal | None]:
+    def attempt(self, grammar: Grammar) -> Iterator[GrammarRefusal | None]:
         """Compile a grammar, follow it a little, and keep nothing.
 
         Yields:
@@ -155,9 +155,9 @@ class Grammars:
         logger.warning("%s: refused from now on, since an answer outgrew what can be followed: %s", _FIELDS[grammar.kind], said)
         with self._lock:
             self._compiled.pop(grammar, None)
-        self._remember(_digest(grammar), Refusal("it grew beyond what can be followed in an earlier answer"))
+        self._remember(_digest(grammar), GrammarRefusal("it grew beyond what can be followed in an earlier answer"))
 
-    def _remember(self, digest: bytes, refusal: Refusal) -> None:
+    def _remember(self, digest: bytes, refusal: GrammarRefusal) -> None:
         with self._lock:
             self._refusals[digest] = refusal
             self._refusals.move_to_end(digest)
@@ -170,7 +170,7 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
-    def _blamed(self, grammar: Grammar, refusal: Refusal) -> Refusal:
+    def _blamed(self, grammar: Grammar, refusal: GrammarRefusal) -> GrammarRefusal:
         """Return a refusal with the path of the keyword to blame. Parts of the grammar are compiled for that, without limits."""
         tokenizer = self._tokenizer
         if tokenizer is None or not refusal.is_of_compiler:
@@ -183,7 +183,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         if not self._vocabulary.eos_ids:
-            raise _Refused(Refusal("this model has no token that ends an answer"))
+            raise _Refused(GrammarRefusal("this model has no token that ends an answer"))
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
@@ -191,7 +191,7 @@ class Grammars:
         compiled = _compiled(self._tokenizer, grammar)
         if isinstance(compiled, str):
             logger.debug("a grammar is refused: %s", one_line(compiled))
-            raise _Refused(Refusal(one_line(in_own_words(compiled)), place_to_name(grammar), is_of_compiler=True))
+            raise _Refused(GrammarRefusal(one_line(in_own_words(compiled)), place_to_name(grammar), is_of_compiler=True))
         for number in range(_WALKS):
             self._walk(grammar, self._begin(compiled, grammar.kind), random.Random(number))
         return compiled
@@ -203,7 +203,7 @@ class Grammars:
             mask = matcher.mask()
             if matcher.error is not None:
                 behind = printable(written.decode(errors="replace"), 100)
-                raise _Refused(Refusal(one_line(f"what may come behind '{behind}' is too much to follow"), place_to_name(grammar)))
+                raise _Refused(GrammarRefusal(one_line(f"what may come behind '{behind}' is too much to follow"), place_to_name(grammar)))
             assert mask is not None, "nothing was guessed"
             allowed = np.unpackbits(mask, bitorder="little")
             allowed[sorted(self._vocabulary.eos_ids)] = 0
@@ -215,7 +215,7 @@ class Grammars:
             matcher.take(token)
 
 
-def _refusal(grammar: Grammar, refusal: Refusal) -> InvalidRequest:
+def _refusal(grammar: Grammar, refusal: GrammarRefusal) -> InvalidRequest:
     field = refusal.at or _FIELDS[grammar.kind]
     return InvalidRequest(f"{field}: {refusal.why}", "Send a form that can be followed.", field=field)
 
@@ -223,7 +223,7 @@ def _refusal(grammar: Grammar, refusal: Refusal) -> InvalidRequest:
 class _Refused(Exception):
     """A grammar can't be followed."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: GrammarRefusal) -> None:
         super().__init__(refusal.why)
         self.refusal = refusal
 

@@ -21,13 +21,13 @@ from typing import IO, cast
 from paceline.core.errors import Overloaded
 from paceline.core.generation import Grammar
 from paceline.core.processes import python_command
-from paceline.engine.refusals import Refusal
+from paceline.engine.refusals import GrammarRefusal
 
 SECONDS = 2.0
 """Of the processor, a grammar: the largest that are followed take half of one. Raising it: others wait longer for theirs."""
 
 
-_TOO_COSTLY = Refusal(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
+_TOO_COSTLY = GrammarRefusal(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
 
 
 class GrammarTrial:
@@ -38,7 +38,7 @@ class GrammarTrial:
         self._child: subprocess.Popen[bytes] | None = None
         self._end = weakref.finalize(self, _nothing)
 
-    def refusal(self, grammar: Grammar) -> Refusal | None:
+    def refusal(self, grammar: Grammar) -> GrammarRefusal | None:
         """Return why a grammar can't be followed. None: it can be."""
         with self._lock:
             for _ in range(2):  # a child that ended while it waited says nothing about this grammar
@@ -86,7 +86,7 @@ def _trials() -> queue.LifoQueue[GrammarTrial]:
     return waiting
 
 
-def trial(grammar: Grammar) -> Refusal | None:
+def trial(grammar: Grammar) -> GrammarRefusal | None:
     """Return why a grammar can't be followed, by the first child that is free. None: it can be.
 
     Raises:
@@ -114,7 +114,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.communicate()
 
 
-def _read(line: bytes) -> Refusal | None:
+def _read(line: bytes) -> GrammarRefusal | None:
     """Return the refusal of a line that a child wrote. None: it accepted, or wrote none."""
     said = json.loads(line or b"null")
-    return None if said is None else Refusal(*said)
+    return None if said is None else GrammarRefusal(*said)

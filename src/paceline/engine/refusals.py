@@ -36,7 +36,7 @@ _WORDS: Final[Mapping[str, str]] = {
 """By expressions for what the library says; the first one that matches counts."""
 
 
-class Refusal(NamedTuple):
+class GrammarRefusal(NamedTuple):
     """Why a grammar can't be followed."""
 
     why: str

@@ -26,7 +26,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.engine.refusals import Refusal
+from paceline.engine.refusals import GrammarRefusal
 
 PIECES = [bytes([code]) for code in range(32, 127)] + [
     b"\n",
@@ -285,7 +285,7 @@ def test_what_would_hold_up_the_engine_is_refused_before_an_answer_begins(schema
 
 def test_a_refusal_is_remembered_and_nothing_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr("paceline.engine.grammar.trial", lambda grammar: tried.append(grammar.text) or Refusal("it is too slow"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
+    monkeypatch.setattr("paceline.engine.grammar.trial", lambda grammar: tried.append(grammar.text) or GrammarRefusal("it is too slow"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
     monkeypatch.setattr("paceline.engine.grammar.REFUSALS", 2)
     grammars = Grammars(VOCABULARY)
     for text in "a", "a", "b", "a", "c", "b", "a":

@@ -13,7 +13,7 @@ from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine import grammar_trial
 from paceline.engine.grammar import Grammars
 from paceline.engine.grammar_trial import AT_ONCE, MOST_WAITING, GrammarTrial, trial
-from paceline.engine.refusals import Refusal
+from paceline.engine.refusals import GrammarRefusal
 
 FORM = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 
@@ -22,7 +22,7 @@ FORM = Grammar(GrammarKind.JSON_SCHEMA, "{}")
 def test_only_so_many_forms_wait_to_be_tried_and_each_gives_its_place_back(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     most, go, waits = AT_ONCE + MOST_WAITING, threading.Event(), threading.Semaphore(0)
 
-    def refusal(_: GrammarTrial, __: Grammar) -> Refusal | None:
+    def refusal(_: GrammarTrial, __: Grammar) -> GrammarRefusal | None:
         go.wait(60)
         if ends == "badly":
             raise OSError("no process can be started")

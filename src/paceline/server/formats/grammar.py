@@ -3,7 +3,7 @@
 With `REQUIRED` an answer is calls and nothing else, behind its reasoning if there is any. With `AUTO` it is any text, in which every call that its mark
 opens is whole and of its tool's schema. What a grammar allows, `reader` reads as those calls.
 
-JSON arguments follow all of the schema. Between tags a value follows its own schema; of a string's, `format` is not looked at.
+Arguments follow all of the schema, in each form of calls. What a form can't follow is refused with the path of its keyword.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.formats.cursor import json_escaped
 from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
-from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
+from paceline.server.formats.lax_grammar import EMPTY, Lark, lax_value
+from paceline.server.formats.leaves import Leaf, free_members, leaves, listed_values, members, place_of
 from paceline.server.formats.python_grammar import python_arguments
-from paceline.server.formats.schema_types import alternatives, leaf_types
+from paceline.server.formats.schema_types import leaf_types
+from paceline.server.formats.text_grammar import ANY, in_regex, text_terminal
 
 
 class BranchChoice(StrEnum):
@@ -191,29 +193,28 @@ class _Calls:
     # ------------------------------------------------------------------------------------------------------- between tags
 
     def _parameters(self, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or not properties:
-            if schema.get("additionalProperties") is False or isinstance(properties, Mapping):
-                return ""
-            return f"({self._parameter(schema, None, {})})*"
-        required = schema.get("required")
-        names = frozenset(cast("Sequence[str]", required) if isinstance(required, list) else ())
-        fields = cast("Mapping[str, Any]", properties)
-        return " ".join(self._parameter(schema, key, value) + ("" if key in names else "?") for key, value in fields.items())
+        return self.lark.rule(" | ".join(self._parameters_of(leaf, schema) for leaf in leaves(_object(schema), schema, place_of(schema))))
 
-    def _parameter(self, root: Mapping[str, Any], key: str | None, schema: object) -> str:
+    def _parameters_of(self, leaf: Leaf, root: Mapping[str, Any]) -> str:
+        named = members(leaf)
+        if named:
+            return " ".join(self._parameter(root, each.key, each.schema, each.at) + ("" if each.is_required else "?") for each in named)
+        free = free_members(leaf)
+        return EMPTY if free is False else f"({self._parameter(root, None, free, f'{leaf.at}.additionalProperties')})*"
+
+    def _parameter(self, root: Mapping[str, Any], key: str | None, schema: object, at: str) -> str:
         tags = self._way.parameters
         assert tags
         before, _, after = self._written.parameter.partition("{value}")
         options: list[str] = []
-        for leaf in alternatives(schema, root) if key is not None else [dict[str, Any]()]:
-            types = leaf_types(leaf)
+        for leaf in leaves(schema, root, at):
+            types = leaf_types(leaf.fields)
             if not types or "string" in types:
                 head = self._tag(before, key, string="true")
                 options += [f"{head} {each}" for each in self._texts(leaf, after, tags.close[0])]
             if others := types - {"string"}:
                 defs = {name: root[name] for name in ("$defs", "definitions") if name in root}
-                value = self.lark.json({**defs, **leaf, "type": sorted(others)})
+                value = self.lark.json({**defs, **leaf.fields, "type": sorted(others)}, leaf.at)
                 options.append(f"{self._tag(before, key, string='false')} {value} {self.lark.literal(after)}")
         return self.lark.rule(" | ".join(options))
 
@@ -224,17 +225,13 @@ class _Calls:
         name = "/[A-Za-z_][A-Za-z0-9_]{0,63}/" if key is None else self.lark.quoted(key)
         return f"{self.lark.literal(head)} {name} {self.lark.literal(rest)}"
 
-    def _texts(self, schema: Mapping[str, Any], after: str, close: str) -> list[str]:
-        """A string and what stands behind it."""
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
+    def _texts(self, leaf: Leaf, after: str, close: str) -> list[str]:
+        """Return expressions for a string and what stands behind it."""
+        if (values := listed_values(leaf)) is not None:
             rest = self.lark.literal(after)
-            return [f"{self.lark.quoted(value)} {rest}" for value in cast("list[object]", values) if isinstance(value, str)]
-        least, most = (schema.get(name) for name in ("minLength", "maxLength"))
-        body = f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/" if least or most is not None else ANY
-        for pattern in (schema.get("pattern"), *(part.get("pattern") for part in schema.get("allOf") or () if isinstance(part, dict))):
-            if isinstance(pattern, str):
-                body += " & " + _whole(pattern)
+            return [f"{self.lark.quoted(value)} {rest}" for value in values if isinstance(value, str)]
+        body = text_terminal(leaf.fields)
+        self.lark.note({**leaf.fields, "type": "string"}, leaf.at)
         if self.lark.first_special(close):
             return [f"{self.lark.terminal(body)} {self.lark.literal(after)}"]
         body += " & ~/(.|\\n)*" + in_regex(re.escape(close)) + "(.|\\n)*/"
@@ -244,11 +241,3 @@ class _Calls:
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of an object: some leave out what it is of."""
     return schema if {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {"type": "object"} | dict(schema)
-
-
-def _whole(pattern: str) -> str:
-    """A regular expression of a schema, which may match anywhere, as one for the whole text."""
-    before = "" if pattern.startswith("^") else "(.|\\n)*"
-    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
-    core = pattern.removeprefix("^").removesuffix("$") if not after else pattern.removeprefix("^")
-    return f"/{before}({in_regex(core)}){after}/"
