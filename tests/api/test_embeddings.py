@@ -23,7 +23,7 @@ from paceline.machine.build import LoadedEncoder, load_encoder
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.server import embeddings
+from paceline.server import embedder
 from paceline.server.embedder import Embedder, parts_of_work
 from paceline.server.embeddings import EmbeddingRequest
 from paceline.server.metrics import Meter
@@ -157,7 +157,7 @@ class Held:
         self.begun = threading.Semaphore(0)
         self.sizes: list[int] = []
 
-    def vectors(self, texts: Sequence[embeddings.Ids]) -> embeddings.Vectors:
+    def vectors(self, texts: Sequence[embedder.Ids]) -> embedder.Vectors:
         self.sizes.append(sum(len(ids) for ids in texts))
         self.begun.release()
         assert self.go_on.wait(BOUND_S)
@@ -183,7 +183,7 @@ def test_a_client_that_goes_away_leaves_no_work(encoder: LoadedEncoder) -> None:
         # The next request is answered, and of the other no more was run than was under way.
         assert served.http.post("/v1/embeddings", json={"model": "small-bert", "input": "a"}).status_code == 200
         assert len(held.sizes) <= 3
-        assert max(held.sizes) <= embeddings.PART_TOKENS
+        assert max(held.sizes) <= embedder.PART_TOKENS
     finally:
         held.go_on.set()
         served.close()
@@ -208,7 +208,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(encoder: LoadedEncoder) ->
 
 
 def test_the_queue_is_bounded(encoder: LoadedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "MOST_REQUESTS", 1)
+    monkeypatch.setattr(embedder, "MOST_REQUESTS", 1)
     held = Held(encoder)
 
     async def two() -> None:
@@ -236,7 +236,7 @@ def test_a_text_that_few_tokens_hide_is_too_long_by_its_letters(live: Live, give
 
 
 def test_what_waiting_requests_hold_is_bounded(encoder: LoadedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "MOST_HELD_BYTES", 100 * embeddings.ID_BYTES)
+    monkeypatch.setattr(embedder, "MOST_HELD_BYTES", 100 * embedder.ID_BYTES)
     held = Held(encoder)
 
     async def several() -> None:
