@@ -20,8 +20,9 @@ import orjson
 
 from endpoint import Endpoint
 from paceline.core.text import Tokenizer
+from paceline.server.fitting import fit_chat
 from paceline.server.requests import ChatCompletionRequest
-from paceline.server.tools import Tools, write_chat
+from paceline.server.tools import Tools, chat_of
 from paceline.store.catalog import open_model
 
 TOOLS, TURNS = 36, 10
@@ -75,8 +76,8 @@ def first_token_s(client: httpx.Client, path: str, body: dict[str, Any]) -> tupl
 
 def ids_of(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     asked = ChatCompletionRequest.model_validate_json(orjson.dumps(body))
-    written = write_chat(asked, Tools.of(asked), tokenizer.chat_template or "", knows_tools=False)
-    return tokenizer.render_chat(written.messages, datetime.fromisoformat(NOW), written.given)
+    chat = chat_of(asked, Tools.of(asked), tokenizer.chat_template or "", knows_tools=False)
+    return fit_chat(chat, lambda messages, given: tokenizer.render_chat(messages, datetime.fromisoformat(NOW), given)).ids
 
 
 def main() -> None:
