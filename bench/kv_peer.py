@@ -5,7 +5,7 @@
 
 Two processes of one fleet, each with its node: mutual TLS on both ways, blocks lent by a pool, checked and copied into another. No model runs.
 A fetch counts from when the blocks are asked for, so with its call, connection and handshake; the bare socket is connected before, and NIXL alone,
-which checks nothing and copies nothing. NIXL by TCP is measured and not used: docs/adr/0019.
+which checks nothing and copies nothing. NIXL by TCP is measured and not used: docs/internals/adr/0019.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Logs = npt.NDArray[np.float64]
 """Log probabilities [T, V]."""
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("docs/ARCHITECTURE.md", "README.md", "src/paceline/engine/scheduler.py")
+TEXTS = ("docs/internals/architecture.md", "README.md", "src/paceline/engine/scheduler.py")
 
 _LLAMA_CPP = """
 import json, sys

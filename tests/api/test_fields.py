@@ -104,7 +104,7 @@ def test_reasoning_is_turned_off_by_each_of_its_names(shared: Served[ScriptedInf
 
 WHAT_TO_DO = (
     "OpenAI's client knows fields that nothing here speaks of: {}. Serve each (a field of the model), or, where it never changes an answer, "
-    "take it as harmless there, or add it to server.fields.UNSERVED with the values that mean off. Then say so in docs/api.md."
+    "take it as harmless there, or add it to server.fields.UNSERVED with the values that mean off. Then say so in docs/reference/api.md."
 )
 
 

@@ -89,7 +89,7 @@ def test_logits_over_real_prompts(runner: Any, weights: WeightsFormat, prompts: 
     """In standard deviations of the logits.
 
     Kernels err 0.01 to 0.02 where activations are bf16 or int16. Our own int4 takes them as int8, as llama.cpp does, and errs 0.03
-    (docs/performance.md has both over longer texts). 4-bit groups held as int8 are rounded once more.
+    (bench/RESULTS.md has both over longer texts). 4-bit groups held as int8 are rounded once more.
     """
     pairs = list(zip([hf.ours(runner, ids) for ids in prompts], exact_logits, strict=True))
     errors = np.concatenate([np.sqrt(np.square(found - theirs).mean(1)) / theirs.std() for found, theirs in pairs])

@@ -3,7 +3,7 @@ rows, scratch, tables, logits), told before anything is loaded, by numbers alone
 
 Under `stored`, what the file holds is kept: the types that have a form of their own as they lie, plain numbers as bf16, and every other type in
 the smallest form whose rounding makes the file's own error against the original weights at most 1.05 times as large (measured:
-`docs/performance.md`). The uniform formats hold all matrices alike, the embedding and the head in at least eight bits. MLX has those formats alone, and under `stored` holds
+`bench/RESULTS.md`). The uniform formats hold all matrices alike, the embedding and the head in at least eight bits. MLX has those formats alone, and under `stored` holds
 each matrix in the one that keeps what the file has of it; torch holds bf16.
 """
 

@@ -11,7 +11,7 @@ cpu-neon-i8mm             ... on 64-bit ARM with the dot product and products of
 cpu-neon                  ... on 64-bit ARM with the dot product
 torch-cpu                 on other processors, in bf16; where it is asked for, on any
 
-Those of `cpu` compute the same bytes (docs/arithmetic.md), and a processor that has the instructions of one has those of some after it.
+Those of `cpu` compute the same bytes (docs/internals/arithmetic.md), and a processor that has the instructions of one has those of some after it.
 """
 
 from __future__ import annotations

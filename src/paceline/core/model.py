@@ -10,7 +10,7 @@ from typing import Final
 from paceline.core.ids import NodeId
 
 ARITHMETIC: Final = 2
-"""Of `docs/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
+"""Of `docs/internals/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
 BLOCK_TOKENS = 16
 """Tokens of KV that a name stands for, and that a block counts where KV is counted between machines. What a machine keeps together may be more."""
 WIDEST_BLOCK = 256

@@ -1,4 +1,4 @@
-"""The functions that draws are made of, in NumPy: docs/arithmetic.md, Sampling, is their definition.
+"""The functions that draws are made of, in NumPy: docs/internals/arithmetic.md, Sampling, is their definition.
 
 Every operation is IEEE add, subtract, multiply, divide or round down, each rounded on its own, or on whole numbers: so compiled kernels and every
 processor compute the same bits. Sums are of whole numbers, so that they have no order.

@@ -3,7 +3,7 @@
 Law: a draft is never believed. Whichever machine made it, from whatever: the model verifies each token, so a wrong one costs a row and changes no
 byte. What is asked of a proposer is that it answers soon, not that it is right.
 
-A proposer's contract (docs/design.md): `propose_block(committed, length, steps)`. A session of it remembers what it was told, so that only new tokens
+A proposer's contract (docs/internals/design.md): `propose_block(committed, length, steps)`. A session of it remembers what it was told, so that only new tokens
 need be said and run; told the same tokens, it drafts the same, however they were cut into asks.
 
 What is guessed of one sequence is a buffer of tokens a maker. Every buffer is compared with every token drawn, verified or not, so it is known at any

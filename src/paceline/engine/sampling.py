@@ -1,4 +1,4 @@
-"""Draws tokens from logits: the definition in NumPy, as docs/arithmetic.md has it under Sampling, and what a faster one must be equal to.
+"""Draws tokens from logits: the definition in NumPy, as docs/internals/arithmetic.md has it under Sampling, and what a faster one must be equal to.
 
 Law: a row's token is a function of its logits, its sequence's parameters, seed and position, and of nothing beside it. A draw is a
 Gumbel-max: the token of the largest `logit / temperature + noise` wins, and noise belongs to (seed, position, token). It is found

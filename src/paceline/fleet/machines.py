@@ -25,7 +25,7 @@ PROMPT_KV = 0.15
 MEASURED_PROMPT = 512
 """Tokens of the prompt that prefill rates were measured with: they include its attention."""
 PREFILL_PER_DECODE = 8.0
-"""Prompt tokens run in the time of one decoded token, where it was not measured. Source: docs/performance.md (9.8 there), rounded down."""
+"""Prompt tokens run in the time of one decoded token, where it was not measured. Source: bench/RESULTS.md (9.8 there), rounded down."""
 FREE_SHARE = 0.9
 """Of the memory a machine calls free, what a plan may take: cards round, and activations and others want some too."""
 MAX_LAYERS = 4096

@@ -1,7 +1,7 @@
 """What a person sets in `$PACELINE_HOME/config.toml`: tables `[trust]`, `[kv]`, `[pipeline]` and `[pipeline.host]`.
 
 Law: nothing is guessed. A key that does not exist, a value of another type or out of its range is a `ConfigError` that names file and key
-and says what is allowed; no file means the defaults. docs/configuration.md has the table.
+and says what is allowed; no file means the defaults. docs/reference/configuration.md has the table.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def read_settings(home: Home) -> Settings:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"{path} can't be read: {reason}", "Make it readable, or remove it for the defaults.") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}", "docs/configuration.md has an example.") from error
+        raise ConfigError(f"{path} is no TOML: {error}", "docs/reference/configuration.md has an example.") from error
     unknown = sorted(said.keys() - Settings.model_fields.keys())
     if unknown:
         tables = ", ".join(f"[{table}]" for table in TABLES if "." not in table)

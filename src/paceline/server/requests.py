@@ -1,7 +1,7 @@
 """The request bodies of the API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
 
 A field of these models is served: it does what OpenAI (or, for top_k, min_p, repetition_penalty, stop_token_ids and ignore_eos, vLLM, or, for draft,
-docs/api.md) says; or harmless: clients send it, it never changes an answer here, it is ignored (user, metadata, store, service_tier,
+docs/reference/api.md) says; or harmless: clients send it, it never changes an answer here, it is ignored (user, metadata, store, service_tier,
 safety_identifier, prompt_cache_key, prompt_cache_retention, prompt_cache_options, prediction, cache_control, a message's name).
 What becomes of all other fields is said in `server.fields`.
 """

@@ -100,8 +100,8 @@ def test_what_is_written_counts_and_the_command_line_more(tmp_path: Path) -> Non
         ("[pipeline]\nfallback_to_local_after_failures = 0", "after_failures can't be 0", "It is a whole number from 1 to 1000."),
         ("[pipeline.host]\nmax_concurrent_streams = -1", "[pipeline.host] max_concurrent_streams can't be -1", "from 1 to 256"),
         ("[pipeline.host]\nmin_caller_trust = 3", "[pipeline.host] min_caller_trust can't be 3", '"guest", "member" or "trusted"'),
-        ("[pipeline", "is no TOML", "docs/configuration.md"),
-        ("a = " + "[" * 5000, "is no TOML", "docs/configuration.md"),
+        ("[pipeline", "is no TOML", "docs/reference/configuration.md"),
+        ("a = " + "[" * 5000, "is no TOML", "docs/reference/configuration.md"),
         (b"\xff", "can't be read: it is not UTF-8", "remove it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Causal attention over paged bf16 keys and values: one arithmetic for every shape, written down in docs/arithmetic.md.
+"""Causal attention over paged bf16 keys and values: one arithmetic for every shape, written down in docs/internals/arithmetic.md.
 
 Keys are cut into segments of `SEGMENT` by their position alone. In each, a row has its own maximum, weights, sum and mix of values,
 all in the order of the keys; segments are then folded one after the other. So the sums of a row are the same in any tile, any

@@ -1,4 +1,4 @@
-"""Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/arithmetic.md, Sampling).
+"""Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/internals/arithmetic.md, Sampling).
 
 A row is a pass over the vocabulary for the largest of its blocks, filters where they are asked for, and a race of noise where
 the draw is no greedy one (parts: `draw_filters`).

@@ -1,5 +1,5 @@
 """Parts of a draw: where the largest logits of a row are; which tokens top-k and top-p leave, and log probabilities; the token that wins by its noise
-(docs/arithmetic.md, Sampling).
+(docs/internals/arithmetic.md, Sampling).
 
 What is skipped can't change a draw. The largest of each block of 64 logits tell where to look, and noise has a least value, so the largest logit of a
 block tells for which of its tokens noise need be looked at at all.

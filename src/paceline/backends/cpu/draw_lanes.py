@@ -1,6 +1,6 @@
 """Blocks of 64 logits in vector instructions that every processor has: no intrinsic of one instruction set, no fast-math.
 
-docs/arithmetic.md, Sampling, says what is computed; `engine.sampling` computes the same in NumPy. Addresses are i64.
+docs/internals/arithmetic.md, Sampling, says what is computed; `engine.sampling` computes the same in NumPy. Addresses are i64.
 """
 
 from __future__ import annotations

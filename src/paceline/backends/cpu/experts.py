@@ -1,7 +1,7 @@
 """Mixture of experts: which of them a row goes through, rows brought together by expert, their products, and the sum of what they give.
 
 Each expert's weights are read once for `PART` of a batch's rows, and only of those that some row goes through. Rows of an expert lie together, in their order, as if they were a
-batch of their own: which rows share one changes no byte. docs/arithmetic.md says what is computed.
+batch of their own: which rows share one changes no byte. docs/internals/arithmetic.md says what is computed.
 
 Shapes: T rows, E experts, K of them a row, D hidden, F an expert's width. Matrices of all experts lie one behind the other, as one of E x F or E x D outputs.
 """

@@ -3,7 +3,7 @@
 A matrix is cut into blocks of 16 outputs, one a lane of a vector, and each block into records of one or eight groups of 32 inputs.
 A record holds, each field for all of its groups before the next one: low four bits of codes, planes of higher bits, scales. What
 GGUF stores is held bit for bit, in other places: a record takes exactly the bytes of its 16 rows in the file.
-`docs/arithmetic.md` says what each form computes.
+`docs/internals/arithmetic.md` says what each form computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What each rank of a tensor group computes: whole segments of the sums that ranks share, and how their partial sums become the one of a machine alone.
 
-A sum over inputs that ranks share (attention output, feed-forward down) runs over S segments, added in one binary tree (docs/arithmetic.md). A rank owns
+A sum over inputs that ranks share (attention output, feed-forward down) runs over S segments, added in one binary tree (docs/internals/arithmetic.md). A rank owns
 neighbouring segments and hands on a partial sum of each largest subtree that is all its own; whoever has those of all ranks adds them as the tree does. So
 how a model is split changes no byte.
 

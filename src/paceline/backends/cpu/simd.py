@@ -287,7 +287,7 @@ class Emit(ABC):
 
     @abstractmethod
     def exp2(self, x: Value) -> Value:
-        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md)."""
+        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/internals/arithmetic.md)."""
         ...
 
     def careful_fma(self, a: Value, b: Value, c: Value) -> Value:

@@ -1,6 +1,6 @@
 """One tile of a matrix product, for weights of any form: some rows by some blocks of 16 outputs, all inputs.
 
-The order of operations on one row and one output is the same in every tile (`docs/arithmetic.md`), so a row's bits depend on nothing but the row.
+The order of operations on one row and one output is the same in every tile (`docs/internals/arithmetic.md`), so a row's bits depend on nothing but the row.
 Inputs go in segments of whole groups; sums of segments are added in a binary tree of neighbours, an odd last one passing up.
 
 Strides and offsets are bytes. Shapes: M rows, NB blocks of 16 outputs, G groups of 32 inputs, S segments.

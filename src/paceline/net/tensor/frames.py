@@ -10,7 +10,7 @@
 Header and data of a TENSOR, or the data of a CHUNK, are at most 1 MiB.
 
 What may follow what on a tensor stream, as a table that both ends keep. What is illegal raises and changes nothing. How much is on its way
-TCP bounds, and how long it may take the deadlines of `pipe` (docs/adr/0013).
+TCP bounds, and how long it may take the deadlines of `pipe` (docs/internals/adr/0013).
 """
 
 from __future__ import annotations

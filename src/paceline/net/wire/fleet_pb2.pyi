@@ -892,7 +892,7 @@ class NodeFacts(_message.Message):
     tensor_port: _builtins.int
     """Where activations arrive, on the hosts of its addresses."""
     arithmetic: _builtins.int
-    """Version of docs/arithmetic.md."""
+    """Version of docs/internals/arithmetic.md."""
     python: _builtins.str
     numba: _builtins.str
     """Empty where it is not installed."""

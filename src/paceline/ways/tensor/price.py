@@ -34,7 +34,7 @@ TENSOR: Final = Way("tensor")
 """Each machine has a part of every layer."""
 ONLY = frozenset({TENSOR})
 EXCHANGE_S = 1e-4
-"""What both ends of an exchange take beside its way. Measured: 73 us on hosts of one core that read weights, too, beside other work (docs/performance.md)."""
+"""What both ends of an exchange take beside its way. Measured: 73 us on hosts of one core that read weights, too, beside other work (bench/RESULTS.md)."""
 CALL_S = 5e-4
 """Of a link's round trip, what the RPC takes that measured it, where a card does not say what the network takes. Below what cards say of loopback, 0.84 ms
 on a busy machine: a way is rather called slow."""

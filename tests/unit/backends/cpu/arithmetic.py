@@ -1,4 +1,4 @@
-"""`docs/arithmetic.md` once more, in plain NumPy and slow: what the compiled products must give, bit for bit.
+"""`docs/internals/arithmetic.md` once more, in plain NumPy and slow: what the compiled products must give, bit for bit.
 
 Shapes: N outputs, K inputs, G groups of 32 inputs, T rows.
 """

@@ -1,4 +1,4 @@
-"""Attention as docs/arithmetic.md defines it, in plain NumPy: slow, and the same bits.
+"""Attention as docs/internals/arithmetic.md defines it, in plain NumPy: slow, and the same bits.
 
 Shapes: K keys, D head dimensions. A row is one query head at one position.
 """

@@ -1,4 +1,4 @@
-"""`docs/arithmetic.md`, Experts, in plain NumPy: which a row goes through, their shares, and the sum of what they give.
+"""`docs/internals/arithmetic.md`, Experts, in plain NumPy: which a row goes through, their shares, and the sum of what they give.
 
 Shapes: E experts, K of them a row, D dimensions.
 """

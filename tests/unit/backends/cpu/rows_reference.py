@@ -1,4 +1,4 @@
-"""`docs/arithmetic.md`, Between the products, in plain NumPy: norms, rotary embedding, the gate, rounding to bf16.
+"""`docs/internals/arithmetic.md`, Between the products, in plain NumPy: norms, rotary embedding, the gate, rounding to bf16.
 
 Shapes: D dimensions of a row or a head.
 """

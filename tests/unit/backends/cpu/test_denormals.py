@@ -1,6 +1,6 @@
 """What is denormal is zero in products of bf16 and in attention once it is rounded, not before: numbers around 2**-126, where processors differ.
 
-x86 flushes a result after it was rounded, ARM before; without flushing, results are rounded to fewer bits there. docs/arithmetic.md has the rule.
+x86 flushes a result after it was rounded, ARM before; without flushing, results are rounded to fewer bits there. docs/internals/arithmetic.md has the rule.
 """
 
 from __future__ import annotations

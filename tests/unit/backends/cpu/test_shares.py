@@ -18,7 +18,7 @@ LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14_336, 128_256, 131_072, 1e
 
 
 def tree(terms: list[str]) -> str:
-    """How docs/arithmetic.md adds segments: neighbours of a level make the next level, an odd last one passes up."""
+    """How docs/internals/arithmetic.md adds segments: neighbours of a level make the next level, an odd last one passes up."""
     while len(terms) > 1:
         pairs = [f"({left}+{right})" for left, right in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + terms[len(terms) - 1 :] if len(terms) % 2 else pairs

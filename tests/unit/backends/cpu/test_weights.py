@@ -37,7 +37,7 @@ def test_every_type_has_a_form() -> None:
 
 @pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
 def test_other_types_lose_little_beside_what_their_file_lost(name: str) -> None:
-    """Of the types that gguf-py can make; the others are measured in docs/performance.md."""
+    """Of the types that gguf-py can make; the others are measured in bench/RESULTS.md."""
     weights = np.random.default_rng(3).standard_normal((16, 2048), np.float32)
     blocks = BlockTensor(name, weights.shape, quantize(weights, gguf.GGMLQuantizationType[name]))
     kept = to_float32(to_blocks(blocks, NEAREST[name].name))  # type: ignore[arg-type]
