@@ -17,9 +17,10 @@ ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place 
 OPENED = [{"role": "system", "content": "x-anthropic-billing-header: a"}, {"role": "user", "content": "hi"}]
 
 
-def test_a_schema_that_refers_to_itself_again_and_again_is_too_large() -> None:
-    with pytest.raises(InvalidRequest, match="too many values"):
-        calls_grammar(FORMATS["gemma4"], {"f": ITSELF}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None)
+def test_a_schema_that_refers_to_itself_again_and_again_is_a_small_grammar() -> None:
+    grammar = calls_grammar(FORMATS["gemma4"], {"f": ITSELF}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None)
+    assert grammar is not None
+    assert len(grammar.text) < 2000
 
 
 def test_half_a_surrogate_pair_in_arguments_is_no_error(shared: Served[ScriptedInference]) -> None:

@@ -16,7 +16,7 @@ from paceline.core.ids import Trust
 from paceline.machine.config_file import CONFIG_FILE, TABLES, HostSettings, PipelineSettings, allowed, read_pipeline_settings
 from paceline.store.home import Home
 
-DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[3] / "docs/reference/configuration.md"
 
 
 def read(folder: Path, text: str | bytes) -> PipelineSettings:

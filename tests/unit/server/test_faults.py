@@ -70,7 +70,7 @@ def test_messages_have_the_field_as_the_api_calls_it(rest: str) -> None:
     )
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/api.md"
 
 
 @pytest.mark.skipif(not DOCUMENT.is_file(), reason="the tests travel without the documents")
