@@ -164,15 +164,6 @@ class GroupMemory:
     def _set(self, address: int, value: int) -> None:
         team.set_word(address, value, self._flags[_CROWDED])
 
-    @property
-    def is_crowded(self) -> bool:
-        return bool(self._flags[_CROWDED])
-
-    @property
-    def arrived_address(self) -> int:
-        """Where the exchange that the first rank has reached is; the others' follow, a cache line each."""
-        return self._exchange_at
-
     def say_crowded(self, crowded: bool) -> None:
         """Whether those who meet here have no core each, and who waits is to sleep: on a core that they share, who yields may get it back for a slice of
         milliseconds, and the one that is waited for does without.

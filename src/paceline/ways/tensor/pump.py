@@ -9,7 +9,6 @@ No other barrier is needed: a plane is written again two exchanges later at the 
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -33,8 +32,6 @@ from paceline.ways.tensor.frames import ASK, BLOCK, DONE, GIVE_UP, NOTHING, SUMS
 from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import HEADER, LOOKS_S
-
-logger = logging.getLogger(__name__)
 
 AT_ONCE_BYTES: Final = 48 << 10
 LOOK_S: Final = 0.004
