@@ -18,7 +18,7 @@ from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, Unk
 from paceline.core.generation import GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import Inference, ServedModel
-from paceline.server.call import Call, Reading
+from paceline.server.call import EVERY_LETTER, Call, Reading
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.fitting import MEDIA_WORD, fit_chat
 from paceline.server.infill import infill_ids
@@ -127,8 +127,10 @@ class Intake:
         call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
         requests = tuple(replace(request, grammar=grammar) for request in call.requests)
-        is_turn = not asked.continue_final_message
-        return replace(call, reading=prompt.reading, requests=requests, is_turn=is_turn, fitted=prompt.fitted)
+        is_turn, reading = not asked.continue_final_message, prompt.reading
+        if reading is not None and grammar is not None and grammar.kind in EVERY_LETTER:
+            reading = replace(reading, in_reasoning=False)  # the form begins at once, also where the template opened the thoughts
+        return replace(call, reading=reading, requests=requests, is_turn=is_turn, fitted=prompt.fitted)
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""

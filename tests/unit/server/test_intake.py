@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
+from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
+from tests.fakes.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
-from paceline.core.generation import SamplingParams
+from paceline.core.generation import FinishReason, GenerationChunk, SamplingParams
 from paceline.core.inference import ServedModel
+from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
+from paceline.server.formats.format import Content, Part, Reasoning
 from paceline.server.intake import Intake, find_model
 
 INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
@@ -196,3 +201,31 @@ def test_of_names_that_differ_in_case_alone_this_machines_own_is_meant() -> None
     assert find_model("lLaMa:latest", served, ()).name == "Llama"
     with pytest.raises(UnknownModel):
         find_model("llam", served, ())
+
+
+class OpenThoughts(ByteTokenizer):
+    """Its template opens the thoughts for the model, as DeepSeek R1's does."""
+
+    @property
+    def chat_template(self) -> str:
+        return "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}assistant: <think>\n"
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
+        return [*super().render_chat(messages, now, given), *b"assistant: <think>\n"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({}, [Reasoning("42")]),
+        ({"regex": "[0-9]+"}, [Content("42")]),
+        ({"grammar": "start: /[0-9]+/"}, [Content("42")]),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}}, [Reasoning("42")]),
+    ],
+)
+def test_a_form_of_every_letter_is_content_also_where_the_template_opened_the_thoughts(fields: dict[str, Any], parts: list[Part]) -> None:
+    inference = ScriptedInference(tokenizer=OpenThoughts())
+    call = Intake(inference, SystemClock()).chat(orjson.dumps({"messages": [{"role": "user", "content": "How many?"}]} | fields))
+    (reader,) = call.readers()
+    chunk = GenerationChunk(call.requests[0].request_id, 0, (*b"42", EOS), "42", finish_reason=FinishReason.STOP)
+    assert reader.read(chunk) == parts

@@ -41,11 +41,12 @@ long prompt. Later messages of a stream have no clock: a stream may be silent, a
 MOST_BEGUN = 32
 """Calls of one node whose first message has not come, over all its connections. Raising it: each holds a flow-control window; lowering it: bursts over a
 slow link are refused."""
-MOST_READS = 9
+MOST_READS = 13
 """Reads that wait for messages of one node; further calls wait their turn. Raising it: memory that a caller can hold by finishing no message,
 `server.MAX_REQUEST_BYTES` each; lowering it: more calls of a node wait for its slow ones."""
-MOST_OPEN_STREAMS = 6
-"""Client streams of one node, which keep their reads. Raising it: fewer reads are left for its other calls."""
+MOST_OPEN_STREAMS = 11
+"""Client streams of one node, which keep their reads: as many prompts as one node may lease elsewhere (`ways.kv.lease`), and one for drafts. Raising it:
+fewer reads are left for its other calls."""
 MOST_UNREAD_BYTES = 16 << 20
 """Of answers that one node has asked for and does not take; further ones are refused. Raising it: memory that a caller can hold, three times as much;
 lowering it: a node that fetches much at once is refused."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Sequence
 
 from paceline.server.formats.cursor import BLANKS, Cursor, json_escaped
@@ -24,8 +25,12 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _AS_JSON = {"[": "[", "(": "[", "{": "{", "]": "]", ")": "]", "}": "}"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", "'": "'", '"': '\\"', "/": "/", "\n": ""}
 """What stands behind a backslash, and what it means as JSON."""
-_CODES = {"x": 2, "u": 4}
+_CODES = {"x": 2, "u": 4, "U": 8}
 """Hexadecimal digits of an escape."""
+_CONTROLS = {"a": "\\u0007", "v": "\\u000b"}
+_PREFIXES = frozenset({"r", "b", "f", "u", "br", "rb", "fr", "rf"})
+"""Words directly before a quote that belong to the string. Those with an r keep backslashes."""
+_WHOLE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F_]+|[oO][0-7_]+|[bB][01_]+)")
 
 
 def read_python_arguments(cursor: Cursor, names: Sequence[str], begin: Callable[[], None], say: Say) -> Generator[None, None, bool | None]:
@@ -67,6 +72,9 @@ def read_python_arguments(cursor: Cursor, names: Sequence[str], begin: Callable[
         if not (yield from _value(cursor, say, is_named=is_named)):
             return False
         n += 1
+        yield from cursor.blanks()
+        if (yield from cursor.peek()) not in {",", ")", ""}:
+            return False  # two values without a comma: which one is meant is not known
 
 
 def _name_ahead(cursor: Cursor, ahead: int) -> Generator[None, None, int]:
@@ -111,11 +119,17 @@ def _value(cursor: Cursor, say: Say, *, is_named: bool) -> Generator[None, None,
                     return False
             elif not (word := (yield from _word(cursor))):
                 return False
+            elif (yield from cursor.peek()) in {"'", '"'}:
+                if word.lower() not in _PREFIXES:
+                    return False
+                is_raw = "r" in word.lower()
+                if not (yield from _string(cursor, say, is_named=is_named, is_inner=bool(closing), is_raw=is_raw)):
+                    return False
             elif not (yield from cursor.more()):
                 say(word)
                 return False
             else:
-                said = as_json(word, BARE)
+                said = _number(word) or as_json(word, BARE)
                 say(json.dumps(word, ensure_ascii=False) if in_key and not said.startswith('"') else said)
         needs_comma = False
         if not closing:
@@ -131,8 +145,31 @@ def _word(cursor: Cursor) -> Generator[None, None, str]:
     return "".join(pieces)
 
 
-def _string(cursor: Cursor, say: Say, *, is_named: bool, is_inner: bool) -> Generator[None, None, bool]:
-    """Read a string. False: it breaks off."""
+def _number(word: str) -> str:
+    """Return a number that Python writes otherwise than JSON, as JSON; empty if the word is not one. No digit is lost."""
+    if _WHOLE.fullmatch(word):
+        try:
+            return str(int(word, 0))
+        except ValueError:  # underscores in wrong places, or more digits than Python takes
+            return ""
+    sign, point, exponent = word[:1] if word[:1] in "+-" else "", word.find("."), re.search(r"[eE][+-]?\d+$", word)
+    end = exponent.start() if exponent else len(word)
+    whole, fraction = (word[len(sign) : point], word[point + 1 : end]) if 0 <= point < end else (word[len(sign) : end], None)
+    digits = [part.replace("_", "") for part in (whole, fraction or "")]
+    if not any(digits) or not all(part.isascii() and (part.isdigit() or not part) for part in digits):
+        return ""
+    first = digits[0].lstrip("0") or "0"
+    if first != digits[0] and fraction is None and digits[0].strip("0"):
+        return ""  # 007 is an identifier, not a number of Python
+    return sign.replace("+", "") + first + ("" if fraction is None else "." + (digits[1] or "0")) + word[end:]
+
+
+def _string(cursor: Cursor, say: Say, *, is_named: bool, is_inner: bool, is_raw: bool = False) -> Generator[None, None, bool]:
+    """Read a string. False: it breaks off.
+
+    Args:
+        is_raw: a backslash stands for itself, also before a quote, which does not end the string then.
+    """
     quote = cursor.take()
     is_long = False
     if (yield from cursor.at(0)) == quote and (yield from cursor.at(1)) == quote:
@@ -146,6 +183,11 @@ def _string(cursor: Cursor, say: Say, *, is_named: bool, is_inner: bool) -> Gene
             cursor.take(3 if is_long else 1)
             say('"')
             return True
+        elif c == "\\" and is_raw:
+            say("\\\\")
+            cursor.take()
+            if (c := (yield from cursor.peek())) and c in "'\"\\":
+                say(json_escaped(cursor.take()))
         elif c == "\\":
             if not (yield from _escape(cursor, say)):
                 return False
@@ -178,9 +220,15 @@ def _escape(cursor: Cursor, say: Say) -> Generator[None, None, bool]:
     digits = ""
     while len(digits) < n and (digit := (yield from cursor.at(2 + len(digits)))) and digit in "0123456789abcdefABCDEF":
         digits += digit
-    if n and len(digits) == n:
+    if n and len(digits) == n and int(digits, 16) <= sys.maxunicode:
         cursor.take(2 + n)
-        say("\\u" + digits.zfill(4))
+        say(json.dumps(chr(int(digits, 16)))[1:-1])
+    elif octal := (yield from _octal(cursor)):
+        cursor.take(1 + len(octal))
+        say(json.dumps(chr(int(octal, 8)))[1:-1])
+    elif c in _CONTROLS:
+        cursor.take(2)
+        say(_CONTROLS[c])
     elif c in _ESCAPES:
         cursor.take(2)
         say(_ESCAPES[c])
@@ -188,3 +236,11 @@ def _escape(cursor: Cursor, say: Say) -> Generator[None, None, bool]:
         cursor.take()
         say("\\\\")
     return True
+
+
+def _octal(cursor: Cursor) -> Generator[None, None, str]:
+    """Return the octal digits, at most three, behind the backslash that stands here."""
+    digits = ""
+    while len(digits) < 3 and (digit := (yield from cursor.at(1 + len(digits)))) and digit in "01234567":
+        digits += digit
+    return digits

@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.errors import InvalidRequest, Overloaded
 from paceline.core.ids import NodeId
-from paceline.ways.kv.lease import LEASE_S, MOST_FENCES, MOST_LEASES, KvLeases, LeaseEnd
+from paceline.net.trust.handlers import MOST_OPEN_STREAMS
+from paceline.ways.kv.lease import LEASE_S, MOST_FENCES, MOST_LEASES, MOST_ROUTED, KvLeases, LeaseEnd
 
 D, E, F = NodeId("d"), NodeId("e"), NodeId("f")
 
@@ -67,3 +68,7 @@ def test_they_are_bounded_for_each_and_for_all_and_so_are_fences() -> None:
     for number in range(2 * MOST_FENCES):
         leases.give_back(leases.take_lease(D, f"r{number}", 1, 10.0, 0.0))
     assert len(leases._fences) == MOST_FENCES  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_node_may_have_a_stream_open_for_each_prompt_that_it_leases() -> None:
+    assert MOST_OPEN_STREAMS > MOST_ROUTED // 2 + MOST_LEASES // 2
