@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -82,28 +82,18 @@ def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, 
     return future
 
 
-@dataclass(slots=True)
-class _Trouble:
-    failures: int
-    at_s: float
-
-
 class Background:
     """Work of one node that is started again where it fails."""
 
     def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._clock, self._sleep = clock, sleep
-        self._troubles: dict[str, _Trouble] = {}
+        self._troubles: dict[str, Backoff] = {}
 
     @property
     def failing(self) -> tuple[str, ...]:
         """Names of work that failed more than once, and has not gone on for long since."""
         now = self._clock.monotonic()
-        return tuple(
-            name
-            for name, trouble in sorted(self._troubles.items())
-            if trouble.failures > 1 and now - trouble.at_s < self._steady_s(trouble)
-        )
+        return tuple(name for name, trouble in sorted(self._troubles.items()) if trouble.failures > 1 and not trouble.is_steady(now))
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
         """Run work on this event loop until it ends without an error, or its owner, who keeps the task, cancels it."""
@@ -129,21 +119,7 @@ class Background:
 
     def _pause_s(self, name: str) -> float:
         """After another failure."""
-        now = self._clock.monotonic()
-        trouble = self._troubles.setdefault(name, _Trouble(0, now))
-        if now - trouble.at_s >= self._steady_s(trouble):
-            trouble.failures = 0
-        trouble.failures += 1
-        trouble.at_s = now
-        return _pause_s(trouble.failures)
-
-    def _steady_s(self, trouble: _Trouble) -> float:
-        """Since its last failure, the pause after it included."""
-        return STEADY_S + _pause_s(trouble.failures)
-
-
-def _pause_s(failures: int) -> float:
-    return min(PAUSE_S * 2.0 ** min(failures - 1, 63), LONGEST_PAUSE_S) if failures else 0.0  # a float ends at 2 ** 1024
+        return self._troubles.setdefault(name, Backoff(PAUSE_S, LONGEST_PAUSE_S, STEADY_S)).fail(self._clock.monotonic())
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

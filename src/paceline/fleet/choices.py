@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
+from paceline.core.backoff import LeftOut
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard, two_digits
@@ -171,6 +172,9 @@ FAILED_S = 3600.0
 is taken away and brought back for nothing more often."""
 
 
+_Same = tuple[Way, tuple[NodeId, ...]]
+
+
 class Standing:
     """What serves a model, and for how long something else would have been better."""
 
@@ -180,8 +184,8 @@ class Standing:
         self.rather: Choice | None = None
         """What the last plan would have in its place."""
         self._since_s: float | None = None
-        self._failed: list[tuple[Choice, float]] = []
-        """What could not be had, and when."""
+        self._failed: LeftOut[_Same, None] = LeftOut()
+        """What could not be had."""
 
     def look(self, made: Plan | None, now: float, *, is_whole: bool = True) -> Choice | None:
         """What to move to, if to anything.
@@ -200,12 +204,12 @@ class Standing:
         if better is None:
             return None
         self._since_s = now if self._since_s is None else self._since_s
-        if any(is_same(better, choice) and now - at_s < FAILED_S for choice, at_s in self._failed):
+        if _same(better) in self._failed.now(now):
             return None
         return better if now - self._since_s >= HELD_S else None
 
     def failed(self, chosen: Choice, now: float) -> None:
-        self._failed = [*((choice, at_s) for choice, at_s in self._failed if not is_same(choice, chosen)), (chosen, now)]
+        self._failed.add(_same(chosen), now + FAILED_S, None)
 
     def moved(self, chosen: Choice) -> None:
         self.running, self.rather, self._since_s = chosen, None, None
@@ -218,7 +222,11 @@ def _parts(choice: Choice) -> list[tuple[LayerRange, float]]:
 
 def is_same(one: Choice, other: Choice) -> bool:
     """Whether two choices are the same machines doing the same, whatever was measured meanwhile. Which layers each has is the pipeline's."""
-    return (one.way, one.node_ids) == (other.way, other.node_ids)
+    return _same(one) == _same(other)
+
+
+def _same(choice: Choice) -> _Same:
+    return choice.way, tuple(choice.node_ids)
 
 
 def _better(chosen: Choice, running: Choice | None) -> Choice | None:

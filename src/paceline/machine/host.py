@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from paceline.core.backoff import Recent
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     ENGINE_GONE,
@@ -101,7 +101,7 @@ class EngineHost:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By the node that asks."""
         self._clients = Turns(OF_CLIENTS, MOST_FORMS)
-        self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
+        self._rebuilt = Recent(REBUILDS, WITHIN_S)
         self._on_change: list[Callable[[], None]] = []
         self._thread = EngineThread(engine, release, self._tell, self._another)
 
@@ -269,10 +269,10 @@ class EngineHost:
 
     def _another(self) -> StepEngine | None:
         """Called in the engine's thread: an engine in place of one that failed, if that did not happen too often."""
-        now, times = self._clock.monotonic(), self._rebuilt_at
-        if self._rebuild is None or self._closed or (len(times) == REBUILDS and now - times[0] < WITHIN_S):
+        now = self._clock.monotonic()
+        if self._rebuild is None or self._closed or self._rebuilt.is_full(now):
             return None
-        times.append(now)
+        self._rebuilt.add(now)
         return self._rebuild()
 
     def _tell(self, news: News) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.background import TaskSet
+from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
@@ -43,49 +44,9 @@ class DraftMeter:
 
 
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
-"""How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
-MOST_DOUBLED = 8
+"""How long a drafter that failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
 FORGIVEN = 64
 """Blocks after which old failures no longer count."""
-
-
-@dataclass(slots=True)
-class _Record:
-    times: int = 0
-    until_s: float = 0.0
-    good: int = 0
-    """Blocks since it failed last."""
-
-
-class Backoff:
-    """Of one source."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._records: dict[Key, _Record] = {}
-
-    def failed(self, key: Key) -> float:
-        """How many seconds it is left out from now on."""
-        record = self._records.setdefault(key, _Record())
-        left_out_s = min(LEFT_OUT_S * 2 ** min(record.times, MOST_DOUBLED), LEFT_OUT_MOST_S)
-        record.times, record.until_s, record.good = record.times + 1, self._clock.monotonic() + left_out_s, 0
-        return left_out_s
-
-    def drafted(self, key: Key) -> None:
-        record = self._records.get(key)
-        if record is not None:
-            record.good += 1
-            if record.good == FORGIVEN:
-                del self._records[key]
-
-    def left_out(self) -> Collection[Key]:
-        now = self._clock.monotonic()
-        return [key for key, record in self._records.items() if record.until_s > now]
-
-    def next_s(self) -> float | None:
-        """Until the first of them is no longer; None: none is left out."""
-        now = self._clock.monotonic()
-        return min((record.until_s - now for record in self._records.values() if record.until_s > now), default=None)
 
 
 logger = logging.getLogger(__name__)
@@ -104,7 +65,10 @@ class RemoteDrafts:
     def __init__(self, name: str, meter: DraftMeter, clock: Clock) -> None:
         self.name = name
         self._meter, self._clock = meter, clock
-        self._queue, self._backoff = AskQueue(), Backoff(clock)
+        self._queue = AskQueue()
+        self._failed: dict[Key, Backoff] = {}
+        self._good: Counter[Key] = Counter()
+        """Blocks of each since it failed last."""
         self.expected_s: float | None = None
         self._find: Find | None = None
         self._open: OpenConnection | None = None
@@ -160,7 +124,7 @@ class RemoteDrafts:
         if self._find is None:
             return
         try:
-            found = self._find(self._backoff.left_out())
+            found = self._find([key for key, backoff in self._failed.items() if backoff.until_s > self._clock.monotonic()])
         except PacelineError as error:
             if str(self.trouble) != str(error):
                 level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
@@ -201,7 +165,7 @@ class RemoteDrafts:
         self._meter.of(self.name).count(block)
         self._meter.hop.observe(took_s)
         if self._client is not None:
-            self._backoff.drafted(self._client.drafter.key)
+            self._forgive(self._client.drafter.key)
         if self.expected_s is not None and not whole:
             self.expected_s += GAIN * (took_s - self.expected_s)
 
@@ -212,16 +176,24 @@ class RemoteDrafts:
         node_id = client.drafter.node_id
         self._meter.of(self.name).failures += 1
         self._meter.failures[node_id, error.status] += 1
-        left_out_s = self._backoff.failed(client.drafter.key)
+        now, key = self._clock.monotonic(), client.drafter.key
+        left_out_s = self._failed.setdefault(key, Backoff(LEFT_OUT_S, LEFT_OUT_MOST_S)).fail(now)
+        self._good[key] = 0
         logger.warning("%s drafts with %s no more for %g s: %s", node_id, client.drafter.model_id, left_out_s, error)
         self.failure = error
         self._change(None)
         if self._again is not None:
             self._again.cancel()
-        next_s = self._backoff.next_s()
-        if next_s is not None:
-            self._again = asyncio.get_running_loop().call_later(next_s, self.look)
+        next_s = min(backoff.until_s - now for backoff in self._failed.values() if backoff.until_s > now)
+        self._again = asyncio.get_running_loop().call_later(next_s, self.look)
         self.look()
+
+    def _forgive(self, key: Key) -> None:
+        """Count a good block of a drafter that failed."""
+        if key in self._failed:
+            self._good[key] += 1
+            if self._good[key] == FORGIVEN:
+                del self._failed[key], self._good[key]
 
     def _change(self, drafter: Drafter | None) -> None:
         """Let another node draft, or none."""

@@ -19,6 +19,7 @@ from functools import partial
 import grpc.aio
 
 from paceline.core.background import end_tasks
+from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest, PacelineError
 from paceline.core.generation import GenerationRequest
@@ -296,7 +297,8 @@ class FleetInference:
         task.add_done_callback(lambda _: self._fetching.pop(key, None))
 
     async def _describe(self, key: Key) -> None:
-        (name, meaning), wait_s = key, RETRY_S
+        name, meaning = key
+        backoff = Backoff(RETRY_S, MOST_RETRY_S)
         while (route := self._routes.get(name)) is not None and route.meaning == meaning:
             for stop in route.stops:
                 if stop.node_id == self._fleet.node_id:  # its own card, while its engine is down
@@ -313,8 +315,7 @@ class FleetInference:
                     task = self._following[key] = asyncio.create_task(self._follow(key), name=f"context of {name}")
                     task.add_done_callback(lambda _: self._following.pop(key, None))
                 return
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MOST_RETRY_S)
+            await asyncio.sleep(backoff.fail(self._clock.monotonic()))
 
     async def _follow(self, key: Key) -> None:
         """Ask the best node for its context again and again, as long as the model is shown."""

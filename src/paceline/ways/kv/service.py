@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import grpc.aio
 
+from paceline.core.backoff import Backoff, LeftOut
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, NixlFailed, PacelineError, StreamCorrupt
 from paceline.core.generation import GenerationRequest
@@ -43,7 +44,6 @@ from paceline.ways.kv.meter import KV_ROWS, KvMeter
 from paceline.ways.kv.moving import StageMoves
 from paceline.ways.kv.price import KvPrice, PrefillPrice, answers, marked, offer_at, parted_price, prefill_price, price, run_of
 from paceline.ways.kv.pushing import REST_S, WRONG_REST_S, Push, PushEnd, PushInParts, push_rest_s
-from paceline.ways.kv.rests import Rests
 from paceline.ways.kv.routed import KvLegs
 from paceline.ways.kv.source import MOST_FETCHES, MOST_ROUTED_PUSHES, PeerKv
 from paceline.ways.kv.staged import BlockSender, NixlOffered, NixlUse, block_sender
@@ -84,7 +84,8 @@ class KvSharing:
         self._watches: dict[_Told, asyncio.Task[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(2 * MOST_FETCHES + MOST_ROUTED_PUSHES, "paceline-kv-fetch")
-        self._rests = Rests()
+        self._resting: LeftOut[tuple[NodeId, bytes | None], None] = LeftOut()
+        """Processes of peers, or with None all of a peer's, that are asked for nothing."""
         self.nixl = NixlUse()
         self._through: dict[NodeId, str] = {}
         """What blocks of each node came through last."""
@@ -258,7 +259,7 @@ class KvSharing:
 
     async def _watch(self, key: _Told) -> None:
         node_id, digest, numerics_id = key
-        wait_s = RETRY_S
+        backoff = Backoff(RETRY_S, MOST_RETRY_S)
         while True:
             try:
                 live = self._fleet.view().get(node_id)
@@ -269,7 +270,7 @@ class KvSharing:
                     ):
                         if said.block_tokens:
                             self._told[key] = read_told(said)
-                        wait_s = RETRY_S
+                        backoff.reset()
                         self._look_soon()
             except grpc.aio.AioRpcError as failed:
                 logger.debug("no prefixes of %s: %s", node_id, error_of(failed, node_id))
@@ -278,8 +279,7 @@ class KvSharing:
             finally:
                 self._told.pop(key, None)
                 self._look_soon()
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MOST_RETRY_S)
+            await asyncio.sleep(backoff.fail(self._clock.monotonic()))
 
     def _price(self, own: NodeId, cards: Mapping[NodeId, NodeCard]) -> None:
         links, now = Links(cards), self._clock.monotonic()
@@ -445,7 +445,7 @@ class KvSharing:
         kv.forgive(liars)
 
     def _is_resting(self, node_id: NodeId, instance: bytes) -> bool:
-        return self._rests.has(node_id, instance, self._clock.monotonic())
+        return not self._resting.now(self._clock.monotonic()).keys().isdisjoint({(node_id, instance), (node_id, None)})
 
     def _rest(self, node_id: NodeId, instance: bytes | None, rest_s: float | None) -> None:
         """Ask a peer's process for nothing for so long; None: it may be asked.
@@ -454,7 +454,7 @@ class KvSharing:
             instance: None where what it sent was wrong: that may be its memory's fault, or meant, and another start mends neither.
         """
         if rest_s is not None:
-            self._rests.begin(node_id, instance, self._clock.monotonic() + rest_s)
+            self._resting.add((node_id, instance), self._clock.monotonic() + rest_s, None)
             for kv in self._used:
                 kv.leave_out(node_id)
             self._loop.call_later(rest_s + 0.1, self._look_soon)

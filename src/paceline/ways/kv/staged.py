@@ -19,13 +19,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from paceline.core.backoff import LeftOut
 from paceline.core.errors import NixlFailed, StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.net.nixl import PAUSE_S, PROOF_BYTES, TOKEN_BYTES, HostDoor, NixlAgent, NixlReading, is_installed, knock
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, TensorMessage
 from paceline.net.wire import kv_pb2 as wire
-from paceline.ways.kv.rests import Rests
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class NixlUse:
     def __init__(self) -> None:
         self.agent: NixlAgent | None = None
         self._door = HostDoor()
-        self._rests = Rests()
+        self._failed: LeftOut[tuple[NodeId, bytes], None] = LeftOut()
         self._starting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -245,13 +245,13 @@ class NixlUse:
 
     def offer(self, node_id: NodeId, instance: bytes, now: float) -> NixlOffered | None:
         """What is offered to a process of a node; None: nothing."""
-        if self.agent is None or self._rests.has(node_id, instance, now):
+        if self.agent is None or (node_id, instance) in self._failed.now(now):
             return None
         return NixlOffered(self.agent, self._door)
 
     def failed(self, node_id: NodeId, instance: bytes, now: float) -> None:
         """Leave it be with that process for a while."""
-        self._rests.begin(node_id, instance, now + REST_S)
+        self._failed.add((node_id, instance), now + REST_S, None)
 
     async def _start(self) -> None:
         try:

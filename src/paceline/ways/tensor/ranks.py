@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
+from paceline.core.backoff import Recent
 from paceline.core.clock import PREPARE_S
 from paceline.core.errors import SERVER_STOPPING, ConfigError, ExecutorLost, ExecutorUnavailable, NodeStopping
 from paceline.core.generation import Notice
@@ -58,8 +59,8 @@ class RankProcesses:
         self, memory: GroupMemory, memory_fd: int, orders: Sequence[RankOrder], away: Mapping[int, StartsRank] = MappingProxyType({})
     ) -> None:
         self._memory, self._memory_fd, self._away = memory, memory_fd, dict(away)
-        self._starts: list[float] = []
-        """When ranks were started again."""
+        self._starts = Recent(MOST_STARTS, STARTS_S)
+        """Of ranks, after the first."""
         self.lost: str | None = None
         """Why they can't run, until they are whole again."""
         self.losses = 0
@@ -173,14 +174,15 @@ class RankProcesses:
                 process.kill()  # stopped, too
             self._give_up_silent(process)
         gone = [i for i, process in enumerate(self._processes) if process.gone is not None]
-        self._starts = [at for at in self._starts if now - at < STARTS_S]
-        if gone and len(self._starts) >= MOST_STARTS:
+        started = self._starts.ago(now)
+        if gone and len(started) == MOST_STARTS:
             hint = "What its ranks printed may say why they end; or start without --tensor."
             raise ExecutorUnavailable(f"The tensor group is not whole: {self.lost}", hint, code="tensor_unavailable")
-        if gone and self._starts and now - self._starts[-1] < AGAIN_S * 2 ** (len(self._starts) - 1):
+        if gone and started and started[-1] < AGAIN_S * 2 ** (len(started) - 1):
             time.sleep(LOOK_S)
             return False
-        self._starts += [now] * bool(gone)
+        if gone:
+            self._starts.add(now)
         try:
             for i in gone:
                 lost = self._processes[i]

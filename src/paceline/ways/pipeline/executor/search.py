@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.backoff import Backoff, Recent
 from paceline.core.clock import PREPARE_S, Clock
 from paceline.core.errors import (
     ExecutorUnavailable,
@@ -140,19 +141,19 @@ class Fallback:
 
     def __init__(self, load: Callable[[], Route], after: int | None, clock: Clock) -> None:
         self._load, self._after, self._clock = load, after, clock
-        self._losses: deque[float] = deque(maxlen=after or 1)
+        self._losses = Recent(after or 1, FORGET_S)
         self._lock = threading.Lock()
         self._loading: Future[Route] | None = None
         self._is_wanted = False
         """A load that nothing waits for any more goes on, because it can't be stopped half way. What it loaded is then closed."""
 
     def lost(self) -> None:
-        self._losses.append(self._clock.monotonic())
+        self._losses.add(self._clock.monotonic())
 
     @property
     def is_due(self) -> bool:
         """Whether so many were lost that no others are to be looked for."""
-        return len(self._losses) == self._after and self._clock.monotonic() - self._losses[0] < FORGET_S
+        return self._after is not None and self._losses.is_full(self._clock.monotonic())
 
     @property
     def has_begun(self) -> bool:
@@ -311,7 +312,7 @@ class Search:
         """What the search is for: how the last route broke."""
         self.is_alone = False
         """The route found last is this machine's own."""
-        self._alone_s, self._back_at = 0.0, -inf
+        self._pauses, self._back_at = Backoff(self._limits.alone_s, ALONE_MOST_S), -inf
         """For how long others were not looked for when this machine last went on alone, and when it no longer did."""
         self._again_at = 0.0
 
@@ -470,9 +471,9 @@ class Search:
             self._until, self._found_none, self._broke, self.is_alone = None, False, None, True
             self._router.forget_kv()
             now = self._clock.monotonic()
-            again = now - self._back_at < ALONE_MOST_S
-            self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s
-            self._again_at = now + self._alone_s
+            if now - self._back_at >= ALONE_MOST_S:
+                self._pauses.reset()
+            self._again_at = now + self._pauses.fail(now)
         return route
 
     def _unavailable(self, reason: str) -> ExecutorUnavailable:

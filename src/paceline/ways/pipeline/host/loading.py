@@ -21,6 +21,7 @@ from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.background import end_tasks
+from paceline.core.backoff import LeftOut
 from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.manifest import ModelPart
@@ -92,27 +93,25 @@ RETRY_S = 120.0
 
 
 class FailedLoads:
-    """Why, and when."""
+    """Layers that could not be loaded, and why."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._known: dict[tuple[ModelRef, LayerRange], tuple[PipelineError, float]] = {}
+        self._left_out: LeftOut[tuple[ModelRef, LayerRange], PipelineError] = LeftOut()
 
     def check(self, request: StageRequest) -> None:
         """Raise ShardUnavailable where its layers could not be loaded, and that is not long ago."""
-        error, at_s = self._known.get((request.model, request.layers), (None, 0.0))
-        if error is not None and self._clock.monotonic() - at_s < RETRY_S:
+        error = self._left_out.now(self._clock.monotonic()).get((request.model, request.layers))
+        if error is not None:
             raise ShardUnavailable(error.message, error.hint)
 
     def note(self, request: StageRequest, error: PipelineError) -> PipelineError:
         """They could not be loaded. Returns `error`, to be raised."""
-        now = self._clock.monotonic()
-        self._known = {held: known for held, known in self._known.items() if now - known[1] < RETRY_S}
-        self._known[request.model, request.layers] = error, now
+        self._left_out.add((request.model, request.layers), self._clock.monotonic() + RETRY_S, error)
         return error
 
     def forget(self, request: StageRequest) -> None:
-        self._known.pop((request.model, request.layers), None)
+        self._left_out.remove((request.model, request.layers))
 
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.core.background import in_background_of, tell_loop
+from paceline.core.backoff import LeftOut
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineError, PipelineStalled, PlacementError, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
@@ -176,16 +177,6 @@ LAST_RESORT_S = 4.0
 """The same for one that stalled, where no other node has the layers. Raising it: answers wait longer for a machine that was asleep for a moment."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LeftOut:
-    """A node that broke a route."""
-
-    instance: bytes
-    until: float
-    in_need_until: float
-    """The same where there is no other node."""
-
-
 class FleetRouter:
     """A `ways.pipeline.executor.route.Router`. `find` is for the engine's thread, `quarantine` for any.
 
@@ -222,7 +213,8 @@ class FleetRouter:
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
         self._lock = threading.Lock()
-        self._left_out: dict[NodeId, _LeftOut] = {}
+        self._left_out: LeftOut[tuple[NodeId, bytes], float] = LeftOut()
+        """Processes that broke a route, and until when they are left out even where no other node has the layers."""
         self._closed = False
 
     # -------------------------------------------------------------------------------------------------------- as a Router
@@ -276,9 +268,8 @@ class FleetRouter:
         in_need_s = LAST_RESORT_S if fault.code == PipelineStalled.code else span_s
         instance = self._instances.get(fault.node_id, b"")
         with self._lock:
-            known = self._left_out.get(fault.node_id)
-            self._left_out[fault.node_id] = _LeftOut(instance, now + span_s, now + in_need_s)
-        found_before = known is not None and known.instance == instance and known.until > now
+            found_before = (fault.node_id, instance) in self._left_out.now(now)
+            self._left_out.add((fault.node_id, instance), now + span_s, now + in_need_s)
         if fault.code == ShardCorrupt.code and not found_before:
             self._meter.corrupt()
 
@@ -328,12 +319,12 @@ class FleetRouter:
         """
         now, instances = self._clock.monotonic(), {card.node_id: card.instance for card in self._fleet.cards()}
         with self._lock:
-            self._left_out = {
-                node_id: out
-                for node_id, out in self._left_out.items()
-                if out.until > now and instances.get(node_id, out.instance) == out.instance
-            }
-            return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
+            left_out = self._left_out.now(now).items()
+        return frozenset(
+            node_id
+            for (node_id, instance), in_need_until in left_out
+            if instances.get(node_id, instance) == instance and (not in_need or in_need_until > now)
+        )
 
     def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[LayerSpan]:
         ahead, self._ahead = self._ahead, ()
