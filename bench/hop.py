@@ -40,9 +40,9 @@ from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 

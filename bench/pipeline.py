@@ -37,8 +37,8 @@ from paceline.machine.setup import load_runner
 from paceline.machine.speed import PromptMaker, drive
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor

@@ -34,8 +34,8 @@ from paceline.engine.local import row_plan
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.ways.tensor.memory import GroupMemory, make_memory
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.pump import GroupPump, RankPump

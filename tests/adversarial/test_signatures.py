@@ -24,9 +24,9 @@ from paceline.fleet.card import Revocation
 from paceline.net.card_codec import write_card
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, make_request, read_join_certificate
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import JoinAttempt
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_card, open_revocation, sign_revocation
 from paceline.net.trust.signing import CONTEXT, SignedKind, verifies
 from paceline.net.trust.tokens import JoinToken

@@ -33,7 +33,6 @@ READ_WHERE_THERE = {
     "cli/service.py": "launchd writes elsewhere",
     "machine/devices.py": "no driver, no boot's name, every processor a core, and the processor's name from platform",
     "net/nixl.py": "Linux alone",
-    "net/trust/connections.py": "macOS has /dev/fd too",
     "net/trust/credentials.py": "a temporary file in the place of one in memory",
     "store/tokenizer_child.py": "no limit where a system does not tell a process's size",
 }

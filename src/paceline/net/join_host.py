@@ -24,11 +24,10 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedRevocation
 from paceline.net.server import secure_port
 from paceline.net.trust.certificates import key_pem, make_key, make_request, open_request
-from paceline.net.trust.connections import ConnectionWatch, Refusals, remote_of
-from paceline.net.trust.credentials import join_port_credentials
 from paceline.net.trust.folder import FleetFolder, Stamp
 from paceline.net.trust.handlers import WellFormed
 from paceline.net.trust.issuer import Issuer, JoinAttempt
+from paceline.net.trust.refusals import Refusals, remote_of
 from paceline.net.trust.seals import open_revocations
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import JoinServiceServicer, add_JoinServiceServicer_to_server
@@ -52,12 +51,15 @@ def _claimed(attempt: JoinAttempt) -> str:
 LOOK_S = 1.0
 """How often files are looked at."""
 MAX_JOIN_BYTES = 16 << 10
-MAX_CONNECTIONS = 512
-"""Any machine may open one before it has shown that it was invited. Raising it: what strangers can make this process hold."""
+MAX_CONNECTIONS = 3072
+"""Any machine may open one before it has shown that it was invited. Raising it: what strangers can make this process hold, 70 KB each for `CONNECTION_S`;
+lowering it: strangers who open so many keep newcomers out."""
 MAX_STREAMS = 2
 """Calls on one connection; a joiner makes one."""
 CONNECTION_S = 30
-"""No machine has business here for longer. One that makes no whole call is hung up sooner (`connections.SILENT_S`)."""
+"""No machine has business here for longer."""
+SILENT_S = 10
+"""Seconds for a handshake, and without a call."""
 LAST_CALLS_S = 5
 NEW_KEY_S = 86400.0
 """So long the port shows one certificate; then it is opened anew."""
@@ -102,8 +104,6 @@ class JoinHost(JoinServiceServicer):
         self._own, self._peers, self._here = identity.node_id, peers or folder.peers, here
         self._on_joined, self._on_revocations = on_joined, on_revocations
         self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
-        self._watch: ConnectionWatch | None = None
-        """Told of calls, as long as the port is open."""
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._opened_at = 0.0
@@ -175,16 +175,6 @@ class JoinHost(JoinServiceServicer):
     # ------------------------------------------------------------------------------------------------------------ for newcomers
 
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
-        watch, peer = self._watch, context.peer()
-        if watch is None:
-            return await self._join(request, context)
-        watch.began(peer)
-        try:
-            return await self._join(request, context)
-        finally:
-            watch.ended(peer)
-
-    async def _join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
         attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
         try:
             # Signing and waiting for the disk are not for the event loop.
@@ -221,7 +211,8 @@ class JoinHost(JoinServiceServicer):
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
-                ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.server_handshake_timeout_ms", SILENT_S * 1000),
+                ("grpc.max_connection_idle_ms", SILENT_S * 1000),
                 ("grpc.max_connection_age_ms", CONNECTION_S * 1000),
                 ("grpc.max_connection_age_grace_ms", LAST_CALLS_S * 1000),
             ),
@@ -232,8 +223,7 @@ class JoinHost(JoinServiceServicer):
         request = make_request(key, NodeId("join"))
         shown = await asyncio.to_thread(self.issuer.authority.issue_to_join_port, request, self._clock.wall())
         pem = x509.load_der_x509_certificate(shown).public_bytes(Encoding.PEM)
-        watch = self._watch = ConnectionWatch(self._refusals, self._clock, names_those_who_leave=False)
-        credentials = join_port_credentials(key_pem(key), pem, watch.connection)
+        credentials = grpc.ssl_server_credentials([(key_pem(key), pem)])
         if not secure_port(server, self._host, port, credentials):
             await server.stop(None)
             raise MembershipError(
@@ -241,7 +231,6 @@ class JoinHost(JoinServiceServicer):
                 "End that (another fleet's node?), or take another port: paceline token --join-port PORT",
             )
         await server.start()
-        watch.watch(port)
         self._server, self._port, self._opened_at = server, port, self._clock.wall()
         logger.info("join port %d open", port)
 
@@ -249,8 +238,6 @@ class JoinHost(JoinServiceServicer):
         server, self._server = self._server, None
         if server is not None:
             await server.stop(GRACE_S)
-            if self._watch is not None:
-                self._watch.close()
 
     def _pass_on_revocations(self) -> None:
         seen = self._folder.stamp()

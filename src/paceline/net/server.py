@@ -15,7 +15,6 @@ from paceline.core.errors import ConfigError
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.net.channels import COMMON, RECEIVE, Options
 from paceline.net.trust.certificates import join_host
-from paceline.net.trust.connections import ConnectionWatch
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Admission, Behaviour, Context, Continuation, Handler, Limit, WellFormed, rewrap
@@ -52,8 +51,9 @@ class RpcMeter(grpc.aio.ServerInterceptor):
         return counted
 
 
-MAX_CONNECTIONS = 1024
-"""Open at once, of members and of strangers whose handshake is under way. Raising it: files that strangers can make a node hold open."""
+MAX_CONNECTIONS = 3072
+"""Open at once, of members and of strangers whose handshake is under way. Raising it: what strangers can make a node hold, 70 KB each until
+`grpc.server_handshake_timeout_ms`; lowering it: strangers who open so many keep members out."""
 IDLE_S = 300
 """Without any call, until the server takes leave; the next call dials anew."""
 AGE_S = 3600
@@ -109,12 +109,11 @@ class NodeServer:
         self,
         identity: Identity,
         guard: PeerGuard,
-        watch: ConnectionWatch,
         meter: RpcMeter,
         policy: TrustPolicy,
         options: Options = SERVER_OPTIONS,
     ) -> None:
-        self._identity, self._watch = identity, watch
+        self._identity = identity
         self._limits: dict[str, Limit] = {}
         self._server = grpc.aio.server(
             interceptors=[meter, guard, WellFormed(guard.refusals, self._limits, Admission(guard.peer, policy))], options=options
@@ -137,18 +136,15 @@ class NodeServer:
         Raises:
             ConfigError: the address can't be used.
         """
-        credentials = server_credentials(self._identity, self._watch.connection)
-        bound = secure_port(self._server, host, port, credentials)
+        bound = secure_port(self._server, host, port, server_credentials(self._identity))
         if not bound:
             raise ConfigError(
                 f"Cannot listen on {join_host(host or '::', port)} for the fleet",
                 "Stop what listens there, or choose another --fleet-port or --fleet-host.",
             )
         await self._server.start()
-        self._watch.watch(bound)
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, and end those under way after `grace_s` at the latest."""
-        self._watch.close()
         await self._server.stop(grace_s)

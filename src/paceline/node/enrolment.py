@@ -27,10 +27,10 @@ from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.authority import Authority, is_encrypted
 from paceline.net.trust.certificates import is_address, is_node_id, join_host, make_key, make_request, read_join_certificate
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity, choose_node_id, read_secret
 from paceline.net.trust.issuer import Issuer, OpenToken, check_id
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_revocations
 from paceline.net.trust.tokens import JoinToken
 from paceline.store.home import Home

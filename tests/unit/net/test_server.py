@@ -9,14 +9,15 @@ from typing import Self
 import grpc.aio
 from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, until
+from tests.unit.net.trust.served import connections
 
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
 from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.connections import ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.refusals import Refusals
 
 IMPATIENT = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 500}
 
@@ -62,11 +63,8 @@ async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 async def test_a_machine_that_vanished_keeps_no_connection() -> None:
     fleet, refusals = TestFleet(), Refusals()
     identity, caller = fleet.member("server-1"), fleet.member("alice-1")
-    watch = ConnectionWatch(refusals, fleet.clock)
-    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
-    server = NodeServer(
-        identity, guard, watch, RpcMeter(), TrustPolicy(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS]
-    )
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals)
+    server = NodeServer(identity, guard, RpcMeter(), TrustPolicy(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS])
     port = await server.start("127.0.0.1", 0)
     try:
         async with Cable(port) as cable:

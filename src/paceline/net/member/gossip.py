@@ -53,11 +53,11 @@ from paceline.net.exchange_codec import (
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
 from paceline.net.server import KIB, Service
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Context, Limit
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import sign_card
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server

@@ -1,4 +1,4 @@
-"""Measures this node's links as `fleet.links` asks: empty calls for the round trip, full ones for the bandwidth, and what the system saw of both."""
+"""Measures this node's links as `fleet.links` asks: empty calls for the round trip, full ones for the bandwidth, TCP connects for the network alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 import random
 import secrets
+import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -19,7 +21,6 @@ from paceline.fleet.links import LinkWatch, Measure, figures, peers_to_measure
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.exchange_codec import MemberOpener
 from paceline.net.rpc_faults import unless_closed
-from paceline.net.trust.connections import round_trip_s
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 
@@ -29,6 +30,25 @@ PINGS = 5
 """Empty calls of a measurement; the shortest counts."""
 AGAIN = 0.25
 """A full call that took less than so much of what it may is made again, and the shorter counts: TCP begins slowly, and a machine may be at something else."""
+CONNECTS, CONNECT_S = 3, 1.0
+"""TCP connects of a measurement, the shortest of which counts, and seconds that each may take."""
+
+
+def connect_s(address: str) -> float | None:
+    """Return the seconds that TCP takes to connect to host:port: one round trip between two kernels. Blocks. None: it does not connect."""
+    host, _, port = address.rpartition(":")
+    times = list[float]()
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        for _ in range(CONNECTS):
+            with socket.socket(family, kind, protocol) as end:
+                end.settimeout(CONNECT_S)
+                began = time.perf_counter()
+                end.connect(place)
+                times.append(time.perf_counter() - began)
+    except (OSError, ValueError) as error:
+        logger.debug("%s does not connect: %s", address, error)
+    return min(times, default=None)
 
 
 class LinkDriver:
@@ -91,7 +111,7 @@ class LinkDriver:
             logger.debug("the link to %s at %s was not measured: %s", asked.node_id, asked.address, error)
             return self._watch.failed(asked.id, self._clock.monotonic())
         rtt_s, rate = (min(pings), None) if full_s is None else figures(pings, 2 * asked.payload_bytes, full_s)
-        network_s = round_trip_s(asked.address)
+        network_s = await asyncio.to_thread(connect_s, asked.address)
         known_s = None if network_s is None else min(rtt_s, network_s)
         return self._watch.measured(asked.id, self._clock.monotonic(), rtt_s, rate, known_s)
 

@@ -38,10 +38,10 @@ from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member, join_host
-from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.issuer import Issuer
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_revocations, revocation_told
 
 logger = logging.getLogger(__name__)
@@ -137,12 +137,11 @@ class FleetNode:
             raise
 
     async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...], claim: Claim) -> None:
-        watch = ConnectionWatch(self.refusals, self._clock)
         guard = self._guard = PeerGuard(
-            *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
+            *(self.identity.root, self.gossip.voids, self._clock, self.refusals),
             *(self.gossip.revocation_of, self.trust_keeper.check_age),
         )
-        server = NodeServer(self.identity, guard, watch, self.rpcs, self.trust)
+        server = NodeServer(self.identity, guard, self.rpcs, self.trust)
         server.add(
             capability_service(self.gossip, guard, lambda: own_facts(self._clock, self._tensors.port if self._tensors is not None else 0)),
             control_service(self.identity, guard, self.look),

@@ -26,10 +26,10 @@ from paceline.net.join_client import ask_to_renew
 from paceline.net.join_host import JoinHost
 from paceline.net.member.gossip import GossipDriver
 from paceline.net.trust.certificates import join_host, make_request
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer, renewal_is_due
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_kept_list
 
 logger = logging.getLogger(__name__)

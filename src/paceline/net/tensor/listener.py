@@ -27,9 +27,9 @@ from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode, Event
 from paceline.net.tensor.incoming import FROM_SENDER, IncomingBytes
 from paceline.net.tensor.pipe import Pipe, tune
 from paceline.net.trust.certificates import FleetRoot, Member
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import server_context
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import Voids
 
 

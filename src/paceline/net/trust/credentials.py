@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import ssl
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import cast
 
@@ -26,12 +26,8 @@ from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire import fleet_pb2_grpc as rpc
 
 
-def server_credentials(identity: Identity, on_connection: Callable[[], None] | None = None) -> grpc.ServerCredentials:
-    """What a node's gRPC port shows. It lets in only those whose certificate this fleet's CA issued.
-
-    Args:
-        on_connection: called as each handshake begins, in a thread of gRPC's own: `ConnectionWatch.connection`.
-    """
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """What a node's gRPC port shows. It lets in only those whose certificate this fleet's CA issued."""
     shows = identity.member
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -39,8 +35,6 @@ def server_credentials(identity: Identity, on_connection: Callable[[], None] | N
 
     def fetch() -> grpc.ServerCertificateConfiguration:
         nonlocal shows
-        if on_connection is not None:
-            on_connection()
         if shows is not identity.member:
             shows = identity.member
             return configuration()
@@ -48,21 +42,6 @@ def server_credentials(identity: Identity, on_connection: Callable[[], None] | N
         return cast("grpc.ServerCertificateConfiguration", None)
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
-
-
-def join_port_credentials(key_pem: bytes, certificate_pem: bytes, on_connection: Callable[[], None]) -> grpc.ServerCredentials:
-    """What a join port shows. It asks for no certificate.
-
-    Args:
-        on_connection: called as each handshake begins, in a thread of gRPC's own: `ConnectionWatch.connection`.
-    """
-
-    def fetch() -> grpc.ServerCertificateConfiguration:
-        on_connection()
-        return cast("grpc.ServerCertificateConfiguration", None)  # as before
-
-    shown = grpc.ssl_server_certificate_configuration([(key_pem, certificate_pem)])
-    return grpc.dynamic_ssl_server_credentials(shown, fetch, require_client_authentication=False)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:

@@ -1,8 +1,8 @@
 """Every RPC is checked as it starts: who calls, by the certificate that TLS verified, and whether it still belongs.
 
-TLS checks a connection once, and a connection may last for days; so revocation is checked here, for each RPC, and RPCs that are open
-when their caller is revoked are cancelled and answered PERMISSION_DENIED; then its connections are cut, so that it holds nothing here by what
-it begins and never finishes. What is refused is named in the log.
+TLS checks a connection once, and a connection may last for days. So revocation is checked here, for each RPC. RPCs that are open when their caller
+is revoked are cancelled and answered PERMISSION_DENIED, also those whose request has not come. Its connections stay open without calls until gRPC
+closes them as idle. The log names what is refused.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member
-from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.handlers import Behaviour, Context, Continuation, Handler, rewrap, told
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import REVOCATION_KEY, Voids
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
 """By what a node hears of revocations, and what it tells its own machine."""
+
+
 GRACE_S = 1.0
-"""What a revoked caller is given to take what is on its way to it, before its connection is cut."""
+"""Seconds for a revoked caller to take what is being sent to it."""
 
 
 class _Call:
     """An RPC under way, as its handler's context: all that a context has, and sending that can be waited for.
 
-    gRPC can't answer an RPC with an error while it sends on it; so an RPC is not cancelled in the middle of that, but just after.
+    gRPC can't answer an RPC with an error while it sends on it; so an RPC is cancelled just after that. If its caller takes nothing for `GRACE_S`, the RPC
+    ends without an answer.
     """
 
     def __init__(self, context: Context, member: Member, task: asyncio.Task[Any]) -> None:
         self._context = context
         self.member, self.task = member, task
-        self.revoked = False
+        self.revoked = self.dropped = False
         self._sending = False
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +63,14 @@ class _Call:
     def cancel(self) -> None:
         """End it, now or once what is being sent is sent."""
         self.revoked = True
-        if not self._sending:
+        if self._sending:
+            self.task.get_loop().call_later(GRACE_S, self._drop)
+        else:
+            self.task.cancel()
+
+    def _drop(self) -> None:
+        if self._sending and not self.task.done():
+            self.dropped = True
             self.task.cancel()
 
     async def _send(self, sending: Awaitable[None]) -> None:
@@ -80,7 +90,6 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         voids: the revocations known; asked at each RPC.
         revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
         check_age: raises NotTrusted where what is known here of revocations is too old to let in any node.
-        watch: told whose calls come by which connections, and asked to cut them.
     """
 
     REMEMBERED = 1024
@@ -91,12 +100,11 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         voids: Voids,
         clock: Clock,
         refusals: Refusals,
-        watch: ConnectionWatch | None = None,
         revocation_of: Callable[[NodeId], bytes | None] = lambda _: None,
         check_age: Callable[[], None] = lambda: None,
     ) -> None:
         self._root, self.voids, self._clock, self.refusals = root, voids, clock, refusals
-        self._watch, self._revocation_of, self._check_age = watch, revocation_of, check_age
+        self._revocation_of, self._check_age = revocation_of, check_age
         self._calls: set[_Call] = set()
         self._read: dict[bytes, bytes] = {}
 
@@ -123,12 +131,10 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         return member
 
     def revoked(self, node_id: NodeId, not_after: int) -> None:
-        """End the RPCs and the connections of a node whose certificates issued up to `not_after` were voided."""
+        """End the RPCs of a node whose certificates issued up to `not_after` were voided."""
         for call in list(self._calls):
             if call.member.node_id == node_id and call.member.issued_at <= not_after:
                 call.cancel()
-        if self._watch is not None:
-            asyncio.get_running_loop().call_later(GRACE_S, self._watch.cut, node_id, not_after)
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._guarded(behaviour, handler_call_details.method))
@@ -150,8 +156,6 @@ class PeerGuard(grpc.aio.ServerInterceptor):
                 self._check_age()
         except NotTrusted as error:
             await self._refuse(context, error, method)
-        if self._watch is not None:
-            self._watch.began(context.peer(), member)
         task = asyncio.current_task()
         assert task is not None, "an RPC runs in a task"
         call = _Call(context, member, task)
@@ -159,21 +163,17 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         try:
             yield call
         except asyncio.CancelledError:
-            if not call.revoked:
+            if not call.revoked or call.dropped:
                 raise
             while task.uncancel():
                 pass
             await self._refuse(context, RevokedNode(f"{member.node_id} was revoked", who=member.node_id), method)
         finally:
             self._calls.discard(call)
-            if self._watch is not None:
-                self._watch.ended(context.peer())
 
     async def _refuse(self, context: Context, error: NotTrusted, method: str) -> NoReturn:
         self.refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
         status = grpc.StatusCode.PERMISSION_DENIED if isinstance(error, RevokedNode) else grpc.StatusCode.UNAUTHENTICATED
-        if self._watch is not None:
-            asyncio.get_running_loop().call_later(GRACE_S, self._watch.hang_up, context.peer())
         proof = self._revocation_of(NodeId(error.who)) if isinstance(error, RevokedNode) else None
         await context.abort(status, error.message, () if proof is None else ((REVOCATION_KEY, proof),))
         raise AssertionError("abort raises")

@@ -33,7 +33,7 @@ from paceline.core.ids import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.net.rpc_faults import abort
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.connections import Refusals, remote_of
+from paceline.net.trust.refusals import Refusals, remote_of
 
 WHOLE_S = 60.0
 """Seconds for the first message of a call to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a

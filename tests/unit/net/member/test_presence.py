@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,14 +81,18 @@ def test_a_node_is_dropped_where_every_address_that_ever_worked_refuses(
 
 @in_loop
 async def test_a_killed_node_leaves_at_once_and_a_stopped_one_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, stopped, go = CapabilityServicer.MeasureLink, set[GossipDriver](), asyncio.Event()
+    stopped, go = set[GossipDriver](), asyncio.Event()
 
-    async def unless_stopped(self: CapabilityServicer, request: Any, context: Any) -> Any:
-        if self._gossip in stopped:
-            await go.wait()
-        return await measure(self, request, context)
+    def unless_stopped(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def waits(self: CapabilityServicer, request: Any, context: Any) -> Any:
+            if self._gossip in stopped:
+                await go.wait()
+            return await method(self, request, context)
 
-    monkeypatch.setattr(CapabilityServicer, "MeasureLink", unless_stopped)
+        return waits
+
+    for name in ("MeasureLink", "ExchangeCapabilities"):
+        monkeypatch.setattr(CapabilityServicer, name, unless_stopped(getattr(CapabilityServicer, name)))
     fleet = TestFleet()
     a = make_node(fleet, tmp_path, "a", preset=SLOW)
     async with running(a):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
+from tests.unit.net.trust.served import connections
 
 from paceline.net import server
-from paceline.net.trust.connections import connections
 
 MOST = 16
 

@@ -15,8 +15,8 @@ from paceline.core.clock import SystemClock
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 
 SOON_S = 100.0
 MOST_SENT = 64 << 20

@@ -20,11 +20,11 @@ from paceline.core.ports import find_port
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, make_request
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import client_context
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import JoinServiceStub

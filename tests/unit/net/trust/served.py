@@ -10,21 +10,29 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 from tests.fakes.fleets import TestFleet, sealed_card
 
-from paceline.core.clock import Clock
 from paceline.core.ids import Trust
 from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import Context, PeerGuard
 from paceline.net.trust.handlers import Limit, WellFormed
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.net.wire import fleet_pb2 as wire
 
 ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
 CARD = "/paceline.v1.CapabilityService/GetNodeCapability"
 SOON_S = 100.0
+
+
+def connections(port: int) -> list[tuple[str, int]]:
+    """The far ends of the connections to a port of this process."""
+    held = psutil.Process().net_connections("tcp")
+    return [
+        (one.raddr.ip, one.raddr.port) for one in held if one.raddr and one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
+    ]
 
 
 class Services(grpc.GenericRpcHandler):
@@ -121,25 +129,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(fleet: TestFleet, name: str = "server-1", clock: Clock | None = None) -> AsyncIterator[Served]:
-    """A server of a node.
-
-    Args:
-        clock: by which connections are idle.
-    """
+async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Served]:
+    """A server of a node."""
     identity = fleet.member(name)
     refusals = Refusals()
-    watch = ConnectionWatch(refusals, clock or fleet.clock, look_s=0.02)
-    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals)
     well_formed = WellFormed(refusals, {CARD: Limit(1000, 64, least=Trust.GUEST)})
     server = grpc.aio.server(interceptors=[guard, well_formed])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(identity, watch.connection))
-    watch.watch(port)
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(identity))
     await server.start()
     try:
         yield Served(fleet, identity, guard, services, port, well_formed)
     finally:
-        watch.close()
         await server.stop(None)

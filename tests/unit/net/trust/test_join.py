@@ -25,8 +25,8 @@ from paceline.fleet.eligibility import Revocations
 from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.certificates import PrivateKey, make_key, make_request
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.issuer import JoinAttempt
+from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 

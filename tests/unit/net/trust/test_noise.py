@@ -20,10 +20,10 @@ from paceline.core.errors import FleetError, PacelineError, TokenError, UserErro
 from paceline.core.ids import NodeId
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import is_address, make_key, make_request, open_request
-from paceline.net.trust.connections import remote_of
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer
+from paceline.net.trust.refusals import remote_of
 from paceline.net.trust.seals import open_card, open_revocation
 from paceline.net.trust.tokens import JoinToken
 from paceline.net.wire import fleet_pb2 as wire

@@ -31,10 +31,10 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.trust.certificates import NODE_NAME, Member
-from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import WellFormed
+from paceline.net.trust.refusals import Refusals
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub, add_ShardServiceServicer_to_server
 from paceline.ways.pipeline import client as shard_client

@@ -33,10 +33,10 @@ from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import NodeServer, RpcMeter
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.ways.pipeline.client import RemoteStage, open_stage
 from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
@@ -234,9 +234,8 @@ async def hosting(
 
     host = NodeShardHost(warm, ends, limits, meter, SystemClock(), check, disk)
     refusals = Refusals()
-    watch = ConnectionWatch(refusals, net.fleet.clock, look_s=0.02)
-    guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals, watch)
-    server = NodeServer(identity, guard, watch, RpcMeter(), TrustPolicy())
+    guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals)
+    server = NodeServer(identity, guard, RpcMeter(), TrustPolicy())
     server.add(shard_service(host, guard.peer))
     port = await server.start("127.0.0.1", 0)
     host.start(Background(SystemClock()))
