@@ -28,7 +28,7 @@ LINUX_ALONE = {"net/nixl.py"}
 PLACES = ("/proc", "/sys", "/dev/", "/run", "/etc/")
 READ_WHERE_THERE = {
     "backends/cpu/sync.py": "memory of one node",
-    "backends/memory.py": "available_bytes asks sysconf on macOS; control groups that are not shown bound nothing",
+    "backends/memory.py": "control groups that are not shown bound nothing",
     "cli/doctor.py": "no card is called wireless",
     "cli/service.py": "launchd writes elsewhere",
     "machine/devices.py": "no driver, no boot's name, every processor a core, and the processor's name from platform",

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from paceline.core.errors import OutOfMemory
 
@@ -23,27 +23,25 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     """Bytes that can be allocated without swapping, as far as the system says.
 
     Args:
-        proc: where Linux shows itself.
+        proc: where Linux shows which control groups a process is in.
         cgroup: where control groups show their limits (versions 1 and 2).
     """
-    if sys.platform == "darwin":
-        # macOS keeps little memory free on purpose and compresses the rest; half of all is what a person can spare.
-        return _physical() // 2
-    return min([_machine(proc), *(max(0, group.limit - group.used + group.reclaimable) for group in _groups(proc, cgroup))])
+    groups = _groups(proc, cgroup)
+    return min([psutil.virtual_memory().available, *(max(0, group.limit - group.used + group.reclaimable) for group in groups)])
 
 
 def total_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of memory this process could have at most: the machine's, or its control groups' where that is less."""
-    return min([_physical(), *(group.limit for group in _groups(proc, cgroup))])
+    return min([psutil.virtual_memory().total, *(group.limit for group in _groups(proc, cgroup))])
 
 
-def own_bytes(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """What a process has written to of memory that it shares with none; None where the system does not say."""
+def own_bytes(pid: int) -> int | None:
+    """Return the bytes of memory that a process holds and shares with no other; None if the system does not say, or there is no such process."""
     try:
-        _, resident, shared, *_ = map(int, (proc / str(pid) / "statm").read_text().split())
-    except (OSError, ValueError):
+        held = psutil.Process(pid).memory_info()
+    except psutil.Error:
         return None
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return held.rss - held.shared if hasattr(held, "shared") else None
 
 
 def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
@@ -65,19 +63,6 @@ def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
 def human(n_bytes: int) -> str:
     """Bytes as a person reads them."""
     return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
-
-
-def _machine(proc: Path) -> int:
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-    except OSError:
-        return _physical() // 2
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _physical() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import json
 import logging
 import random
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from paceline.core.errors import InvalidRequest
@@ -75,8 +75,8 @@ class Grammars:
         """Made when a grammar is first asked for: some 6 us a token."""
         self._bound: DigitBound | None = None
         """Made with it."""
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, GrammarRefusal] = OrderedDict()
+        self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(KEPT)
+        self._refusals: LRUCache[bytes, GrammarRefusal] = LRUCache(REFUSALS)
         """By digests of grammars."""
         self._lock = threading.Lock()
         """Of what is compiled and refused. Never held for long."""
@@ -99,8 +99,6 @@ class Grammars:
                 compiled = self._compile(grammar)
                 with self._lock:
                     self._compiled[grammar] = compiled
-                    if len(self._compiled) > KEPT:
-                        self._compiled.popitem(last=False)
         except _Refused as refused:
             refusal = self._blamed(grammar, refused.refusal) if self._tried else refused.refusal
             self._remember(_digest(grammar), refusal)
@@ -122,7 +120,6 @@ class Grammars:
         with self._lock:
             known = self._refusals.get(_digest(grammar))
         if known is not None:
-            self._remember(_digest(grammar), known)
             raise _refusal(grammar, known)
         return False
 
@@ -160,14 +157,9 @@ class Grammars:
     def _remember(self, digest: bytes, refusal: GrammarRefusal) -> None:
         with self._lock:
             self._refusals[digest] = refusal
-            self._refusals.move_to_end(digest)
-            if len(self._refusals) > REFUSALS:
-                self._refusals.popitem(last=False)
 
     def _find(self, grammar: Grammar) -> LLMatcher | None:
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
             return self._compiled.get(grammar)
 
     def _blamed(self, grammar: Grammar, refusal: GrammarRefusal) -> GrammarRefusal:

@@ -7,12 +7,12 @@ a partition healed, and that must not end a client's stream.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import grpc.aio
+from cachetools import LRUCache
 
 from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
@@ -102,7 +102,7 @@ class ChannelPool:
         self.refused, self._check_age = refused, check_age
         self._identity, self._voids, self._clock = identity, voids, clock
         self._credentials = identity.member, channel_credentials(identity)
-        self._open: OrderedDict[tuple[Purpose, str, int], _Open] = OrderedDict()
+        self._open: LRUCache[tuple[Purpose, str, int], _Open] = LRUCache(MAX_CHANNELS)
         self._closing = TaskSet()
 
     def get(self, purpose: Purpose, address: str, member: Member) -> grpc.aio.Channel:
@@ -118,10 +118,9 @@ class ChannelPool:
         key = (purpose, address, member.serial)
         found = self._open.get(key)
         if found is None:
+            if len(self._open) == MAX_CHANNELS:
+                self._end(self._open.popitem()[1])
             found = self._open[key] = _Open(self._dial(address, member.tls_name, MOST_BYTES.get(purpose, MAX_MESSAGE_BYTES)), member)
-            if len(self._open) > MAX_CHANNELS:
-                self._end(self._open.popitem(last=False)[1])
-        self._open.move_to_end(key)
         return found.channel
 
     async def meet(self, address: str, timeout_s: float) -> Member:

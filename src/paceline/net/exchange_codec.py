@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol, TypeVar
 
+from cachetools import LRUCache
 from google.protobuf.message import DecodeError
 
 from paceline.core.clock import Clock
@@ -220,8 +220,6 @@ def node_id_of(signed: wire.SignedCard) -> NodeId | None:
 
 REVOCATIONS_REMEMBERED = 4096
 """All that a message may hold: a peer that lacks one sends them all, each time."""
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class MemberOpener:
@@ -233,18 +231,17 @@ class MemberOpener:
     """
 
     def __init__(self, root: FleetRoot, voids: Voids, lacks: Callable[[NodeId], None], clock: Clock, remembered: int = 1024) -> None:
-        self._root, self._voids, self._lacks, self._clock, self._remembered = root, voids, lacks, clock, remembered
-        self._certificates: OrderedDict[NodeId, SealedCard] = OrderedDict()
-        self._revocations: OrderedDict[bytes, SealedRevocation] = OrderedDict()
+        self._root, self._voids, self._lacks, self._clock = root, voids, lacks, clock
+        self._certificates: LRUCache[NodeId, SealedCard] = LRUCache(remembered)
+        self._revocations: LRUCache[bytes, SealedRevocation] = LRUCache(REVOCATIONS_REMEMBERED)
         self._list: tuple[bytes, SealedList] | None = None
-        self._opened: OrderedDict[bytes, SealedCard] = OrderedDict()
+        self._opened: LRUCache[bytes, SealedCard] = LRUCache(remembered)
         """By hash: what comes by several ways, or again and again, costs one check."""
 
     def card(self, signed: wire.SignedCard) -> SealedCard:
         key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
         known = self._opened.get(key)
         if known is not None and not self._voids(known.card.node_id, known.issued_at):
-            self._opened.move_to_end(key)
             return known
         claimed = node_id_of(signed)
         by = self._certificates.get(claimed) if claimed is not None else None
@@ -255,7 +252,7 @@ class MemberOpener:
             if not signed.certificate and claimed is not None:
                 self._lacks(claimed)
             raise
-        _keep(self._opened, key, sealed, self._remembered)
+        self._opened[key] = sealed
         self.know(sealed)
         return sealed
 
@@ -263,8 +260,7 @@ class MemberOpener:
         key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
         known = self._revocations.get(key)
         if known is None:
-            known = open_revocation(signed, self._root)
-            _keep(self._revocations, key, known, REVOCATIONS_REMEMBERED)
+            known = self._revocations[key] = open_revocation(signed, self._root)
         return known
 
     def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
@@ -278,7 +274,7 @@ class MemberOpener:
         """Remember a card's certificate, unless a newer one is known: an old card with the old one may come at any time."""
         known = self._certificates.get(sealed.card.node_id)
         if known is None or known.issued_at <= sealed.issued_at:
-            _keep(self._certificates, sealed.card.node_id, sealed, self._remembered)
+            self._certificates[sealed.card.node_id] = sealed
 
     def met(self, sealed: SealedCard) -> Member:
         """The node that showed its own card, by a certificate that may be newer than the one that is known.
@@ -308,10 +304,3 @@ class MemberOpener:
         if member is None:
             raise FleetError(f"Nothing proves who {node_id} is")
         return member
-
-
-def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)

@@ -5,10 +5,11 @@ of a schema, an expression, a grammar, or calls of tools that are valid by const
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from cachetools import LRUCache
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
@@ -159,7 +160,7 @@ class ModelFormats:
     """The formats of the models served. Safe to call from several threads."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[tuple[str, bool], ModelFormat] = OrderedDict()
+        self._found: LRUCache[tuple[str, bool], ModelFormat] = LRUCache(KEPT)
         """By fingerprint, as what a name means may change, and for the model's first template or its other one."""
 
     def of(self, model: ServedModel, template: str | None = None) -> ModelFormat:
@@ -175,8 +176,6 @@ class ModelFormats:
             found = self._found[key] = _format_of(model.tokenizer, template or "")
             if (why := found.described.why_unread) is not None:
                 _LOG.warning("%s: %s", model.name, why)
-            while len(self._found) > KEPT:
-                self._found.popitem(last=False)
         return found
 
 

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from paceline.backends.memory import available_bytes, human, total_bytes
+from paceline.backends.memory import available_bytes, human, own_bytes, total_bytes
 from paceline.machine.devices import usable_cores
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux shows these as files")
@@ -24,15 +26,14 @@ def lay(root: Path, **files: str) -> Path:
     return root
 
 
-@linux
-def test_memory_of_a_machine(tmp_path: Path) -> None:
-    proc = lay(tmp_path / "proc", meminfo="MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable:   600 kB\n")
-    assert available_bytes(proc, tmp_path) == 600 * KIB
+def have(monkeypatch: pytest.MonkeyPatch, available: int, total: int = 1 << 40) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=total))
 
 
 @linux
-def test_memory_of_a_container(tmp_path: Path) -> None:
-    proc = lay(tmp_path / "proc", meminfo="MemAvailable: 600 kB\n")
+def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, 600 * KIB)
+    proc = tmp_path / "proc"
     cgroup = lay(tmp_path / "cg", memory_dot_max="500000\n", memory_dot_current="300000\n", memory_dot_stat="anon 1\ninactive_file 50000\n")
     assert available_bytes(proc, cgroup) == 250_000
     lay(cgroup, memory_dot_max="max\n")
@@ -47,8 +48,11 @@ def test_memory_of_a_container(tmp_path: Path) -> None:
         ("4:cpu,memory:/user/paceline", "cg/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ],
 )
-def test_memory_of_a_process_is_bounded_by_every_group_above_it(tmp_path: Path, line: str, base: str, limit: str, used: str) -> None:
-    proc = lay(tmp_path / "proc", meminfo="MemAvailable: 900 kB\n", self__cgroup=f"9:pids:/elsewhere\n{line}\n")
+def test_memory_of_a_process_is_bounded_by_every_group_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, base: str, limit: str, used: str
+) -> None:
+    have(monkeypatch, 900 * KIB)
+    proc = lay(tmp_path / "proc", self__cgroup=f"9:pids:/elsewhere\n{line}\n")
     groups = [tmp_path / base / path for path in (".", "user", "user/paceline")]
     for group, bytes_ in zip(groups, (800, 600, 700), strict=True):
         group.mkdir(parents=True, exist_ok=True)
@@ -86,9 +90,15 @@ def test_a_real_limit_is_seen_from_below_it() -> None:
     assert 150 << 20 < available < 300 << 20
 
 
-@linux
 def test_this_machine_has_some() -> None:
-    assert 0 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_bytes() <= total_bytes()
+
+
+def test_memory_of_a_process_that_is_gone_is_not_known() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert own_bytes(gone.pid) is None
+    assert sys.platform != "linux" or (own_bytes(os.getpid()) or 0) > 1 << 20
 
 
 @linux

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from cachetools import LRUCache
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
@@ -140,7 +140,7 @@ class FleetRoot:
             )
         self.certificate = certificate
         self.public_key = key
-        self._good: OrderedDict[bytes, Member] = OrderedDict()
+        self._good: LRUCache[bytes, Member] = LRUCache(self.REMEMBERED)
 
     @classmethod
     def from_der(cls, data: bytes) -> FleetRoot:
@@ -192,12 +192,7 @@ class FleetRoot:
         """
         member = self._good.get(certificate)
         if member is None:
-            member = self._read(certificate)
-            self._good[certificate] = member
-            if len(self._good) > self.REMEMBERED:
-                self._good.popitem(last=False)
-        else:
-            self._good.move_to_end(certificate)
+            member = self._good[certificate] = self._read(certificate)
         if member.expires_at < now:
             raise NotTrusted(f"The certificate of {member.node_id} has expired", who=member.node_id)
         return member

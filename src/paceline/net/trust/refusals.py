@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from urllib.parse import unquote
+
+from cachetools import LRUCache
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.text import printable
@@ -40,7 +41,7 @@ class Refusals:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._lines: OrderedDict[str, _Lines] = OrderedDict()
+        self._lines: LRUCache[str, _Lines] = LRUCache(self.REMEMBERED)
         self.total = 0
         """Refusals since the start, logged or not."""
         self._all = _Lines(0.0)
@@ -59,9 +60,6 @@ class Refusals:
             lines = self._lines.get(who)
             if lines is None or now - lines.since >= self.EVERY_S:
                 lines = self._lines[who] = _Lines(now)
-                if len(self._lines) > self.REMEMBERED:
-                    self._lines.popitem(last=False)
-            self._lines.move_to_end(who)
             lines.count += 1
             if now - self._all.since >= self.EVERY_S:
                 self._all = _Lines(now)

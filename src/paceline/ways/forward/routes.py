@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from cachetools import LRUCache
 
 from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
@@ -206,7 +208,7 @@ class Sharing:
         self._own, self._own_load, self._heard_s, self._clock = own, own_load, heard_s, clock
         self._under_way: Counter[NodeId] = Counter()
         self._lost: dict[NodeId, Lost] = {}
-        self._prefixes: OrderedDict[bytes, NodeId] = OrderedDict()
+        self._prefixes: LRUCache[bytes, NodeId] = LRUCache(REMEMBERED)
         """Where each was sent last."""
 
     def choose(
@@ -248,9 +250,6 @@ class Sharing:
         self._under_way[node_id] += 1
         for key in prefix_keys(prompt):
             self._prefixes[key] = node_id
-            self._prefixes.move_to_end(key)
-        while len(self._prefixes) > REMEMBERED:
-            self._prefixes.popitem(last=False)
 
     def ended(self, stop: RouteStop, error: PacelineError | None) -> None:
         """It is over there.
