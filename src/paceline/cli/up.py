@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from paceline.cli.sharing_options import SharingOptions
+    from paceline.core.inference import ServedModel
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
     from paceline.node.build import BuiltNode
@@ -244,7 +245,7 @@ def run_up(
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
                 if models.nodes:
                     # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
-                    told = (console, models.models()[0].name, reach, api.settings.api_key, tls, greet)
+                    told = (console, models.models()[0], reach, api.settings.api_key, tls, greet)
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
             with notes:
@@ -388,15 +389,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: TlsFiles | None, greet: bool) -> None:
+def _welcome(console: Console, model: ServedModel, url: str, api_key: str | None, tls: TlsFiles | None, greet: bool) -> None:
     """Say what to try, last of all."""
+    chats = model.tokenizer.chat_template is not None
     ca = tls.certificate if tls is not None and tls.own else None
     if ca is not None:
         print_lines(console, f"Clients trust this machine by the file {ca}")
-    if greet:
-        _greet(console, url, model, api_key, ca)
-    body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100, "temperature": 0}
-    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+    if greet and chats:
+        _greet(console, url, model.name, api_key, ca)
+    asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]} if chats else {"prompt": "The sky is blue because"}
+    body = {"model": model.name, **asked, "max_tokens": 100, "temperature": 0}
+    curl = f"curl {url}/v1/{'chat/' * chats}completions -H 'Content-Type: application/json'"
     key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if api_key else ""
     key += "" if ca is None else f" --cacert {shlex.quote(str(ca))}"
     trusting = "" if ca is None else f" --tls-ca {shlex.quote(str(ca))}"
@@ -404,7 +407,9 @@ def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: T
         console,
         "Try:" if not api_key or api_key == os.environ.get("PACELINE_API_KEY") else "Try, with the key in PACELINE_API_KEY:",
         f"  {curl}{key} -d {shlex.quote(json.dumps(body))}",
-        f"  {own_command()} chat --url {url}{trusting}",
+        f"  {own_command()} chat --url {url}{trusting}"
+        if chats
+        else f"{model.name} has no chat template: it continues texts, and answers no chats",
         end="\n\n",
     )
 

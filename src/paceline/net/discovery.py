@@ -223,23 +223,27 @@ class AddressBook:
     def __init__(self) -> None:
         self._failures: dict[str, Failure] = {}
         self._works: dict[str, None] = {}
-        self._worked: dict[str, None] = {}
-        """Addresses that worked at some time, newest last."""
+        self._worked: dict[str, str] = {}
+        """Addresses that worked at some time, newest last, and the id of the node that answered there."""
         self._best: set[str] = set()
 
     def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """The likeliest first; otherwise in the order given."""
         return tuple(sorted(dict.fromkeys(addresses), key=self._rank))
 
-    def worked(self, address: str) -> None:
+    def worked(self, address: str, node_id: str) -> None:
+        """Record that a node answered at an address."""
         self._failures.pop(address, None)
         for known in (self._works, self._worked):
             known.pop(address, None)
-            known[address] = None
-            if len(known) > MAX_FAILURES:
+            if len(known) >= MAX_FAILURES:
                 del known[next(iter(known))]
+        self._works[address], self._worked[address] = None, node_id
 
     def failed(self, address: str, error: str, now: float) -> None:
+        """Record that a call failed. The error names the node that answered at the address before: its card may be forgotten."""
+        if (node_id := self._worked.get(address)) and node_id not in error:
+            error = f"{node_id} was there: {error}"
         before = self._failures.pop(address, None)
         self._works.pop(address, None)
         self._failures[address] = Failure(address, printable(error, 500), now if before is None else before.since)

@@ -95,7 +95,7 @@ class Exchanger:
                 self._book.failed(address, error.message, self._clock.monotonic())
                 self._doubt(address)
                 continue
-            self._book.worked(address)
+            self._book.worked(address, answer.peer)
             self._doubted.discard(address)
             return answer
         raise failure

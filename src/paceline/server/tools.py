@@ -21,6 +21,7 @@ from paceline.server.formats.find import find_format, in_words
 from paceline.server.formats.format import Format
 from paceline.server.formats.gbnf import gbnf_as_lark, is_gbnf
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
+from paceline.server.formats.patterns import with_ascii_classes
 from paceline.server.formats.schema import followed_schema
 from paceline.server.messages import (
     AllowedToolChoice,
@@ -221,7 +222,7 @@ def grammar_of(asked: Sampling) -> Grammar | None:
     if asked.grammar is not None:
         forms["grammar"] = Grammar(GrammarKind.LARK, gbnf_as_lark(asked.grammar) if is_gbnf(asked.grammar) else asked.grammar)
     if asked.regex is not None:
-        forms["regex"] = Grammar(GrammarKind.REGEX, asked.regex)
+        forms["regex"] = Grammar(GrammarKind.REGEX, with_ascii_classes(asked.regex, ["\\d"]))
     match asked.response_format:
         case JsonObjectFormat(schema_=schema):
             forms["response_format"] = _of_schema(schema, "response_format.schema")

@@ -289,7 +289,7 @@ def _at_path(path: Path) -> ModelLocation:
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
             return _at_path(path / choose_gguf(str(path), files, None, is_path=True)[0])
-        if ADAPTER in files and CONFIG not in files:
+        if ADAPTER in files and all(name.startswith("adapter_") for name in files if name.endswith(".safetensors")):
             raise UnsupportedModel(
                 f"{path} holds an adapter (LoRA) and no model of its own", "Merge it into its base model, and name the folder of the result"
             )

@@ -68,8 +68,26 @@ def quantised(folder: Path, scheme: Fields | None) -> UnsupportedModel:
     fields = {} if scheme is None else scheme.fields
     method = fields.get("quant_method")
     name = printable(method).upper() if isinstance(method, str) else "MLX" if "group_size" in fields else "no method is named"
+    return _unread_weights(folder, f"its weights are quantised (quantization_config: {name})")
+
+
+def unread_tensor(path: Path, name: str, kind: str) -> UnsupportedModel:
+    """Return the error for a safetensors file with a tensor of a type that Paceline does not read.
+
+    Args:
+        kind: the type as the file spells it. Small integers and floats of 8 bits or fewer are the work of a quantiser.
+    """
+    why = "holds weights that are not floats of 16 or 32 bits" if kind in _WIDE_TYPES else "holds quantised weights"
+    return _unread_weights(path, f"it {why}: tensor {_shown(name)} is of type {printable(kind, 20)}")
+
+
+_WIDE_TYPES: Final = frozenset({"BOOL", "I64", "U64", "F64", "C64"})
+"""Tensor types that no quantiser writes."""
+
+
+def _unread_weights(path: Path, reason: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{folder}: its weights are quantised (quantization_config: {name}), and Paceline does not read that",
+        f"{path}: {reason}, and Paceline does not read that",
         "Use a GGUF file of the model, or the folder with its original weights (bf16, fp16 or fp32)",
     )
 

@@ -21,7 +21,7 @@ from paceline.core.model import Activation, LongContext, LowRank, ModelSpec, Moe
 from paceline.core.weights import TENSOR_TYPES, DenseTensor, StoredTensor, TensorType
 from paceline.store.digests import DigestCache
 from paceline.store.families import BY_DEPTH, BY_NAME, Family, Windows, apart, nearest, scaled_by_depth
-from paceline.store.faults import Fields, check_not_pointer, damaged, encoder_alone, quantised, reading, unsupported
+from paceline.store.faults import Fields, check_not_pointer, damaged, encoder_alone, quantised, reading, unread_tensor, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.stacked_experts import unstacked
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
@@ -473,7 +473,7 @@ def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> 
     if not isinstance(kind, str) or shape is None or offsets is None or len(offsets) != 2 or len(shape) > 8:
         raise damaged(path, f"its table has {json.dumps(entry)[:100]} for tensor {name}")
     if kind not in DENSE and not (kind == _BYTES.name and name.endswith(("_blocks", "_scales"))):
-        raise unsupported(path, f"tensor {name} is of type {kind}, which Paceline does not read")
+        raise unread_tensor(path, name, kind)
     stored_type = _BYTES if kind == _BYTES.name else TENSOR_TYPES[kind]
     start, stop = offsets
     nbytes = math.prod(shape) * stored_type.nbytes

@@ -37,8 +37,8 @@ def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> No
     expected = tensor_shapes(spec)
     missing = [name for name in expected if name not in found]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise damaged(path, f"tensor {missing[0]}{more} is missing")
+        which = f"tensor {missing[0]} is" if len(missing) == 1 else f"tensor {missing[0]} and {len(missing) - 1} more are"
+        raise damaged(path, f"{which} missing")
     for name, shape in expected.items():
         if found[name] != shape:
             raise damaged(path, f"tensor {name} has shape {list(found[name])}, its configuration says {list(shape)}")

@@ -11,11 +11,15 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from rich.console import Console
+
+from paceline.cli import up
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -156,6 +160,17 @@ def test_greet_answers_through_the_endpoint_and_then_says_what_to_try(start_pace
     body = json.loads(command[command.index("-d") + 1])
     (tried,) = [json.loads(line) for line in ask(url, **body)]
     assert tried["usage"]["completion_tokens"] <= 100
+
+
+@pytest.mark.parametrize(
+    ("template", "path", "chats"), [("{{ messages }}", "/v1/chat/completions", True), (None, "/v1/completions", False)]
+)
+def test_what_to_try_is_served_by_the_model(capsys: pytest.CaptureFixture[str], template: str | None, path: str, chats: bool) -> None:
+    model = SimpleNamespace(name="base", tokenizer=SimpleNamespace(chat_template=template))
+    up._welcome(Console(), model, "http://127.0.0.1:1", None, None, greet=False)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    said = capsys.readouterr().out
+    assert f"http://127.0.0.1:1{path} " in said
+    assert ("chat --url" in said) is chats
 
 
 def test_what_to_try_names_the_key_that_was_given(start_paceline: Start) -> None:

@@ -51,8 +51,23 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str, read: Any) -> 
     assert "git lfs pull" in raised.value.hint
 
 
-def test_a_folder_of_an_adapter_is_named(tmp_path: Path) -> None:
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+@pytest.mark.parametrize(
+    ("kind", "quantised"), [("I32", True), ("U32", True), ("I8", True), ("F8_E4M3", True), ("F64", False), ("I64", False)]
+)
+def test_a_tensor_type_that_is_not_read_is_named_with_what_to_use_instead(tmp_path: Path, kind: str, quantised: bool) -> None:
+    head = json.dumps({"model.layers.0.mlp.up_proj.qweight": {"dtype": kind, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    with pytest.raises(UnsupportedModel, match=kind) as raised:
+        list(read_head(path))
+    assert "qweight" in str(raised.value)
+    assert ("quantised" in str(raised.value)) is quantised
+    assert "GGUF" in raised.value.hint
+
+
+@pytest.mark.parametrize("beside", [(), ("config.json", "tokenizer.json")])
+def test_a_folder_of_an_adapter_is_named(tmp_path: Path, beside: tuple[str, ...]) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors", *beside):
         (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(PacelineError, match="LoRA"):
         resolve(str(tmp_path), Home(tmp_path / "home"))

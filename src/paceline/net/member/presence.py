@@ -77,7 +77,7 @@ class Presence:
                         if error.code() in _SILENCE:
                             why = error_of(error, f"{node_id} at {address}").message
                             continue
-                    self._book.worked(address)
+                    self._book.worked(address, node_id)
                     return True
         except TimeoutError:
             pass

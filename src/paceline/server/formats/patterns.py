@@ -1,12 +1,12 @@
-"""Regular expressions of schemas without look-around, which the compiler of grammars does not know.
+r"""Regular expressions in the words of the grammar compiler, which knows no look-around and reads `\d` and `\w` in all scripts.
 
-An expression that begins with look-ahead asks several things of one text, so it becomes several expressions that all have to match.
+An expression of a schema that begins with look-ahead asks several things of one text, so it becomes several expressions that all have to match.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _LOOK = re.compile(r"\(\?(<?[=!])")
 _SET = r"(\\[dDwWsS]|\\[^\w\s]|\[\^?(?:\\.|[^\]\\])+\]|[\w\s,:;@#%&\"'<>/=~`!-])"
@@ -41,6 +41,26 @@ def without_look_around(pattern: str) -> list[str] | None:
     if _LOOK.search(rest):
         return None
     return [*found, f"^{rest}"] if rest not in ("", ".*") else found
+
+
+def with_ascii_classes(pattern: str, escapes: Collection[str] = ("\\d", "\\w")) -> str:
+    r"""Write `\d` as `[0-9]` and `\w` as `[A-Za-z0-9_]`, so that what matches, matches in every dialect of regular expressions.
+
+    A negated class (`[^\d]`) stays as it is: there the compiler's wider class is the safe one.
+
+    Args:
+        escapes: those to write so.
+    """
+
+    def written(part: str) -> str:
+        if part.startswith("[^"):
+            return part
+        return re.sub(r"\\.", lambda found: _ASCII[found[0]] if found[0] in escapes else found[0], part, flags=re.DOTALL)
+
+    return "".join(written(part) for _, part in _tokens(pattern))
+
+
+_ASCII = {"\\d": "[0-9]", "\\w": "[A-Za-z0-9_]"}
 
 
 def _negated(inner: str) -> str | None:

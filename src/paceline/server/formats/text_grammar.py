@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from paceline.server.formats.patterns import with_ascii_classes
+
 ANY = "/(.|\\n)*/"
 """Any text. Special tokens are none."""
 _DATE = "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -60,5 +62,6 @@ def whole(pattern: str) -> str:
     """Return a regular expression of a schema, which may match anywhere, as one for the whole text."""
     before = "" if pattern.startswith("^") else "(.|\\n)*"
     after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
+    pattern = with_ascii_classes(pattern)
     core = pattern.removeprefix("^").removesuffix("$") if not after else pattern.removeprefix("^")
     return f"/{before}({in_regex(core)}){after}/"

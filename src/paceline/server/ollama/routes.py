@@ -214,8 +214,11 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     _add_embeddings(app, service, refused)
 
     async def not_here(request: Request) -> Response:
+        command = "rm" if request.url.path == "/api/delete" else "pull"
         raise Refusal(
-            Fault(501, f"{request.url.path}: models are not fetched or changed through the API. Run `paceline pull NAME` on the machine.")
+            Fault(
+                501, f"{request.url.path}: models are not fetched or changed through the API. Run `paceline {command} NAME` on the machine."
+            )
         )
 
     for name in _FETCHING:

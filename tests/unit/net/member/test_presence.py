@@ -67,7 +67,7 @@ def test_a_node_is_dropped_where_every_address_that_ever_worked_refuses(
     monkeypatch.setattr(presence, "_refuses", refused)
     book, gone, unused = AddressBook(), list[NodeId](), Any
     for address in sorted(worked):
-        book.worked(address)
+        book.worked(address, "n1")
         book.failed(address, "gossip found out before", 0.0)
     clock = FakeClock()
     looks = Presence(unused, unused, book, clock, gone.append)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -12,6 +13,7 @@ from tests.unit.server.formats.test_families import FORMATS
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
+from paceline.server import tools
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.schema import followed_schema
 from paceline.server.formats.text_grammar import FORMATS as TEXTS
@@ -114,3 +116,36 @@ def test_texts_of_a_format_are_of_it(name: str) -> None:
     taken = {text for text in NEAR if allows(grammar, text)}
     assert taken >= {*EXAMPLES[name]}
     assert all(map(is_of, taken)), taken
+
+
+@pytest.mark.parametrize(
+    ("regex", "taken", "refused"),
+    [
+        (r"\d{2}", "12", "١٢"),
+        (r"[\d.]{2}", "1.", "١."),
+        (r"[\d-]{2}", "1-", "١-"),
+        (r"[^\d]", "a", "1"),
+        (r"[^\d]", "a", "١"),
+        (r"\D", "a", "1"),
+        (r"\\d", "\\d", "1"),
+        (r"[\\d]", "d", "1"),
+        (r"\w\d", "é1", "é١"),
+    ],
+)
+def test_a_regex_means_the_ten_ascii_digits_by_its_digit(regex: str, taken: str, refused: str) -> None:
+    asked = SimpleNamespace(grammar=None, regex=regex, response_format=None)
+    grammar = tools.grammar_of(asked)  # pyright: ignore[reportArgumentType]
+    assert grammar is not None
+    assert allows(grammar, taken)
+    assert not allows(grammar, refused)
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize(
+    ("pattern", "text", "other"), [(r"^\d\d$", "12", "1٢"), (r"^[\d.]+$", "1.", "١."), (r"^\w+$", "a_1", "é"), (r"\d$", "é1", "é١")]
+)
+def test_a_pattern_of_a_call_means_ascii_as_a_schema_does(family: str, pattern: str, text: str, other: str) -> None:
+    grammar = form(family, {"type": "string", "pattern": pattern})
+    before, after = CALLS[family]
+    assert allows(grammar, before + text + after)
+    assert not allows(grammar, before + other + after)
