@@ -112,6 +112,8 @@ def read_body(kind: type[Body], body: bytes) -> Body:
     Raises:
         Refusal: it does not fit it, or a field would change the answer that is not served.
     """
+    if not body.strip():
+        raise Refusal(Fault(400, "The body is empty: send a JSON object", code="invalid_json"))
     try:
         asked = _validated(kind, body)
     except ValidationError as error:
