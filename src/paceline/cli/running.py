@@ -231,7 +231,7 @@ class KvPeerLoad:
         nixl = f"; {human(self.nixl_bytes)} came by NIXL" if self.nixl_bytes else ""
         leases = f"; {counted(self.leases, 'prompt')} computed here for others now" if self.leases else ""
         failed = f"; prompts not whole: {', '.join(f'{count} {end}' for end, count in self.failed.items())}" if self.failed else ""
-        lied = f"; WRONG KV CAME FROM {', '.join(self.liars)}: asked for none for an hour" if self.liars else ""
+        lied = f"; WRONG KV CAME FROM {', '.join(self.liars)}: left out for an hour" if self.liars else ""
         return f"{self.fetched} fetched{rates[0]}{pushed}, {self.missed} missed, {self.given} given{nixl}{leases}{failed}{lied}"
 
 

@@ -11,10 +11,10 @@ under the same id is good. Merging is a join.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId, Trust
@@ -43,6 +43,13 @@ class Use(Enum):
     """The same, in a process that trusts what its leader's stream says: guests never."""
     SHARE_KV = "sharing KV"
     """It learns whether a prompt that it knows was asked here lately, and what it gives decides answers."""
+
+
+COMPUTES: Final = frozenset({Use.ANSWER, Use.HOLD_LAYERS, Use.SHARE_KV})
+"""Uses in which what a node computes decides an answer."""
+WRONG_S: Final = 3600.0
+"""Seconds for which a node is left out of these once its work was recomputed and came out otherwise. Raising it: a node that passed on another's wrong KV
+is missed for longer; lowering it: a broken machine decides more answers."""
 
 
 class Peer(Protocol):
@@ -129,9 +136,18 @@ class TrustPolicy:
         if not peer.trust.reaches(level):
             raise NotTrusted(f"{peer.node_id} is a {peer.trust} of the fleet, and {what} takes a {level} or more", who=peer.node_id)
 
-    def eligible(self, view: FleetView, use: U_co) -> Eligible[U_co]:
-        """The nodes of a view (which has none that was revoked) that may be put to a use; this node always."""
-        nodes = [live for live in view.nodes if live.card.node_id == view.own or self.allows(live.trust, use)]
+    def eligible(self, view: FleetView, use: U_co, wrong: Collection[NodeId] = ()) -> Eligible[U_co]:
+        """Return the nodes of a view (which has none that was revoked) that may be put to a use; this node always.
+
+        Args:
+            wrong: nodes whose work was recomputed and came out otherwise.
+        """
+        left_out = frozenset(wrong) if use in COMPUTES else frozenset[NodeId]()
+        nodes = [
+            live
+            for live in view.nodes
+            if live.card.node_id == view.own or (live.card.node_id not in left_out and self.allows(live.trust, use))
+        ]
         return Eligible(use, view.own, tuple(live.card for live in nodes))
 
 

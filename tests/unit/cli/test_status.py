@@ -182,7 +182,7 @@ def test_kv_of_other_machines_is_shown_where_some_came_or_went() -> None:
     )
     wrong = KvPeerLoad(30, 0, 0, liars=("p", "q"))
     assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ("m",), kv_peers=wrong))[-1] == (
-        "  KV of other machines: blocks: 30 fetched, 0 missed, 0 given; WRONG KV CAME FROM p, q: asked for none for an hour"
+        "  KV of other machines: blocks: 30 fetched, 0 missed, 0 given; WRONG KV CAME FROM p, q: left out for an hour"
     )
 
 

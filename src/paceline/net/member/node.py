@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import grpc.aio
 
 from paceline.core.background import Background
+from paceline.core.backoff import LeftOut
 from paceline.core.clock import Clock, SteadyClock
 from paceline.core.errors import FleetError, MembershipError, NodeUnreachable, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.eligibility import Eligible, FleetView, TrustPolicy, U_co, Use
-from paceline.fleet.messages import Effect, Expired, Left, Restarted, Revoked
+from paceline.fleet.eligibility import WRONG_S, Eligible, FleetView, TrustPolicy, U_co, Use
+from paceline.fleet.messages import Changed, Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.presets import FleetSettings
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.discovery import AddressBook, Discovery
@@ -111,6 +112,7 @@ class FleetNode:
         self._tensors: TensorListener | None = None
         self._claim: Claim | None = None
         self._listeners: list[Callable[[Effect], None]] = []
+        self._wrong: LeftOut[NodeId, str] = LeftOut()
         self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
         self.troubles: tuple[str, ...] = ()
         """What who has this node could not do, beside what it finds itself."""
@@ -272,7 +274,26 @@ class FleetNode:
         return tensor_addresses(self.book.order(live.card.addresses), self.tensors.port if node_id == self.node_id else port)
 
     def eligible(self, use: U_co) -> Eligible[U_co]:
-        return self.trust.eligible(self.view(), use)
+        """Return the nodes that may be put to a use now."""
+        return self.trust.eligible(self.view(), use, self.wrong)
+
+    @property
+    def wrong(self) -> Collection[NodeId]:
+        """Nodes whose work was recomputed of late and came out otherwise."""
+        return self._wrong.now(self._clock.monotonic()).keys()
+
+    def found_wrong(self, node_id: NodeId, why: str) -> None:
+        """Leave a node out of all that it computes for this one, for `WRONG_S`. On the event loop."""
+        logger.error("%s: it computes nothing for this machine for %.0f minutes", why, WRONG_S / 60)
+        self._wrong.add(node_id, self._clock.monotonic() + WRONG_S, why)
+        asyncio.get_running_loop().call_later(WRONG_S + 0.1, self._look_again, node_id)
+        self._look_again(node_id)
+
+    def _look_again(self, node_id: NodeId) -> None:
+        """Have what takes nodes from `eligible` look at one again."""
+        if (live := self.view().get(node_id)) is not None:
+            for listener in self._listeners:
+                listener(Changed(live.card))
 
     def channel(
         self, node_id: NodeId, addresses: Sequence[str], use: Use, purpose: Purpose = Purpose.STREAM, trust: TrustPolicy | None = None

@@ -79,7 +79,7 @@ class FleetInference:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._held, self._legs = held, legs
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
-        self._proofs = Proofs(clock, self._changed, draw)
+        self._proofs = Proofs(clock, self._changed, fleet.found_wrong, draw)
         self._routes: dict[str, AnswerRoute] = {}
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""

@@ -1,7 +1,7 @@
 """What this node has seen of the nodes that answer for it: how fast they are, and whether their answers are the model's.
 
 Law: what another node claims counts as far as this one has seen it. Where this node has the model itself, one that is not proved counts as no faster
-than this one; where both must give the same bytes, some of its answers are computed again here, and one that differs gets no more requests.
+than this one; where both must give the same bytes, some of its answers are computed again here, and a node whose answer differs is left out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class Record:
     """When it answered, or was asked for a proof, last."""
     streams: int = 0
     """Under way from here."""
-    is_wrong: bool = False
-    """An answer was not the model's."""
 
 
 class Proofs:
@@ -70,16 +68,23 @@ class Proofs:
 
     Args:
         changed: told when what was seen changes routes.
+        found_wrong: told which node gave an answer that is not the model's, and in words.
         draw: numbers in [0, 1), for which answers are checked.
     """
 
-    def __init__(self, clock: Clock, changed: Callable[[], None], draw: Callable[[], float] = random.random) -> None:
-        self._clock, self._changed, self._draw = clock, changed, draw
+    def __init__(
+        self,
+        clock: Clock,
+        changed: Callable[[], None],
+        found_wrong: Callable[[NodeId, str], None],
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock, self._changed, self._found_wrong, self._draw = clock, changed, found_wrong, draw
         self._records: dict[Process, Record] = {}
         self._tasks = TaskSet()
 
     def as_seen(self, answerers: MayAnswer) -> MayAnswer:
-        """The cards, with claims as far as this node has seen them, and without nodes whose answers were wrong."""
+        """Return the cards, with claims as far as this node has seen them."""
         own = _own_offers(answerers)
         there = {process for card in answerers.cards for offer in card.models if (process := _process(card, offer)) is not None}
         self._records = {process: record for process, record in self._records.items() if process in there}
@@ -87,8 +92,7 @@ class Proofs:
         def seen(card: NodeCard) -> NodeCard:
             if card.node_id == answerers.own:
                 return card
-            believed = (self._believed(card, offer, own) for offer in card.models)
-            return replace(card, models=tuple(offer for offer in believed if offer is not None))
+            return replace(card, models=tuple(self._believed(card, offer, own) for offer in card.models))
 
         return replace(answerers, cards=tuple(map(seen, answerers.cards)))
 
@@ -99,7 +103,7 @@ class Proofs:
         for card in answerers.cards:
             for offer in card.models if card.node_id != answerers.own else ():
                 process, mine, believed = _process(card, offer), own.get(offer.model), self._believed(card, offer, own)
-                if process is None or mine is None or believed is None:
+                if process is None or mine is None:
                     continue
                 if offer.tokens_per_second <= max(WORTH_A_HOP * mine.tokens_per_second, believed.tokens_per_second):
                     continue
@@ -154,7 +158,7 @@ class Proofs:
                 self._note(record, later / (times[-1] - times[0]), prefill)
             is_whole = ends.keys() == tokens.keys() and {FinishReason.STOP, FinishReason.LENGTH}.issuperset(ends.values())
             if again is not None and is_whole and self._draw() < share:
-                self._beside(self._compare(stop.node_id, record, request, tokens, ends, again))
+                self._beside(self._compare(stop.node_id, request, tokens, ends, again))
 
     def prove(self, stop: RouteStop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
         """See how fast a node answers, and whether rightly, beside requests."""
@@ -170,14 +174,12 @@ class Proofs:
         """End what runs beside requests. Idempotent."""
         await end_tasks(*self._tasks)
 
-    def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[ModelRef, ModelOffer]) -> ModelOffer | None:
-        """What an offer is worth here; None where its answers were wrong."""
+    def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[ModelRef, ModelOffer]) -> ModelOffer:
+        """Return what an offer is worth here."""
         process, mine = _process(card, offer), own.get(offer.model)
         if process is None:
             return offer
         seen = self._records.get(process, Record())
-        if seen.is_wrong:
-            return None
         claimed, claimed_prefill = offer.tokens_per_second, offer.prefill_tokens_per_second
         if seen.decode:
             decode = max(seen.decode)
@@ -206,13 +208,12 @@ class Proofs:
     async def _compare(
         self,
         node_id: NodeId,
-        record: Record,
         request: GenerationRequest,
         tokens: Mapping[int, Sequence[int]],
         ends: dict[int, FinishReason],
         again: Again,
     ) -> None:
-        """Compute an answer here. A node whose tokens differ gets no more requests; one whose context is of another length may end elsewhere."""
+        """Compute an answer here. A node whose tokens differ is left out; one whose context is of another length may end elsewhere."""
         own: dict[int, list[int]] = {index: [] for index in tokens}
         async with aclosing(again(replace(request, request_id=RequestId(f"{request.request_id}-again")))) as stream:
             async for item in stream:
@@ -224,13 +225,8 @@ class Proofs:
                         ends[chunk.index] = FinishReason.LENGTH
         both = {index: min(len(own[index]), len(tokens[index])) if ends[index] is FinishReason.LENGTH else None for index in tokens}
         if any(own[index][: both[index]] != tokens[index][: both[index]] for index in tokens):
-            logger.error(
-                "%s gave other tokens for a request than this machine computes, with the same model and numerics: it gets no more requests"
-                " until it is started again",
-                node_id,
-            )
-            record.is_wrong = True
-            self._changed()
+            why = f"{node_id} gave other tokens for a request than this machine computes, with the same model and numerics"
+            self._found_wrong(node_id, why)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:

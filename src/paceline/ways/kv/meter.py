@@ -52,7 +52,7 @@ KV_ROWS: tuple[Row[KvMeter], ...] = (
     gauge("paceline_kv_peer_prefixes", "Names of prefixes that other nodes used last, as they told.", lambda meter: meter.marks),
     gauge("paceline_kv_peer_least_tokens", "Tokens from which on a prefix is fetched, where it pays at all.", lambda meter: dict(meter.least_tokens), "node"),
     counter("paceline_kv_spot_checks", "KV blocks of other nodes that were computed again here, by what was found.", lambda meter: dict(meter.checks), "found"),
-    counter("paceline_kv_lies", "Times that KV was found to be wrong which a node gave: it is asked for none for an hour.", lambda meter: dict(meter.lies), "node"),
+    counter("paceline_kv_lies", "Times that KV was found to be wrong which a node gave: it is left out for an hour.", lambda meter: dict(meter.lies), "node"),
     counter("paceline_kv_pushes", "Prompts that other nodes were to compute, by how it ended.", lambda meter: dict(meter.pushes), "outcome"),
     counter("paceline_kv_push_seconds", "What prompts that other nodes were to compute took, from being asked for to the last block or failure.", lambda meter: dict(meter.push_s), "outcome"),
     counter("paceline_kv_prefills", "Prompts computed for other nodes, by how it ended.", lambda meter: dict(meter.prefills), "outcome"),

@@ -63,8 +63,6 @@ LEARNS_FROM: Final = 8
 SEEN_S: Final = 300.0
 """For which that stands in place of the link's measure. Raising it: a link that was slow for a moment is left aside for longer."""
 DIAL_S: Final = 5.0
-LIAR_REST_S: Final = 3600.0
-"""For which one that gave wrong KV is asked for none. Raising it: one that passed on what another gave is left out for longer."""
 
 _Told = tuple[NodeId, str, str]
 """A node, a model's digest, its numerics id."""
@@ -436,9 +434,9 @@ class KvSharing:
         self.meter.checks["wrong" if liars else "right"] += 1
         for node_id in liars:
             self.meter.lies[node_id] += 1
-            logger.warning("%s gave KV of %s that is not what the model computes: it is forgotten, and %s is asked for none for an hour",
-                node_id, kv.digest[:12], node_id)  # fmt: skip
-            self._rest(node_id, None, LIAR_REST_S)
+            for each in self._used:
+                each.leave_out(node_id)
+            self._fleet.found_wrong(node_id, f"{node_id} gave KV of {kv.digest[:12]} that is not what the model computes")
         for other in self._used if liars else ():
             if other is not kv:
                 other.loans.distrust(liars)

@@ -175,8 +175,8 @@ async def test_one_that_lies_about_its_part_is_found_by_computing_again(
         assert asker.sharing.meter.checks["wrong"] == 1
         assert asker.sharing.meter.checks["right"] <= FIRST
         # It is asked for nothing more.
+        assert of.node_id in asker.node.wrong
         await answered(of, PROMPT[::-1])
-        await asker.knows(of)
         assert await answered(asker, PROMPT[::-1]) == 0
         await at_rest(a, o, g)
         assert asker.bench.engine.stats().blocks_in_use == 0

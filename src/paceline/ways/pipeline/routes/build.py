@@ -37,7 +37,7 @@ from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import Speed, vocabulary_id
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, StageRequest
+from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, PipelineFault, StageRequest
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.meter import PipelineMeter
@@ -331,7 +331,13 @@ def build_engine_over(
     check = None
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
         holders = Holders(fleet.cards, fleet.trust, wanted, router.excluded)
-        check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
+
+        def leave_out(fault: PipelineFault) -> None:
+            router.quarantine(fault)
+            if fault.node_id is not None:
+                fleet.found_wrong(fault.node_id, fault.message)
+
+        check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, leave_out, loop)
     limits = PipelineLimits(
         stall_s=asked.stall_seconds,
         search_s=asked.search_seconds,

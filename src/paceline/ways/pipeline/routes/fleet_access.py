@@ -41,6 +41,7 @@ class FleetAccess(Protocol):
     def trust(self) -> dict[NodeId, Trust]: ...
     def channel(self, node_id: NodeId) -> grpc.aio.Channel: ...
     def order(self, addresses: Sequence[str]) -> tuple[str, ...]: ...
+    def found_wrong(self, node_id: NodeId, why: str) -> None: ...
     def wait_for_change(self, seconds: float) -> None: ...
 
 
@@ -94,22 +95,31 @@ class NodeFleetAccess:
             raise FleetError(f"{node_id} is not in view any more")
         return self._fleet.channel(node_id, live.card.addresses, Use.HOLD_LAYERS, trust=self._policy)
 
+    def found_wrong(self, node_id: NodeId, why: str) -> None:
+        """Leave a node out of all that it computes for this one. On the event loop."""
+        self._fleet.found_wrong(node_id, why)
+
     def wait_for_change(self, seconds: float) -> None:
         """Until something changes in the fleet, but no longer. Not on the event loop."""
         self._changed.clear()
         self._changed.wait(seconds)
 
     def _view(self) -> FleetView:
+        """Return the view without nodes whose work came out otherwise when it was recomputed."""
         try:
             if asyncio.get_running_loop() is self._loop:
-                return self._fleet.view()
+                return self._seen()
         except RuntimeError:
             pass  # another thread
 
         async def look() -> FleetView:
-            return self._fleet.view()
+            return self._seen()
 
         return asyncio.run_coroutine_threadsafe(look(), self._loop).result(ANSWER_S)
+
+    def _seen(self) -> FleetView:
+        view, wrong = self._fleet.view(), self._fleet.wrong
+        return replace(view, nodes=tuple(live for live in view.nodes if live.card.node_id not in wrong)) if wrong else view
 
 
 def without_shards(card: NodeCard) -> NodeCard:

@@ -228,7 +228,6 @@ class SpotCheck:
             route.close()
 
     def _act(self, fault: PipelineFault) -> None:
-        logger.warning("%s", fault.message)
         self._leave_out(fault)
         route = self._route
         if route is not None and any(stage.node_id == fault.node_id for stage in route.stages):
