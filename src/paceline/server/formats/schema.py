@@ -51,7 +51,7 @@ _LONG: Final = 10**18
 """From here on a bound needs another one on its other side."""
 _MOST_MULTIPLE: Final = 10_000
 """Of `multipleOf`, its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more schemas."""
-_MOST_RESOLVED: Final = 20_000
+_MOST_RESOLVED: Final = 10_000
 """Schemas that are looked into while branches are compared and values listed: references multiply them. Raising it: such a request takes a thread longer."""
 _ENDLESS: Final = 1 << 24
 """Letters, items or properties that no answer reaches: a maximum beyond it allows everything."""
