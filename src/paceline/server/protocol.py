@@ -102,7 +102,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(QUEUE_FULL if is_full else Fault(400, "Invalid HTTP request received.", code="invalid_http"))
         if self.transport.is_closing():
             return
-        if self._beside_body > MAX_HEADER_BYTES and not self._is_answered_early():
+        self._beside_body = max(0, self._beside_body)  # no credit: a long body excuses nothing that follows it
+        if self._beside_body > MAX_HEADER_BYTES and self._is_answered_early():
+            self.transport.close()
+        elif self._beside_body > MAX_HEADER_BYTES:
             self._refuse(Fault(431, "The request's headers are too long", code="headers_too_large"))
         elif self.is_answering:
             self._disarm_arriving()

@@ -12,7 +12,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from paceline.server.protocol import MOST_QUEUED, BoundedProtocol
+from paceline.server.protocol import MAX_HEADER_BYTES, MOST_QUEUED, BoundedProtocol
 from paceline.server.serve import Acceptor
 from paceline.server.settings import ServerSettings
 
@@ -134,6 +134,61 @@ def test_a_connection_queues_only_so_many_requests(n_sent: int, n_answered: int,
     answers = uvloop.run(talk())
     assert answers.count(b"HTTP/1.1 503") == n_answered
     assert answers.count(b"HTTP/1.1 4") == (n_answered == 0)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("is_answered", [True, False], ids=["answered", "unanswered"])
+@pytest.mark.parametrize("body", [0, 4 << 20])
+@pytest.mark.parametrize("behind", [b"0\r\nX: ", b"1;"], ids=["trailer", "extension"])
+def test_what_is_not_body_is_bounded_behind_a_long_body_too(is_answered: bool, body: int, behind: bytes) -> None:
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def talk() -> int:
+        class Bounded(BoundedProtocol):
+            bounds = ServerSettings()
+
+        config = uvicorn.Config(cast("Any", refuse if is_answered else wait), http=Bounded, log_config=None, lifespan="off")
+        config.load()
+        sent, protocol, taken = bytearray(), Bounded(config, ServerState(), {}), 0
+        protocol.connection_made(cast("Any", Kept(sent)))
+        protocol.data_received(CHUNKED)
+        while is_answered and not sent:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        protocol.data_received(b"%x\r\n%s\r\n" % (body, b"a" * body) if body else b"")
+        assert not protocol.transport.is_closing()
+        protocol.data_received(behind)
+        while not protocol.transport.is_closing() and taken < 1 << 20:
+            protocol.data_received(b"a" * 4096)
+            taken += 4096
+        protocol.connection_lost(None)
+        for task in protocol.tasks:
+            task.cancel()
+        return taken
+
+    assert uvloop.run(talk()) <= MAX_HEADER_BYTES + 4096
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_small_chunks_of_a_long_body_are_taken(size: int) -> None:
+    class Bounded(BoundedProtocol):
+        bounds = ServerSettings()
+
+    async def talk() -> bool:
+        config = uvicorn.Config(cast("Any", refuse), http=Bounded, log_config=None, lifespan="off")
+        config.load()
+        protocol = Bounded(config, ServerState(), {})
+        protocol.connection_made(cast("Any", Kept(bytearray())))
+        protocol.data_received(CHUNKED)
+        for _ in range(8):
+            protocol.data_received((b"%x\r\n" % size + b"a" * size + b"\r\n") * (40_000 // size))
+        is_open = not protocol.transport.is_closing()
+        protocol.connection_lost(None)
+        return is_open
+
+    assert uvloop.run(talk())
 
 
 class Kept(asyncio.Transport):
