@@ -18,6 +18,7 @@ Resolve = Callable[[object], Mapping[str, Any]]
 _FEW: Final = 64
 """Values that are listed one by one."""
 _DEEP: Final = 8
+_OBJECT: Final = frozenset({"object"})
 _MOST_COMPARED: Final = 50_000
 """Pairs of branches and of their properties. Raising it: a request with many branches takes a thread for longer than the second that these take."""
 NOTHING: Final = frozenset(
@@ -163,7 +164,7 @@ class _Comparing:
         if not all(isinstance(branch, Mapping) for branch in branches):
             return False
         looked = [self._look(cast("Mapping[str, Any]", branch)) for branch in branches]
-        if any(each.kinds != {"object"} for each in looked):
+        if any(each.kinds != _OBJECT for each in looked):
             return False
         parts = [cast("Mapping[str, Any]", each.fields.get("properties") or {}) for each in looked]
         names = set[str].intersection(*({*each.required} & part.keys() for each, part in zip(looked, parts, strict=True)))
@@ -193,7 +194,7 @@ class _Comparing:
         for each, another in ((first, second), (second, first)):
             if isinstance(several := each.fields.get("anyOf"), list):
                 return all(self.are_apart(branch, another.fields, deep - 1) for branch in cast("list[object]", several))
-        if first.kinds & second.kinds != {"object"}:
+        if first.kinds & second.kinds != _OBJECT:
             return False
         properties, there = (cast("Mapping[str, Any]", each.fields.get("properties") or {}) for each in (first, second))
         both = first.required & second.required & properties.keys() & there.keys()
