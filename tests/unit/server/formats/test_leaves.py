@@ -13,6 +13,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
+from paceline.server.formats.leaves import Leaf, members
 from paceline.server.formats.schema import followed_schema
 from paceline.server.formats.text_grammar import FORMATS as TEXTS
 from paceline.server.formats.text_grammar import in_regex
@@ -114,3 +115,46 @@ def test_texts_of_a_format_are_of_it(name: str) -> None:
     taken = {text for text in NEAR if allows(grammar, text)}
     assert taken >= {*EXAMPLES[name]}
     assert all(map(is_of, taken)), taken
+
+
+def object_leaf(names: list[str], patterns: list[str]) -> Leaf:
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "string"} for key in names},
+        "patternProperties": {key: {"type": "integer"} for key in patterns},
+    }
+    return Leaf(schema, AT)
+
+
+@pytest.mark.parametrize("pattern", ["^x-", "^[0-9]{2}$", "\\+b?", "^(x|y)-", "^[^a-z]+$", "^\\d+(x|y)$"])
+def test_expressions_that_match_no_named_member_stand_next_to_them(pattern: str) -> None:
+    assert [member.key for member in members(object_leaf(["a", "abc"], [pattern]))] == ["a", "abc"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^(a+)+$",
+        "^(a|a)*$",
+        "^(?:a+)+$",
+        "^(a|a?)+$",
+        "(a|a)(a|a)(a|a)$",
+        "a*a*a*a*b",
+        "(a{1,9}){1,9}$",
+        "((a+))+$",
+        "(?=(a+)+$)",
+        "^[ab]*[ab]*[ab]*$",
+    ],
+)
+@pytest.mark.parametrize("name", ["a" * 60 + "!", "a" * 5000])
+def test_expressions_that_a_matcher_takes_for_ever_over_are_not_tried(pattern: str, name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        members(object_leaf([name], [pattern]))
+    assert refused.value.field == f"{AT}.patternProperties"
+
+
+def test_many_expressions_are_not_tried_against_many_names() -> None:
+    names, patterns = [f"a{number}" for number in range(64)], [f"^b{number}$" for number in range(17)]
+    assert len(members(object_leaf(names, patterns[:16]))) == 64
+    with pytest.raises(InvalidRequest):
+        members(object_leaf(names, patterns))
