@@ -62,8 +62,11 @@ def leaves(schema: object, root: Mapping[str, Any], at: str) -> list[Leaf]:
     Raises:
         InvalidRequest: it can't be taken apart, or allows nothing.
     """
-    if found := _leaves(schema, root, at, [_MOST]):
-        return found
+    try:
+        if found := _leaves(schema, root, at, [_MOST]):
+            return found
+    except RecursionError:
+        raise refusal_of(at, "it refers to itself again and again", "Send a smaller schema.") from None
     raise refusal_of(at, "it allows nothing", "Leave it out, or send a schema that something is of.")
 
 

@@ -158,3 +158,22 @@ def test_many_expressions_are_not_tried_against_many_names() -> None:
     assert len(members(object_leaf(names, patterns[:16]))) == 64
     with pytest.raises(InvalidRequest):
         members(object_leaf(names, patterns))
+
+
+ITSELF: dict[str, Any] = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [ITSELF, {"type": "string"}]},
+        {"anyOf": [{"type": "string"}, *[ITSELF] * 20]},
+        {"allOf": [ITSELF, {"minLength": 1}], "type": "string"},
+        ITSELF,
+    ],
+)
+def test_a_choice_of_itself_is_refused(family: str, schema: dict[str, Any]) -> None:
+    tool = {"type": "object", "properties": {"o": ITSELF}, "required": ["o"], "$defs": {"a": schema}}
+    with pytest.raises(InvalidRequest):
+        calls_grammar(FORMATS[family], {"f": followed_schema(tool, AT)}, BranchChoice.REQUIRED, parallel=False, token_id=lambda _: None)
