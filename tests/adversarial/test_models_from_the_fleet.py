@@ -91,6 +91,23 @@ async def test_22_what_this_node_has_on_disk_comes_before_any_other_s_word(tmp_p
     assert not list(home.tokenizers.glob("*.packed"))
 
 
+@in_loop
+async def test_a_digest_of_a_card_leads_to_no_file_outside_of_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = tmp_path / "kept.packed"
+    kept.write_bytes(b"not a tokenizer")
+    path = str(kept.with_suffix(""))
+    async with machines(tmp_path, Made("desk", Engine(), (offer(100),)), Made("liar", Engine(), (offer(100),)), Made("nas")) as (
+        _,
+        liar,
+        nas,
+    ):
+        liar.portrait.offers = (offer(1e9, tokenizer=path, model_id="other"),)
+        await liar.node.gossip.refresh()
+        await until(lambda: "liar" in caplog.text or not kept.exists())
+        assert await shown(nas) == packed()
+    assert kept.read_bytes() == b"not a tokenizer"
+
+
 TURNS = 4 if ALL else 2
 """How often a member renames its models: more than there is room for."""
 

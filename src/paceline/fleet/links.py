@@ -341,6 +341,22 @@ def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:
     return tuple(apart[:MOST_ADDRESSES])
 
 
+def may_be_dialled(own: Iterable[str], addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return the addresses of another node without those of loopback, unless this node announces loopback itself.
+
+    Services on loopback trust this machine: no other machine may make a node dial them.
+    """
+    if any(map(leads_here, own)):
+        return tuple(addresses)
+    return tuple(address for address in addresses if not leads_here(address))
+
+
+def leads_here(address: str) -> bool:
+    """Return whether host:port is loopback, or the unspecified address, which leads there too."""
+    host = _host(address)
+    return host is not None and (_is_loopback(host) or (not isinstance(host, str) and host.is_unspecified))
+
+
 def _are_stages(mine: ModelOffer, yours: ModelOffer) -> bool:
     return mine.model.is_same(yours.model) and mine.role in _LAYERED and yours.role in _LAYERED
 
@@ -364,9 +380,10 @@ def _host(address: str) -> IPv4Address | IPv6Address | str | None:
     if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         return None
     try:
-        return ip_address(host.removeprefix("[").removesuffix("]"))
+        found = ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return host.lower()
+    return (found.ipv4_mapped if isinstance(found, IPv6Address) else None) or found
 
 
 def _is_loopback(host: IPv4Address | IPv6Address | str) -> bool:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
+from paceline.core.manifest import is_sha256
 from paceline.fleet.card import Device, DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.presets import MAX_TTL_S
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, or_none, refuse_with
@@ -57,6 +58,11 @@ _FROM_WIRE: Final = {number: role for role, number in _ROLES.items()}
 
 def _is_shown(text: str) -> bool:
     return len(text) <= MAX_TEXT and text.isprintable()
+
+
+def _is_digest(text: str) -> bool:
+    """Return whether a text is a SHA-256 or empty. A file is named after a tokenizer's: any other text could lead out of the folder."""
+    return not text or is_sha256(text)
 
 
 _BOUNDS: Final[dict[str, Bound]] = {"str": _is_shown, "int": Range(0, MOST), "float": Range(0, FASTEST)}
@@ -127,9 +133,9 @@ _OFFER: Final = Codec(
         "weights": "quantization",
         "shape": _SHAPE,
         "shard": _SHARD,
-        "tokenizer": "tokenizer_sha256",
+        "tokenizer": Mapped("tokenizer_sha256", _is_digest),
         "under_way": Range(0, 1 << 31),
-        "files": "files_sha256",
+        "files": Mapped("files_sha256", _is_digest),
         "steps": Mapped(bound=Length(0, MAX_STEPS), codec=_STEP),
         "drafts": Mapped(bound=Length(0, MAX_DRAFTERS), codec=_DRAFT),
     },

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from paceline.core.background import Background, TaskSet, end_tasks, in_background
 from paceline.core.ids import NodeId
 from paceline.core.text import printable
-from paceline.fleet.links import may_be_reached
+from paceline.fleet.links import may_be_dialled, may_be_reached
 from paceline.net.trust.certificates import join_host
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ SERVICE = "_paceline._tcp.local."
 RESOLVE_MS = 3000
 MOST_RESOLVING = 32
 """Services looked at at once; of a flood of them the rest is not heard. Raising it: what a flood costs."""
+MOST_HEARD = 16
+"""Addresses of one service that are tried. Raising it: one announcement takes more of the places of others."""
 AGAIN_S = 60.0
 """Between attempts where there is no mDNS, as before a network is up. Raising it: a node that started first is found later."""
 CLOSE_S = 0.6
@@ -177,10 +179,11 @@ class Discovery:
         said = info.decoded_properties
         if said.get("fleet") != self._fleet_id or said.get("node") == self._node_id or not info.port:
             return
+        hosts = [self._host] if self._host else own_hosts()
         own = [ipaddress.ip_address(each) for each in own_hosts()]
-        for host in info.parsed_addresses():
-            if may_be_reached(ipaddress.ip_address(host), own):
-                self._found(join_host(host, info.port))
+        heard = [join_host(host, info.port) for host in info.parsed_addresses() if may_be_reached(ipaddress.ip_address(host), own)]
+        for address in may_be_dialled([join_host(host, info.port) for host in hosts], heard)[:MOST_HEARD]:
+            self._found(address)
 
 
 class _Reworded(logging.Handler):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from paceline.server.faults import STOPPING, Fault
+from paceline.server.faults import STOPPING, Fault, overloaded
 from paceline.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ MAX_HEADER_BYTES = 64 << 10
 """Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
 LAST_REQUEST_S = 0.2
 """How long an idle connection is read once the server stops. Raising it: clients far away get an answer, and a stop takes longer."""
+MOST_QUEUED = 64
+"""Requests of one connection that wait for their answers. Raising it: a client may send more ahead, and each request looks through a longer queue."""
+QUEUE_FULL = overloaded(f"More than {MOST_QUEUED} requests wait on this connection. Send the next one after an answer.", 1)
 FRAMING_PER_BODY_BYTE = 8
 """Bytes of chunk sizes that a byte of a body excuses: a chunk for each byte takes five."""
 
@@ -95,10 +98,14 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
-            self._refuse(Fault(400, "Invalid HTTP request received.", code="invalid_http"))
+            is_full = len(self._unanswered()) >= MOST_QUEUED
+            self._refuse(QUEUE_FULL if is_full else Fault(400, "Invalid HTTP request received.", code="invalid_http"))
         if self.transport.is_closing():
             return
-        if self._beside_body > MAX_HEADER_BYTES and not self._is_answered_early():
+        self._beside_body = max(0, self._beside_body)  # no credit: a long body excuses nothing that follows it
+        if self._beside_body > MAX_HEADER_BYTES and self._is_answered_early():
+            self.transport.close()
+        elif self._beside_body > MAX_HEADER_BYTES:
             self._refuse(Fault(431, "The request's headers are too long", code="headers_too_large"))
         elif self.is_answering:
             self._disarm_arriving()
@@ -127,7 +134,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def on_message_begin(self) -> None:
+        """Begin a request.
+
+        Raises:
+            ValueError: the queue is full. The parser stops, and reports an error of its own.
+        """
         if not self._is_repeated:
+            if len(self._unanswered()) >= MOST_QUEUED:
+                raise ValueError("the queue is full")
             self._in_headers, self._sizes = True, []
             super().on_message_begin()
 

@@ -10,7 +10,16 @@ from tests.sampling import examples
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.links import LinkTimes, LinkWatch, Measure, addresses_to_measure, figures, may_share_a_plan, peers_to_measure
+from paceline.fleet.links import (
+    LinkTimes,
+    LinkWatch,
+    Measure,
+    addresses_to_measure,
+    figures,
+    may_be_dialled,
+    may_share_a_plan,
+    peers_to_measure,
+)
 
 BEE, CAT = NodeId("bee"), NodeId("cat")
 CABLE, WIFI = "10.0.0.2:7000", "192.168.1.2:7000"
@@ -307,6 +316,26 @@ def test_a_card_names_no_port_of_a_machine_that_is_not_its_own(
     own: tuple[str, ...], addresses: tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
     assert addresses_to_measure(card("own", *own), card("bee", *addresses)) == expected
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        "127.0.0.1:22",
+        "127.8.0.1:22",
+        "localhost:22",
+        "LOCALHOST:22",
+        "0.0.0.0:22",
+        "[::]:22",
+        "[::1]:22",
+        "[::ffff:127.0.0.1]:22",
+        "[::ffff:0:0]:22",
+    ],
+)
+def test_loopback_is_dialled_only_from_loopback(here: str) -> None:
+    assert may_be_dialled(["10.9.9.9:7", "[fd00::9]:7"], [here, CABLE]) == (CABLE,)
+    assert may_be_dialled(["127.0.0.1:7"], [here, CABLE]) == (here, CABLE)
+    assert addresses_to_measure(card("own", "10.9.9.9:7"), card("bee", here, CABLE)) == (CABLE,)
 
 
 def model(role: Role = Role.VERIFIER, digest: str = "d", weights: str = "int4", vocabulary: str = "v") -> ModelOffer:

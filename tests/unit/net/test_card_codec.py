@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from paceline.core.errors import MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
-from paceline.net.card_codec import read_card, write_card
+from paceline.net.card_codec import check_card, read_card, write_card
 from paceline.net.wire import fleet_pb2 as wire
 
 names = st.text(max_size=20)
@@ -96,3 +97,12 @@ def test_a_role_of_a_later_version_is_left_out() -> None:
     message.models.add(model_id="m", role=wire.CAPABILITY_ROLE_VERIFIER)
     message.models.add(model_id="m").MergeFromString(bytes([2 << 3, 99]))
     assert [offer.model_id for offer in read_card(message.SerializeToString()).models] == ["m"]
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "files"])
+@pytest.mark.parametrize("text", ["../../x", "/etc/x", "d" * 63, "D" * 64, "d" * 64 + "\n", "d" * 300])
+def test_what_a_file_is_named_after_is_a_digest(field: str, text: str) -> None:
+    card = NodeCard(NodeId("a"), version=1, addresses=(), instance=b"i", ttl_s=30, announced_at=0)
+    check_card(replace(card, models=(replace(ModelOffer("m", Role.VERIFIER, "int4"), **{field: "d" * 64}),)))
+    with pytest.raises(MalformedMessage):
+        check_card(replace(card, models=(replace(ModelOffer("m", Role.VERIFIER, "int4"), **{field: text}),)))

@@ -16,7 +16,7 @@ from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.net import discovery
-from paceline.net.discovery import MOST_RESOLVING, SERVICE, Discovery, _hear_zeroconf, rank
+from paceline.net.discovery import MOST_HEARD, MOST_RESOLVING, SERVICE, Discovery, _hear_zeroconf, rank
 
 
 def test_of_a_flood_of_services_only_some_are_looked_at() -> None:
@@ -110,16 +110,25 @@ def test_a_machine_announces_what_others_can_reach_and_cables_last(hosts: tuple[
     assert rank(hosts) == expected
 
 
+SAID = ["169.254.9.2", "fe80::2", "10.0.0.2", "0.0.0.0"]
+LOOPBACK = ["127.0.0.1", "::1", "127.8.0.1", "::ffff:127.0.0.1", "::"]
+
+
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("host", "own", "said", "expected"),
     [
-        (("169.254.9.1",), ["169.254.9.2:8154", "10.0.0.2:8154"]),
-        (("10.0.0.1", "169.254.9.1"), ["169.254.9.2:8154", "10.0.0.2:8154"]),
-        (("10.0.0.1",), ["10.0.0.2:8154"]),
+        ("", ("169.254.9.1",), SAID, ["169.254.9.2:8154", "10.0.0.2:8154"]),
+        ("", ("10.0.0.1", "169.254.9.1"), SAID, ["169.254.9.2:8154", "10.0.0.2:8154"]),
+        ("", ("10.0.0.1",), SAID, ["10.0.0.2:8154"]),
+        ("", ("10.0.0.1",), LOOPBACK, []),
+        ("10.0.0.1", ("10.0.0.1",), LOOPBACK, []),
+        ("127.0.0.1", ("10.0.0.1",), LOOPBACK[:2], ["127.0.0.1:8154", "[::1]:8154"]),
+        ("", ("127.0.0.1",), LOOPBACK[:2], ["127.0.0.1:8154", "[::1]:8154"]),
+        ("", ("10.0.0.1",), [f"10.0.1.{number}" for number in range(200)], [f"10.0.1.{number}:8154" for number in range(MOST_HEARD)]),
     ],
 )
-def test_an_address_of_a_cable_is_heard_by_a_machine_on_a_cable(
-    own: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+def test_only_addresses_that_may_lead_to_another_node_are_heard(
+    host: str, own: tuple[str, ...], said: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Info:
         def __init__(self, *_: object) -> None:
@@ -129,12 +138,12 @@ def test_an_address_of_a_cable_is_heard_by_a_machine_on_a_cable(
             return True
 
         def parsed_addresses(self) -> list[str]:
-            return ["169.254.9.2", "fe80::2", "10.0.0.2", "0.0.0.0"]
+            return said
 
     found: list[str] = []
     monkeypatch.setattr("zeroconf.asyncio.AsyncServiceInfo", Info)
     monkeypatch.setattr(discovery, "own_hosts", lambda: own)
-    here = Discovery("f" * 16, NodeId("a"), "", found.append, Background(SystemClock()))
+    here = Discovery("f" * 16, NodeId("a"), host, found.append, Background(SystemClock()))
     asyncio.run(here._resolve(None, SERVICE, f"b.{SERVICE}"))  # type: ignore[arg-type]
     assert found == expected
 

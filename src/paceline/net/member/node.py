@@ -22,6 +22,7 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.eligibility import WRONG_S, Eligible, FleetView, TrustPolicy, U_co, Use
+from paceline.fleet.links import may_be_dialled
 from paceline.fleet.messages import Changed, Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.presets import FleetSettings
 from paceline.net.channels import ChannelPool, Purpose
@@ -260,7 +261,7 @@ class FleetNode:
         return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
 
     def tensor_addresses_of(self, node_id: NodeId, port: int) -> tuple[str, ...]:
-        """Return where a node's tensor streams are: on the hosts of its card, whatever hosts a caller names.
+        """Return where a node's tensor streams are: on the hosts of its card, whatever hosts a caller names. Loopback is dialled on loopback only.
 
         Args:
             port: as the node, or a caller, says; this node's own port is known.
@@ -271,7 +272,9 @@ class FleetNode:
         live = self.view().get(node_id)
         if live is None:
             raise NodeUnreachable(f"{node_id} is not in this node's view of the fleet")
-        return tensor_addresses(self.book.order(live.card.addresses), self.tensors.port if node_id == self.node_id else port)
+        if node_id == self.node_id:
+            return tensor_addresses(self.addresses, self.tensors.port)
+        return tensor_addresses(self.book.order(may_be_dialled(self.addresses, live.card.addresses)), port)
 
     def eligible(self, use: U_co) -> Eligible[U_co]:
         """Return the nodes that may be put to a use now."""

@@ -11,13 +11,15 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from ipaddress import ip_address
 
 from paceline.core.errors import NodeUnreachable, StreamClosed, StreamCorrupt
+from paceline.fleet.links import leads_here
 from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import CloseCode, Conversation, close
 from paceline.net.tensor.incoming import FROM_SENDER, Hello, IncomingBytes
 from paceline.net.tensor.pipe import Pipe, tune
-from paceline.net.trust.certificates import Member
+from paceline.net.trust.certificates import Member, join_host
 from paceline.net.trust.credentials import check_callable, client_context
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
@@ -139,7 +141,7 @@ def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Iden
 def _connect(address: str, member: Member, context: ssl.SSLContext, until: float) -> ssl.SSLSocket:
     """Raises what `socket` and `ssl` raise."""
     host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, until - time.perf_counter()))
+    sock = _reach(host.strip("[]"), int(port), until)
     try:
         tune(sock)
         sock.settimeout(max(0.001, until - time.perf_counter()))
@@ -147,3 +149,27 @@ def _connect(address: str, member: Member, context: ssl.SSLContext, until: float
     except BaseException:
         sock.close()
         raise
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _reach(host: str, port: int, until: float) -> socket.socket:
+    """Connect. A name is resolved first: one that another node gave may lead to loopback, where only `localhost` and numbers are meant to."""
+    hosts = [host]
+    if not (_is_number(host) or host.lower() == "localhost"):
+        hosts = [str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        if any(leads_here(join_host(each, port)) for each in hosts):
+            raise OSError(f"{host} leads to this machine itself")
+    for place, each in enumerate(hosts):
+        try:
+            return socket.create_connection((each, port), timeout=max(0.001, until - time.perf_counter()))
+        except OSError:
+            if place == len(hosts) - 1:
+                raise
+    raise OSError(f"{host} has no address")

@@ -16,6 +16,14 @@ from paceline.server.formats.schema_values import NOTHING, merged, values_of
 
 _MOST: Final = 1024
 """Schemas that one is taken apart into. Raising it: schemas whose parts refer to each other take longer."""
+_MOST_REPEATS: Final = 2
+_LONGEST_NAME: Final = 64
+_MOST_TRIED: Final = 1024
+"""Names that are tried against expressions, each pair once: a pair takes 64**3 steps at most. Raising them: a schema takes a thread for longer."""
+_LETTER: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPEATS: Final = re.compile(r"[*+?{]")
+_UNTRIED: Final = re.compile(r"\(\?|\)[*+?{]")
+"""Look-around and other groups of Python's own, and groups that repeat."""
 _OF: Final[Mapping[str, frozenset[str]]] = {
     "object": frozenset({"properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"}),
     "array": frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems"}),
@@ -54,8 +62,11 @@ def leaves(schema: object, root: Mapping[str, Any], at: str) -> list[Leaf]:
     Raises:
         InvalidRequest: it can't be taken apart, or allows nothing.
     """
-    if found := _leaves(schema, root, at, [_MOST]):
-        return found
+    try:
+        if found := _leaves(schema, root, at, [_MOST]):
+            return found
+    except RecursionError:
+        raise refusal_of(at, "it refers to itself again and again", "Send a smaller schema.") from None
     raise refusal_of(at, "it allows nothing", "Leave it out, or send a schema that something is of.")
 
 
@@ -147,7 +158,7 @@ def members(leaf: Leaf) -> list[NamedMember]:
         raise refusal_of(f"{at}.required", "it allows nothing: a member that is required may not be there")
     found = [member for member in found if member.schema is not False]
     for pattern in patterns:
-        if not found or any(_may_match(pattern, member.key) for member in found):
+        if not found or len(patterns) * len(found) > _MOST_TRIED or any(_may_match(pattern, member.key) for member in found):
             raise refusal_of(f"{at}.patternProperties", "it can't be followed in this model's format", "List names by properties.")
     needed = sum(member.is_required for member in found)
     for keyword, is_followed in (
@@ -166,6 +177,14 @@ def free_members(leaf: Leaf) -> object:
 
 
 def _may_match(pattern: str, name: str) -> bool:
+    """Return whether an expression may match a name.
+
+    Python's matcher tries every way through an expression, with the whole process waiting. So only expressions and names that leave it few ways are
+    tried; any other may match.
+    """
+    plain = _LETTER.sub("x", pattern)
+    if plain.count("(") > 1 or len(_REPEATS.findall(plain)) > _MOST_REPEATS or _UNTRIED.search(plain) or len(name) > _LONGEST_NAME:
+        return True
     try:
         return re.search(pattern, name) is not None
     except (re.error, RecursionError, OverflowError):

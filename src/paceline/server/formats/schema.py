@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.server.formats.patterns import without_look_around
 from paceline.server.formats.schema_shapes import BY_NAME, LARGEST, LISTS, as_list, as_object, check_shapes, refusal_of
 from paceline.server.formats.schema_types import TYPES, resolve_reference
-from paceline.server.formats.schema_values import distinct, merged, tell_apart, types_of, values_of
+from paceline.server.formats.schema_values import excluding, merged, tell_apart, types_of, values_of
 
 Schema = dict[str, Any]
 FORMATS: Final = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
@@ -51,6 +51,8 @@ _LONG: Final = 10**18
 """From here on a bound needs another one on its other side."""
 _MOST_MULTIPLE: Final = 10_000
 """Of `multipleOf`, its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more schemas."""
+_MOST_RESOLVED: Final = 10_000
+"""Schemas that are looked into while branches are compared and values listed: references multiply them. Raising it: such a request takes a thread longer."""
 _ENDLESS: Final = 1 << 24
 """Letters, items or properties that no answer reaches: a maximum beyond it allows everything."""
 _ARRANGED, _CHOSEN = 400, 1000
@@ -81,6 +83,7 @@ class _Following:
     def __init__(self, root: Mapping[str, Any], used: frozenset[str]) -> None:
         """Args: used: names on the way of its references."""
         self._root, self._used = root, used
+        self._left = _MOST_RESOLVED
 
     def follow(self, schema: object, at: str) -> Schema | bool:
         """A schema, or a part of one."""
@@ -111,9 +114,10 @@ class _Following:
         return self.follow(value, inside) if key in _ONE else value
 
     def _resolved(self, schema: object) -> Schema:
-        """Return what a schema says, behind its references and next to them. Where a chain of them is long, that is not known."""
+        """Return what a schema says, behind its references and next to them. Where a chain of them is long, or too many were, that is not known."""
         beside: Schema = {}
-        for _ in range(16):
+        self._left -= 1
+        for _ in range(16 if self._left > 0 else 0):
             match schema:
                 case {"$ref": str(where), **rest}:
                     beside = _both(cast("Schema", rest), beside)
@@ -236,8 +240,9 @@ class _Following:
             branches = cast("list[Any]", found.pop("oneOf"))
             kind = {"type": found["type"]} if "type" in found else {}
             typed = [{**kind, **cast("Schema", branch)} if isinstance(branch, dict) else branch for branch in branches]
-            if "discriminator" not in given and not tell_apart(typed, self._resolved):
+            if "discriminator" not in given and not (are_apart := tell_apart(typed, self._resolved)):
                 why = "nothing tells its branches apart: no type, and no const or enum of a property that all require"
+                why = "it has too many branches to compare" if are_apart is None else why
                 raise refusal_of(f"{at}.oneOf", why, "Write anyOf.")
             if "anyOf" in found:
                 found["allOf"] = [*found.get("allOf", ()), {"anyOf": branches}]
@@ -279,7 +284,7 @@ class _Following:
         own, ruled_out = values_of(found, self._resolved), values_of(negated, self._resolved)
         if own is not None and ruled_out is not None:
             found.pop("const", None)
-            found["enum"] = [value for value in own if distinct([value, *ruled_out]) != distinct(ruled_out)]
+            found["enum"] = excluding(own, ruled_out)
             return not found["enum"]
         without, kinds = types_of(negated, self._resolved), _kinds(found)
         if not negated.keys() - _SAID - {"$comment", "type"} and not ("integer" in without and "number" in kinds):

@@ -16,6 +16,8 @@ LARGEST: Final = 9_223_372_036_854_774_784
 """The largest 64-bit integer that a double holds."""
 _DEEP: Final = 200
 """Lists and objects within one another. Raising it: what goes over a schema by recursion runs out of Python's stack."""
+_MOST_VALUES: Final = 200_000
+"""Of a schema. Raising it: a request takes a thread for seconds, for a grammar that is too long in the end."""
 _MOST_BITS: Final = 4096
 """Of an integer anywhere in a schema. Raising it far: Python writes no integer of more than 4,300 digits."""
 BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -70,8 +72,12 @@ def check_shapes(root: object, at: str) -> frozenset[str]:
 
 def _names_of_references(root: object, at: str) -> Iterator[str]:
     left: list[tuple[object, int]] = [(root, 0)]
+    count = 0
     while left:
         value, deep = left.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise InvalidRequest(f"{at}: it has more than {_MOST_VALUES} values", "Send a smaller one.", field=at)
         if deep > _DEEP:
             raise InvalidRequest(f"{at}: it is nested too deep", "Send a flatter one.", field=at)
         match value:

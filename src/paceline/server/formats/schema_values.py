@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final, cast
 
@@ -17,6 +18,9 @@ Resolve = Callable[[object], Mapping[str, Any]]
 _FEW: Final = 64
 """Values that are listed one by one."""
 _DEEP: Final = 8
+_OBJECT: Final = frozenset({"object"})
+_MOST_COMPARED: Final = 50_000
+"""Pairs of branches and of their properties. Raising it: a request with many branches takes a thread for longer than the second that these take."""
 NOTHING: Final = frozenset(
     {
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"),
@@ -36,6 +40,12 @@ _TOGETHER: Final = (
 def distinct(values: Iterable[object]) -> list[object]:
     """The values, each once. 1 and 1.0 are the same, true and 1 are not."""
     return list({_key(value): value for value in values}.values())
+
+
+def excluding(values: Iterable[object], others: Iterable[object]) -> list[object]:
+    """Return the values that are not among the others."""
+    keys = set(map(_key, others))
+    return [value for value in values if _key(value) not in keys]
 
 
 def _key(value: object) -> str:
@@ -63,8 +73,12 @@ def values_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> list[objec
         ):
             return list(range(least, most + 1))
         case {"anyOf": list(branches)} if _says_only(fields, "anyOf"):
-            found = [values_of(branch, resolve, deep - 1) for branch in cast("list[object]", branches)]
-            return None if None in found else distinct(value for values in found for value in values or ())
+            found: list[object] = []
+            for branch in cast("list[object]", branches):
+                if (values := values_of(branch, resolve, deep - 1)) is None:
+                    return None
+                found += values
+            return distinct(found)
         case _:
             return None
 
@@ -99,7 +113,11 @@ def types_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> frozenset[s
         case {"enum": list(values)}:
             return frozenset(map(_type, cast("list[object]", values)))
         case {"anyOf": list(branches)}:
-            return frozenset[str]().union(*(types_of(branch, resolve, deep - 1) for branch in cast("list[object]", branches)))
+            kinds = frozenset[str]()
+            for branch in cast("list[object]", branches):
+                if (kinds := kinds | types_of(branch, resolve, deep - 1)) >= ALL_TYPES:
+                    break
+            return kinds
         case _:
             return ALL_TYPES
 
@@ -108,31 +126,90 @@ def _type(value: object) -> str:
     return "number" if (kind := type_of(value)) == "integer" else kind
 
 
-def tell_apart(branches: Sequence[object], resolve: Resolve) -> bool:
-    """Whether no value is of two of the branches: by their types, their values, or those of a property that both require."""
-    return all(_are_apart(one, other, resolve, _DEEP) for one, other in combinations(branches, 2))
+def tell_apart(branches: Sequence[object], resolve: Resolve) -> bool | None:
+    """Return whether no value is of two of the branches: by their types, their values, or those of a property that both require.
+
+    None: they are too many to compare.
+    """
+    comparing = _Comparing(resolve)
+    found = comparing.is_told_by_one_property(branches) or all(
+        comparing.are_apart(one, other, _DEEP) for one, other in combinations(branches, 2)
+    )
+    return found if comparing.left > 0 else None
 
 
-def _are_apart(one: object, other: object, resolve: Resolve, deep: int) -> bool:
-    if one is False or other is False:
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What is known of a schema."""
+
+    schema: object
+    """Kept so that no other has its id."""
+    fields: Mapping[str, Any]
+    kinds: frozenset[str]
+    keys: frozenset[str] | None
+    """Of all its values. None: they are many, or not known."""
+    required: frozenset[str]
+
+
+class _Comparing:
+    """Compares schemas in pairs, and looks at each of them once."""
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve, self._looked = resolve, dict[int, _Looked]()
+        self.left = _MOST_COMPARED
+        """Pairs that may yet be compared."""
+
+    def is_told_by_one_property(self, branches: Sequence[object]) -> bool:
+        """Return whether all branches require a property that has other values in each of them. Takes no comparison in pairs."""
+        if not all(isinstance(branch, Mapping) for branch in branches):
+            return False
+        looked = [self._look(cast("Mapping[str, Any]", branch)) for branch in branches]
+        if any(each.kinds != _OBJECT for each in looked):
+            return False
+        parts = [cast("Mapping[str, Any]", each.fields.get("properties") or {}) for each in looked]
+        names = set[str].intersection(*({*each.required} & part.keys() for each, part in zip(looked, parts, strict=True)))
+        return any(self._have_other_values([part[name] for part in parts]) for name in names)
+
+    def _have_other_values(self, schemas: Sequence[object]) -> bool:
+        taken = set[str]()
+        for schema in schemas:
+            keys = self._look(cast("Mapping[str, Any]", schema)).keys if isinstance(schema, Mapping) else None
+            if keys is None or keys & taken:
+                return False
+            taken |= keys
         return True
-    if deep == 0 or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
-        return False
-    first, second = resolve(cast("object", one)), resolve(cast("object", other))
-    kinds, kinds_there = ({"number" if kind == "integer" else kind for kind in types_of(each, resolve)} for each in (first, second))
-    if not kinds & kinds_there:
-        return True
-    mine, theirs = values_of(first, resolve), values_of(second, resolve)
-    if mine is not None and theirs is not None:
-        return len(distinct([*mine, *theirs])) == len(mine) + len(theirs)
-    for each, another in ((first, second), (second, first)):
-        if isinstance(several := each.get("anyOf"), list):
-            return all(_are_apart(branch, another, resolve, deep - 1) for branch in cast("list[object]", several))
-    if kinds & kinds_there != {"object"}:
-        return False
-    both = set(cast("list[str]", first.get("required") or [])) & set(cast("list[str]", second.get("required") or []))
-    properties, there = (cast("Mapping[str, Any]", each.get("properties") or {}) for each in (first, second))
-    return any(_are_apart(properties[name], there[name], resolve, deep - 1) for name in both & properties.keys() & there.keys())
+
+    def are_apart(self, one: object, other: object, deep: int) -> bool:
+        """Return whether no value is of both. False where it is not known."""
+        self.left -= 1
+        if one is False or other is False:
+            return True
+        if self.left <= 0 or deep == 0 or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+            return False
+        first, second = self._look(cast("Mapping[str, Any]", one)), self._look(cast("Mapping[str, Any]", other))
+        if not first.kinds & second.kinds:
+            return True
+        if first.keys is not None and second.keys is not None:
+            return not first.keys & second.keys
+        for each, another in ((first, second), (second, first)):
+            if isinstance(several := each.fields.get("anyOf"), list):
+                return all(self.are_apart(branch, another.fields, deep - 1) for branch in cast("list[object]", several))
+        if first.kinds & second.kinds != _OBJECT:
+            return False
+        properties, there = (cast("Mapping[str, Any]", each.fields.get("properties") or {}) for each in (first, second))
+        both = first.required & second.required & properties.keys() & there.keys()
+        return any(self.are_apart(properties[name], there[name], deep - 1) for name in both)
+
+    def _look(self, schema: Mapping[str, Any]) -> _Looked:
+        known = self._looked.get(id(schema))
+        if known is None:
+            fields = self._resolve(schema)
+            kinds = frozenset("number" if kind == "integer" else kind for kind in types_of(fields, self._resolve))
+            values = values_of(fields, self._resolve)
+            keys = None if values is None else frozenset(map(_key, values))
+            required = frozenset(cast("list[str]", fields.get("required") or []))
+            known = self._looked[id(schema)] = _Looked(schema, fields, kinds, keys, required)
+        return known
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -160,7 +237,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] |
                 if not found[key]:
                     return None
             case "enum", list(mine), list(theirs):
-                found[key] = [value for value in cast("list[object]", mine) if _key(value) in map(_key, cast("list[object]", theirs))]
+                found[key] = excluding(cast("list[object]", mine), excluding(cast("list[object]", mine), cast("list[object]", theirs)))
             case "required" | "allOf", list(mine), list(theirs):
                 found[key] = [*cast("list[object]", mine), *cast("list[object]", theirs)]
             case "pattern", mine, theirs:

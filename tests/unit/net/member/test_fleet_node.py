@@ -347,3 +347,17 @@ async def test_a_connection_that_is_lost_is_not_said_to_be_slow(tmp_path: Path) 
         with pytest.raises(NodeUnreachable, match=r"b at .* can't be reached \(no connection to it comes about\)"):
             await exchanger.call(call, lambda _: None)
         await a.pool.close()
+
+
+@in_loop
+async def test_a_card_on_loopback_leads_to_no_port_of_a_machine_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        async with running(b):
+            await until_seen(a, "a", "b")
+            assert a.tensor_addresses_of(NodeId("b"), 22) == ("127.0.0.1:22",)
+            monkeypatch.setattr(type(a), "addresses", ("10.9.9.9:7",))
+            assert a.tensor_addresses_of(NodeId("b"), 22) == ()
+            assert a.tensor_addresses_of(NodeId("a"), 22) == (f"10.9.9.9:{a.tensors.port}",)

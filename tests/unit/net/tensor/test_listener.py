@@ -249,3 +249,18 @@ def test_a_port_that_is_taken_is_an_error(met: Meeting) -> None:
     with pytest.raises(ConfigError, match="Cannot listen"):
         second.start("127.0.0.1", met.listener.port)
     second.close()
+
+
+@pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "evil.example"])
+def test_a_name_that_leads_to_loopback_is_not_dialled(met: Meeting, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *args, **kw: resolve("127.0.0.1" if host == "evil.example" else host, *args, **kw)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        address = f"{host}:{listening.getsockname()[1]}"
+        with pytest.raises(NodeUnreachable, match="itself"):
+            dial([address], met.far.member, bytes(32), met.near, met.fleet.revocations.voids, soon())
+        with pytest.raises(BlockingIOError):
+            listening.accept()

@@ -15,6 +15,7 @@ from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
 from paceline.server import tools
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
+from paceline.server.formats.leaves import Leaf, members
 from paceline.server.formats.schema import followed_schema
 from paceline.server.formats.text_grammar import FORMATS as TEXTS
 from paceline.server.formats.text_grammar import in_regex
@@ -138,6 +139,68 @@ def test_a_regex_means_the_ten_ascii_digits_by_its_digit(regex: str, taken: str,
     assert grammar is not None
     assert allows(grammar, taken)
     assert not allows(grammar, refused)
+
+
+def object_leaf(names: list[str], patterns: list[str]) -> Leaf:
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "string"} for key in names},
+        "patternProperties": {key: {"type": "integer"} for key in patterns},
+    }
+    return Leaf(schema, AT)
+
+
+@pytest.mark.parametrize("pattern", ["^x-", "^[0-9]{2}$", "\\+b?", "^(x|y)-", "^[^a-z]+$", "^\\d+(x|y)$"])
+def test_expressions_that_match_no_named_member_stand_next_to_them(pattern: str) -> None:
+    assert [member.key for member in members(object_leaf(["a", "abc"], [pattern]))] == ["a", "abc"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^(a+)+$",
+        "^(a|a)*$",
+        "^(?:a+)+$",
+        "^(a|a?)+$",
+        "(a|a)(a|a)(a|a)$",
+        "a*a*a*a*b",
+        "(a{1,9}){1,9}$",
+        "((a+))+$",
+        "(?=(a+)+$)",
+        "^[ab]*[ab]*[ab]*$",
+    ],
+)
+@pytest.mark.parametrize("name", ["a" * 60 + "!", "a" * 5000])
+def test_expressions_that_a_matcher_takes_for_ever_over_are_not_tried(pattern: str, name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        members(object_leaf([name], [pattern]))
+    assert refused.value.field == f"{AT}.patternProperties"
+
+
+def test_many_expressions_are_not_tried_against_many_names() -> None:
+    names, patterns = [f"a{number}" for number in range(64)], [f"^b{number}$" for number in range(17)]
+    assert len(members(object_leaf(names, patterns[:16]))) == 64
+    with pytest.raises(InvalidRequest):
+        members(object_leaf(names, patterns))
+
+
+ITSELF: dict[str, Any] = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [ITSELF, {"type": "string"}]},
+        {"anyOf": [{"type": "string"}, *[ITSELF] * 20]},
+        {"allOf": [ITSELF, {"minLength": 1}], "type": "string"},
+        ITSELF,
+    ],
+)
+def test_a_choice_of_itself_is_refused(family: str, schema: dict[str, Any]) -> None:
+    tool = {"type": "object", "properties": {"o": ITSELF}, "required": ["o"], "$defs": {"a": schema}}
+    with pytest.raises(InvalidRequest):
+        calls_grammar(FORMATS[family], {"f": followed_schema(tool, AT)}, BranchChoice.REQUIRED, parallel=False, token_id=lambda _: None)
 
 
 @pytest.mark.parametrize("family", CALLS)

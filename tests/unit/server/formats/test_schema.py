@@ -188,6 +188,50 @@ def tagged(*values: object, **more: object) -> dict[str, Any]:
     return {"oneOf": [{"type": "object", "properties": {"kind": {"const": value}, **more}, "required": ["kind"]} for value in values]}
 
 
+def chain(last: dict[str, Any], **beside: Any) -> dict[str, Any]:
+    """A schema of 1.5 KB that lists `last` 20**7 times."""
+    links = {f"a{place}": {"anyOf": [{"$ref": f"#/$defs/a{place + 1}"}] * 20} for place in range(7)}
+    return {"$defs": {**links, "a7": last}, **beside}
+
+
+FIRST = {"$ref": "#/$defs/a0"}
+ITSELF = {"type": "object", "properties": {f"p{place}": FIRST for place in range(20)}, "required": [f"p{place}" for place in range(20)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        (chain({"const": 1}, oneOf=[FIRST, {"const": 2}]), "oneOf"),
+        (chain({"type": "string"}, oneOf=[FIRST, {"type": "integer"}]), "oneOf"),
+        (chain({"const": 1}, enum=[1, 2], **{"not": FIRST}), "not"),
+        ({"$defs": {"a0": {"anyOf": [FIRST] * 20}}, "oneOf": [FIRST, {"const": 1}]}, "oneOf"),
+        ({"$defs": {"a0": ITSELF}, "oneOf": [FIRST, FIRST]}, "oneOf"),
+    ],
+)
+def test_a_schema_whose_references_multiply_is_refused_before_they_are_followed(schema: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        followed_schema(schema)
+    assert refused.value.field == f"schema.{path}"
+
+
+def test_a_schema_of_too_many_values_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="values"):
+        followed_schema({"enum": ["a"] * 200_001})
+
+
+@pytest.mark.parametrize("count", [2, 400])
+def test_branches_that_one_property_tells_apart_may_be_many(count: int) -> None:
+    assert len(followed_schema(tagged(*range(count), more={"type": "string"}))["anyOf"]) == count
+    with pytest.raises(InvalidRequest):
+        followed_schema(tagged(*range(count), 0))
+
+
+def test_values_that_are_ruled_out_are_compared_once() -> None:
+    many = [str(number) for number in range(5000)]
+    assert followed_schema({"enum": many, "not": {"enum": many[1:]}}) == {"enum": ["0"]}
+    assert followed_schema({"enum": [1, True, 1.0, "1"], "not": {"enum": [1]}}) == {"enum": [True, "1"]}
+
+
 @pytest.mark.parametrize(
     ("schema", "path"),
     [
