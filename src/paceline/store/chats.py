@@ -1,13 +1,13 @@
-"""How a chat becomes text and ids: the model's chat template, a program of its maker, the special
-tokens that it alone may write, and the ids of chats that were encoded lately.
+"""How a chat becomes text and ids: the model's chat template (a program of its maker), the special tokens that only the template may write, and
+the ids of recently encoded chats.
 
 The environment is the one transformers gives templates (trimmed blocks, loop controls, `tojson` without HTML escapes,
-`raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there. The sandbox bounds neither a template's
-time nor its memory: those are the process's that `bounded_tokenizer` starts.
+`raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there. The sandbox limits neither the time nor the
+memory of a template: the process that `bounded_tokenizer` starts does.
 
-Law of remembered ids: they are those of the whole text. An encoder cuts a text at its special tokens before it does anything else, and encodes
-what lies between them piece by piece. So where a special token begins, the ids before it and those from it on are the ids of two texts; unless the
-token takes in blanks before it, or stands in a word: texts are not cut at those.
+Law of remembered ids: they equal the ids of the whole text. An encoder cuts a text at its special tokens before it does anything else, and encodes
+each piece between them separately. So a text can be split where a special token begins: the ids of the two parts are the ids of the whole.
+Tokens that take in the blanks before them, or that match only whole words, are the exception: texts are not cut at those.
 """
 
 from __future__ import annotations
@@ -40,45 +40,45 @@ if TYPE_CHECKING:
 
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20
-"""The longest templates have some ten thousand."""
+"""Longest accepted template; the longest known ones have about ten thousand characters. Raising it: a hostile template costs more to compile."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template. It is compiled when it is first rendered."""
+    """A model's chat template. It is compiled when it is first rendered."""
 
     path: Path
     """The file it came from, for errors."""
     source: str
     """Jinja text."""
     special_tokens: Mapping[str, str]
-    """What templates call `bos_token`, `eos_token` and so on."""
+    """Spellings of the tokens that templates call `bos_token`, `eos_token` and so on, by these names."""
     response: Mapping[str, Any] | None = None
-    """How answers are to be read, as the model's files say it."""
+    """The model's own description of how to read its answers; None: its files have none."""
     tool_source: str | None = None
-    """Jinja text for chats with tools, where the model has another one for them."""
+    """Jinja text for chats with tools; None: the model uses `source` for them too."""
 
     def __post_init__(self) -> None:
-        """Raise ModelFileError where it is too long."""
+        """Check the length of the sources. Raises ModelFileError if one exceeds `MAX_TEMPLATE_CHARS`."""
         for source in (self.source, self.tool_source or ""):
             if len(source) > MAX_TEMPLATE_CHARS:
                 raise damaged(self.path, f"its chat template has {len(source)} characters")
 
     def render(self, messages: Sequence[Mapping[str, Any]], now: datetime, given: Given = NOTHING_GIVEN) -> str:
-        """The text of a chat, up to where the assistant's answer begins.
+        """Render a chat as text, up to where the assistant's answer begins.
 
         Args:
             messages: each with its content as one string.
-            now: what `strftime_now` shows, however often the template asks.
-            given: tools, and switches of the template's own.
+            now: the time that `strftime_now` formats, the same one for every call in the template.
+            given: tools, and switches that the template defines.
 
         Raises:
             InvalidRequest: the template does not compile.
-            TemplateRefused: it refuses the messages, or trips over them.
+            TemplateRefused: the template refuses the messages, or fails on them.
         """
         try:
             template = self._compiled_for_tools if given.tools and self.tool_source else self._compiled
-        except Exception as error:  # a template is a stranger's program: it may raise anything
+        except Exception as error:  # a template is an untrusted program: it may raise anything
             raise InvalidRequest(
                 f"the model's chat template does not compile ({_words(error)})",
                 "Use /v1/completions, or get the model's files again (`paceline pull`)",
@@ -92,7 +92,7 @@ class ChatTemplate:
             except Exception:
                 if given.tools:
                     raise
-                with suppress(Exception):  # some go over the tools of a chat that has none
+                with suppress(Exception):  # some templates loop over `tools` without a check for None
                     return template.render({**fields, "tools": []})
                 raise
         except Exception as error:  # likewise
@@ -118,12 +118,16 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; a lack of memory says nothing."""
+    """Return an error's text, or the name of its type: a MemoryError has no text."""
     return str(error) or type(error).__name__
 
 
 def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its text parts joined by line breaks: most templates know only strings."""
+    """Return a message with its text parts joined by line breaks, because most templates accept only strings.
+
+    Raises:
+        InvalidRequest: a part is not text.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -137,7 +141,7 @@ def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own `tojson` escapes HTML, which a model should not see."""
+    """Format a value as JSON for a template. Jinja's own `tojson` escapes HTML, and a model should not see these escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -146,7 +150,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training; here the body is just rendered."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks answers for training. Here its body is only rendered."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
 
@@ -156,27 +160,28 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 KEPT: Final = 8
-"""Chats. Raising it: more of them go on quickly side by side, for their text and five times that for their ids."""
+"""Number of chats that are remembered. Raising it: more concurrent chats continue quickly; each costs the memory of its text and about five times
+that for its ids."""
 LEAST_LETTERS: Final = 2000
-"""Of a text that is kept: shorter ones take no time."""
+"""Characters of the shortest text that is remembered. Shorter ones are encoded quickly."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     ids: Sequence[int]
     cuts: Sequence[tuple[int, int]]
-    """Where special tokens stand: letters before them, and ids before them."""
+    """Places of the special tokens: the number of characters before each, and the number of ids before it."""
 
 
 class ChatPrefixes:
-    """Remembers some texts and their ids. For one thread at a time."""
+    """A memory of recent texts and their ids, so that a chat which continues one encodes only its new part. For one thread at a time."""
 
     def __init__(self, added: dict[int, AddedToken], encode: Callable[[str], list[int]]) -> None:
-        """Remember nothing yet.
+        """Start with an empty memory.
 
         Args:
-            added: the encoder's own tokens beside its vocabulary, by id.
-            encode: gives the ids of any text.
+            added: the tokens that the encoder has in addition to its vocabulary, by id.
+            encode: returns the ids of any text.
         """
         self._encode = encode
         self._added: Final = frozenset(added)
@@ -188,10 +193,10 @@ class ChatPrefixes:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 
     def ids(self, text: str, salt: str = "") -> list[int]:
-        """Ids of a text; raises as `encode` does.
+        """Return the ids of a text, and remember them. Raises what `encode` raises.
 
         Args:
-            salt: only what was encoded with the same one is used: how long it takes tells no other client what was asked.
+            salt: only texts with the same salt are reused, so that the time a request takes reveals nothing of another client's chats.
         """
         if len(text) < LEAST_LETTERS:
             return self._encode(text)
@@ -199,7 +204,7 @@ class ChatPrefixes:
         ids = [*head, *self._encode(text[letters:])]
         places = [place for place, token in enumerate(ids) if token in self._added]
         starts = [match.start() for match in self._spelled.finditer(text)]
-        if len(starts) == len(places):  # else tokens were found otherwise than they are spelled
+        if len(starts) == len(places):  # otherwise the encoder found tokens that are spelled differently in the text, and no cut is certain
             cuts = [(start, place) for start, place in zip(starts, places, strict=True) if ids[place] in self._cuts]
             self._known[salt, text] = _Known(ids, cuts)
             while len(self._known) > KEPT:
@@ -207,11 +212,11 @@ class ChatPrefixes:
         return ids
 
     def _longest(self, text: str, salt: str) -> tuple[int, Sequence[int]]:
-        """The most letters that a known text has in common with this one, up to a cut, and their ids."""
+        """Return the longest beginning that a remembered text shares with this one, up to a cut: its characters and its ids."""
         best, ids, found = 0, list[int](), ""
         for (salted, other), known in self._known.items():
             same = common_length(text, other) if salted == salt else 0
-            # A token that is not in both to its end is no cut: `<|im` may go on otherwise.
+            # A token is a cut only if both texts hold all of it: after `<|im` they may differ.
             cut = next(((start, place) for start, place in reversed(known.cuts) if self._spelled_end(other, start) <= same), (0, 0))
             if cut[0] > best:
                 best, ids, found = cut[0], list(known.ids[: cut[1]]), other
@@ -225,23 +230,24 @@ class ChatPrefixes:
 
 
 class ControlTokens:
-    """The special tokens of one encoder, and their doubles: those that a chat's template writes are tokens, those spelled inside a message are text.
+    """The special tokens of one encoder, and their doubles. A special token that the template writes is a token; one spelled in a message is text.
 
-    Law: no message ends its own turn or begins another's, whatever it spells. A template sees messages whose spelled tokens are broken by a
-    mark, so that what is whole in the rendered text is the template's own. There each is written as its *double*, an added token of the same
-    kind with a name that cannot be guessed, and the marks are taken out; the encoder then reads doubles as tokens and everything else as text.
-    A chat that spells no special token, which is nearly every one, is encoded as it is.
+    Law: no message can end its turn or begin another one, whatever it spells. The template sees messages in which each spelled token is broken by a
+    mark, so each unbroken token of the rendered text comes from the template. There each is written as its *double*, an added token of the same
+    kind with a name that cannot be guessed, and the marks are removed. The encoder then reads doubles as tokens and everything else as text.
+    A chat that spells no special token, as nearly every chat, is encoded as it is.
     """
 
     def __init__(self, encoder: Encoder, special: Sequence[AddedToken]) -> None:
-        """Add the doubles.
+        """Add the doubles to an encoder.
 
         Args:
-            encoder: gains a token for each of `special`; they stand behind all its others.
+            encoder: gains a token for each of `special`, with ids after those of all others.
+            special: the tokens that only the template may write.
         """
         from tokenizers import AddedToken
 
-        # Digits, since neither letter case nor JSON nor Unicode's normal forms change them.
+        # Digits: a change of letter case, JSON and Unicode's normal forms leave them as they are.
         self._mark: Final = str(secrets.randbits(96))
         self._double: Final = str(secrets.randbits(96))
         names = sorted((token.content for token in special), key=len, reverse=True)
@@ -254,7 +260,7 @@ class ControlTokens:
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     normalized=token.normalized,
-                    special=False,  # as the switch that makes text of special tokens leaves others alone
+                    special=False,  # so that the switch that encodes special tokens as text does not affect doubles
                 )
                 for token in special
             ]
@@ -263,12 +269,12 @@ class ControlTokens:
         self._normalizer: Final = encoder.normalizer if normalized else None
         spelled = [] if self._normalizer is None else [*normalized, *map(self._normalizer.normalize_str, normalized)]
         self._spelled_normalized: Final = re.compile("|".join(map(re.escape, filter(None, spelled))) or r"(?!)")
-        """Found in a normalized text, which may spell a token that the text itself does not."""
+        """An expression for normalized texts: normalizing may spell a token that the text itself does not."""
         pairs = ((encoder.token_to_id(self._double + name), encoder.token_to_id(name)) for name in names)
         self._real: Final = {double: real for double, real in pairs if double is not None and real is not None}
 
     def broken(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the messages with every special token they spell broken by a mark; None if they spell none, also once they are normalized."""
+        """Return the messages with each special token they spell broken by a mark; None if they spell none, before and after normalization."""
         found = False
 
         def becomes_special(text: str) -> bool:
@@ -291,7 +297,7 @@ class ControlTokens:
                 case list():
                     return [walk(item) for item in cast("list[object]", value)]
                 case dict():
-                    # Names too: those of a tool's parameters are its maker's.
+                    # Keys too: the client chooses the names of a tool's parameters.
                     return {cast("str", walk(name)): walk(item) for name, item in cast("dict[str, object]", value).items()}
                 case _:
                     return value
@@ -300,15 +306,15 @@ class ControlTokens:
         return result if found else None
 
     def marked(self, rendered: str) -> str:
-        """A rendered chat of broken messages, with the template's special tokens as doubles and no mark left."""
+        """Return a rendered chat of broken messages with the template's special tokens as doubles, and without marks."""
         return self._spelled.sub(lambda match: self._double + match[0], rendered).replace(self._mark, "")
 
     def real_ids(self, ids: list[int]) -> list[int]:
-        """Ids with special tokens in place of their doubles."""
+        """Return ids with each double replaced by its special token."""
         return [self._real.get(i, i) for i in ids]
 
     def without_doubles(self, encoder_json: str) -> str:
-        """A tokenizer.json as it was before the doubles."""
+        """Return the text of a tokenizer.json without the doubles."""
         parts: dict[str, Any] = json.loads(encoder_json)
         parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] not in self._real]
         return json.dumps(parts, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Control tokens by their spelling: entries of a vocabulary that end an answer or frame a turn, though the model's files give them another type.
+"""Control tokens found by their spelling: vocabulary entries that end an answer or frame a turn, although the model's files give them another type.
 
-`turn_marks` finds the entries that the chat template writes around turns. A mark that is not one entry, such as `USER:`, stays text.
+`turn_marks` finds the entries that the chat template writes around turns. A mark that is not a single entry, such as `USER:`, stays text.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 _MESSAGE_END: Final = "<|end|>"
 END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", _MESSAGE_END)
-"""Tokens that end an answer in the families we run, whether or not a model's files say so."""
+"""Tokens that end an answer in the families that run here, even if a model's files do not say so."""
 _LAST_MESSAGE_ENDS: Final = ("<|return|>", "<|call|>")
-"""In a vocabulary that has both, an answer is several messages: these end its last one, and `<|end|>` any other."""
+"""Ends of the last message. In a vocabulary that has both, an answer is several messages, and `<|end|>` ends all but the last one."""
 MAX_MARK_LETTERS: Final = 64
-"""Letters of a mark. Raising it: more look-ups in texts that have none."""
+"""Characters of the longest mark. Raising it: more look-ups in texts that have no marks."""
 
 
 def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int]:
-    """Return the tokens that end an answer.
+    """Return the ids of the tokens that end an answer.
 
     Args:
         special: ids of the special tokens, by their spelling.
@@ -40,7 +40,7 @@ def end_ids(special: Mapping[str, int], named: Collection[int]) -> frozenset[int
 
 
 def is_mark(name: str) -> bool:
-    """Return whether an entry may be a mark: it begins and ends with a sign, and has a letter between."""
+    """Return whether an entry may be a mark: it begins and ends with a sign, and contains a letter or a digit."""
     return (
         2 < len(name) <= MAX_MARK_LETTERS
         and not any(end.isalnum() or end.isspace() for end in (name[0], name[-1]))
@@ -49,10 +49,10 @@ def is_mark(name: str) -> bool:
 
 
 def control_marks(encoder: Encoder, marks: Collection[str] = (), named: Collection[str] = ()) -> list[str]:
-    """Return the spellings of entries that are control tokens and have another type, in the order of their ids.
+    """Return the spellings of entries that are control tokens but have another type in the file, in the order of their ids.
 
     Args:
-        marks: those that the chat template writes around turns.
+        marks: entries that the chat template writes around turns.
         named: tokens that the model's files name as first, last and so on.
     """
     names = {*END_TOKENS, *marks, *filter(is_mark, named)}
@@ -62,7 +62,7 @@ def control_marks(encoder: Encoder, marks: Collection[str] = (), named: Collecti
 
 
 def with_control_marks(encoder: Encoder, marks: Collection[str], named: Collection[str], path: Path) -> Encoder:
-    """Return an encoder whose marks are control tokens: no message spells one, and none is part of an answer.
+    """Return an encoder in which the marks are control tokens: no message can spell a mark, and no answer shows one.
 
     Args:
         marks, named: as for `control_marks`.
@@ -86,6 +86,6 @@ def with_control_marks(encoder: Encoder, marks: Collection[str], named: Collecti
 
 
 def _forget_merges(model: dict[str, Any], names: Collection[str]) -> None:
-    """Take back the merges that would make these entries of a text that spells them."""
+    """Remove the merges that produce these entries from a text that spells them."""
     if merges := model.get("merges"):
         model["merges"] = [pair for pair in merges if ("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1)) not in names]

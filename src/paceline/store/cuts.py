@@ -1,4 +1,4 @@
-"""How byte-level vocabularies cut text before they merge, by the name that a GGUF file gives (`tokenizer.ggml.pre`).
+"""Pre-tokenizers: how byte-level vocabularies cut text before they merge, by the name in a GGUF file (`tokenizer.ggml.pre`).
 
 Sources: the names of `llama-vocab.cpp`, and the expressions of the models' own tokenizers. Names are left out where the vocabulary isn't byte-level
 (`gemma4`, `sarvam-moe`, `granite-embed-multi-311m`, `whitespace`).
@@ -20,7 +20,7 @@ _BEFORE: Final = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _cased(upper: str = _UPPER, lower: str = _LOWER, ending: str = f"{_SHORT}?", digits: str = r"\p{N}{1,3}", last: str = "/") -> str:
-    """Words that begin anew with a capital, as GPT-4o's cut has them."""
+    """Return GPT-4o's expression, in which a capital after small letters begins a new word, with the given parts replaced."""
     words = f"{_BEFORE}{upper}*{lower}+{ending}|{_BEFORE}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{last}]*|{_SPACES}"
 
@@ -34,7 +34,7 @@ _DEEPSEEK3: Final = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES,
 )
 _THREES: Final = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-"""Digits in threes from the last one on."""
+"""Digits in groups of three, counted from the last digit."""
 _EAST_ASIA: Final = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff"
     "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
@@ -43,7 +43,7 @@ _CASED_LETTER: Final = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68"
     "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f\U0001d400-\U0001dfff]]"
 )
-"""Letters with two cases, but for scripts that the tokenizer's authors had not listed."""
+"""Letters with two cases, without the scripts that the tokenizer's authors did not list."""
 _HAN_KANA_HANGUL: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _SPARK: Final = (*_DEEPSEEK3[:2], _DEEPSEEK3[2].replace(r"[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+", r"[\p{P}\p{S}]+|[\r\n]"), r"\p{N}")
 _BLOOM_CUT: Final = r" ?[^(\s|.,!?…。，、।۔،)]+"
@@ -101,10 +101,10 @@ CUTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-"""Regular expressions that cut text one after the other."""
+"""Regular expressions that cut text, applied one after the other, by the name of the pre-tokenizer."""
 STARTS: Final = frozenset({*_LLAMA3, "tekken", "chameleon"})
-"""Cuts of models that want their first token before a text, where the file doesn't say."""
+"""Names of pre-tokenizers with a first token before each text, for files that do not say."""
 IGNORE_MERGES: Final = frozenset({*_LLAMA3, "tekken", "youtu", "minicpm5", "granite-embed-multi-97m"})
-"""A cut piece that is a token is taken whole, whatever merges would make of it."""
+"""Names of pre-tokenizers where a piece that is a token is taken whole, without merges."""
 NORMALIZED: Final = frozenset({*_QWEN2, "qwen35"})
-"""Cuts of models whose own tokenizer first brings text to NFC."""
+"""Names of pre-tokenizers of models that bring text to NFC first."""

@@ -1,6 +1,7 @@
 """SHA-256 of files, remembered by path, size and modification time: a start must not cost seconds for a file that did not change.
 
-Checksums of a file's pieces, and of all of it; remembered like digests. Pieces are hashed on several threads, beside the whole where it is not known.
+The checksums of a file's pieces are remembered in the same way. Several threads hash pieces; one hashes the whole file at the same time, if its
+digest is not known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class DigestCache:
     home: Home
 
     def sha256(self, path: Path) -> str:
-        """Hex SHA-256 of a file, read only if it changed since the last time.
+        """Return the hex SHA-256 of a file. The file is read only if it changed since the last time.
 
         Raises:
             ModelFileError: the file can't be read.
@@ -40,7 +41,7 @@ class DigestCache:
         return digest
 
     def known(self, path: Path) -> str | None:
-        """The digest if it is remembered and the file did not change since.
+        """Return the digest if it is remembered and the file did not change since; otherwise None.
 
         Raises:
             ModelFileError: the file can't be examined.
@@ -50,7 +51,7 @@ class DigestCache:
         return digest if isinstance(digest, str) and len(digest) == 64 else None
 
     def remember(self, path: Path, digest: str) -> None:
-        """Keep a digest that the caller has just computed (a pull hashes what it fetches)."""
+        """Store a digest that the caller has just computed (a pull hashes the bytes it fetches)."""
         write_cache(self._entry(path), json.dumps({"path": str(path), "sha256": digest}).encode())
 
     def _entry(self, path: Path) -> Path:
@@ -59,16 +60,16 @@ class DigestCache:
 
 
 def digest_of_files(cache: DigestCache, files: Iterable[Path]) -> str:
-    """One digest for a model of several files: equal when names and bytes are. A single file's own digest stands for it."""
+    """Return one digest for a model of several files: equal if the names and the bytes are equal. For a single file it is the file's own digest."""
     return combined_digest([(path.name, cache.sha256(path)) for path in files])
 
 
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 8
-"""That hash; more would wait for the disk, and leave less to answers."""
+"""Most threads that hash one file. Raising it: more threads wait for the disk, and answers get less of the processor."""
 _SAY_S = 0.5
-"""How often it is told how far the whole is, once all pieces are hashed."""
+"""Seconds between two progress reports on the whole file, once all pieces are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,17 @@ class FileSums:
     size: int
     sha256: str
     pieces: bytes
-    """32 bytes a piece."""
+    """SHA-256 digests of the pieces in order, 32 bytes each."""
 
 
 def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSums:
-    """A file's checksums, read only if it changed since the last time.
+    """Return a file's checksums. The file is read only if it changed since the last time.
 
     Args:
-        examined: told the bytes of the file that were read so far.
+        examined: called with the bytes of the file that were read so far.
 
     Raises:
-        ModelFileError: the file can't be read, or changes meanwhile.
+        ModelFileError: the file can't be read, or changes while it is read.
     """
     with reading(path):
         size, entry = path.stat().st_size, _entry(path, home)
@@ -102,14 +103,14 @@ def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSu
 
 
 def remember_sums(path: Path, sums: FileSums, home: Home) -> None:
-    """Keep checksums that the caller has just computed of a file."""
+    """Store the checksums of a file that the caller has just computed."""
     with reading(path):
         write_cache(_entry(path, home), bytes.fromhex(sums.sha256) + sums.pieces)
     DigestCache(home).remember(path, sums.sha256)
 
 
 def cached_sums(path: Path, home: Home) -> tuple[Path, Path]:
-    """Where what is remembered of a file lies."""
+    """Return the two cache files for a file: its checksums, and its digest."""
     return _entry(path, home), home.digests / f"{identity_key(path, 'digest')}.json"
 
 
@@ -129,16 +130,16 @@ def _remembered(entry: Path, size: int) -> FileSums | None:
 
 
 class _Whole:
-    """Hashes all of a file, unless its digest is known."""
+    """The digest of a whole file: known already, or computed in a thread while others hash pieces."""
 
     def __init__(self, path: Path, known: str | None) -> None:
         self._path, self._known = path, known
         self.read = 0 if known is None else path.stat().st_size
-        """Bytes so far."""
+        """Bytes hashed so far."""
         self.given_up = False
 
     def digest(self) -> str:
-        """Hex. For a thread."""
+        """Return the hex SHA-256. Blocks, so it runs in a thread of its own; setting `given_up` ends it early with a wrong digest."""
         if self._known is not None:
             return self._known
         digest = hashlib.sha256()
