@@ -1,6 +1,6 @@
-"""Encoders on disk: what their files say of them, and their tensors, from a folder of safetensors or a GGUF file.
+"""Encoders on disk: their `EncoderSpec` and their tensors, from a folder of safetensors or a GGUF file.
 
-Law: what would change a vector and is not known here is refused, never ignored.
+Law: a setting that could change a vector and is unknown here is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.store.tokenizer_files import TOKENIZER, VOCABULARY, tokenizer_from
 
 _MODULES: Final = "modules.json"
 _UNUSED: Final = ("pooler.", "cls.", "embeddings.position_ids")
-"""Beginnings of tensors that make no vector: a head for a task of training, and what is computed anyway."""
+"""Beginnings of the names of tensors that no vector depends on: heads for training tasks, and numbers that are computed here anyway."""
 _MOST_WIDE: Final = 1 << 16
 _POOLINGS: Final = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_cls_token": Pooling.CLS}
 _GGUF_POOLINGS: Final = {1: Pooling.MEAN, 2: Pooling.CLS}
@@ -51,7 +51,7 @@ class EncoderTensors:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEncoder:
-    """An encoder ready to be loaded: its tensors are read when asked for."""
+    """An encoder ready to be loaded. Its tensors are read on demand."""
 
     name: str
     tensors: EncoderTensors
@@ -62,9 +62,9 @@ def open_encoder(ref: str) -> OpenedEncoder:
     """Find an encoder, by a name or a path as `resolve` does, and open its tensors and its tokenizer.
 
     Raises:
-        ModelNotFound: no such model here.
+        ModelNotFound: this machine has no such model.
         ModelFileError: its files are missing, truncated or damaged.
-        UnsupportedModel: it is no encoder, or has something that Paceline does not run.
+        UnsupportedModel: it is not an encoder, or has something that Paceline does not run.
     """
     home = Home.from_environment()
     location = resolve(ref, home)
@@ -72,7 +72,7 @@ def open_encoder(ref: str) -> OpenedEncoder:
 
 
 def is_encoder(path: Path) -> bool:
-    """Return whether the model in a folder or GGUF file is an encoder by its own word.
+    """Return whether the model in a folder or GGUF file says that it is an encoder.
 
     Raises:
         ModelFileError, UnsupportedModel: its configuration can't be read.
@@ -83,7 +83,7 @@ def is_encoder(path: Path) -> bool:
 
 
 def open_encoder_at(path: Path, home: Home) -> OpenedEncoder:
-    """Open the encoder in a folder or GGUF file, under the path's own name. Raises as `open_encoder`, but for ModelNotFound."""
+    """Open the encoder in a folder or GGUF file; its name is the last part of the path. Raises as `open_encoder`, except ModelNotFound."""
     if path.is_dir():
         spec = _spec_of_folder(path)
         found = [at for file in weight_files(path) for at in read_head(file, leave_out=_UNUSED)]
@@ -98,7 +98,7 @@ def open_encoder_at(path: Path, home: Home) -> OpenedEncoder:
 
 
 def _checked(path: Path, spec: EncoderSpec, found: Mapping[str, StoredAt]) -> dict[str, StoredAt]:
-    """The tensors that make vectors, held against the spec."""
+    """Return the tensors that the spec needs. Raises if one is missing or has another shape, or if there are others that might change vectors."""
     expected: dict[str, Shape] = dict(encoder_shapes(spec))
     for name, shape in expected.items():
         if name not in found:
@@ -112,7 +112,7 @@ def _checked(path: Path, spec: EncoderSpec, found: Mapping[str, StoredAt]) -> di
 
 
 def _check_sizes(path: Path, spec: EncoderSpec) -> EncoderSpec:
-    """Sizes that no encoder has, found before they are used to allocate or to divide."""
+    """Return the spec, and raise for sizes that no encoder has, before any of them is used to allocate or to divide."""
     sizes = {
         "layers": spec.n_layers, "hidden size": spec.hidden, "heads": spec.n_heads, "feed-forward size": spec.ffn,
         "vocabulary": spec.vocab, "positions": spec.max_tokens, "segments": spec.n_types,
@@ -126,7 +126,7 @@ def _check_sizes(path: Path, spec: EncoderSpec) -> EncoderSpec:
 
 
 def no_encoder(path: Path, family: object) -> UnsupportedModel:
-    """The model at `path` makes no vectors."""
+    """Return the error for a model that is not an encoder, and so makes no vectors."""
     return UnsupportedModel(
         f"{path}: it is no encoder that Paceline runs, but of the family {family!r}", "Name a BERT, like all-MiniLM-L6-v2"
     )
@@ -161,7 +161,7 @@ def _spec_of_folder(folder: Path) -> EncoderSpec:
 
 
 def _pooling(folder: Path) -> tuple[Pooling, bool]:
-    """What modules.json says happens to the tokens' vectors, and whether the text's is normalised; where it is missing: the mean, normalised."""
+    """Read modules.json: how the tokens' vectors are pooled, and whether the result is normalised. Without that file: the mean, normalised."""
     path = folder / _MODULES
     if not path.is_file():
         return Pooling.MEAN, True
@@ -241,7 +241,7 @@ def _spec_of_gguf(header: GgufHeader) -> EncoderSpec:
 
 
 def _renamed(header: GgufHeader) -> Iterator[tuple[str, StoredAt]]:
-    """Tensors under Hugging Face's names; those it has no name for keep their own."""
+    """Yield the tensors under Hugging Face's names. A tensor that has none there keeps its own."""
     for name, at in header.tensors.items():
         stem, _, kind = name.rpartition(".")
         layer, _, part = stem.removeprefix("blk.").partition(".")

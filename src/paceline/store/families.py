@@ -1,7 +1,7 @@
-"""The families that run here: what each has beyond, or in place of, Llama's, and what its files call things.
+"""The families that run here: where each differs from Llama, and the names that its files use.
 
-A family is a row of `FAMILIES`. Sizes, windows and scales come from a model's own files; a row says what these leave unsaid. Names that a file has for a tensor
-become ours (`core.weights`), fused matrices come apart, and rows lie as half-split rope takes them: behind a source, families differ by their spec alone.
+A family is a row of `FAMILIES`. Sizes, windows and scales come from a model's own files; a row adds what these leave out. Tensors get the names of
+`core.weights`, fused matrices are split, and rows are put in the order of half-split rope. So behind a source, families differ only by their spec.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class Windows(Enum):
-    """Which layers have a window, where a configuration does not list them (`layer_types`)."""
+    """The layers that have a sliding window, for configurations that do not list them (`layer_types`)."""
 
     ALL = auto()
     LATER = auto()
-    """Those from `max_window_layers` on, if `use_sliding_window` says so."""
+    """All layers from `max_window_layers` on, if `use_sliding_window` is set."""
     PATTERN = auto()
-    """All but each so many-th (`sliding_window_pattern`)."""
+    """All layers but every n-th, where n is `sliding_window_pattern`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What its name in a file implies."""
+    """The properties of a model that follow from the name of its family."""
 
     name: str
-    """Hugging Face's model_type."""
+    """Hugging Face's `model_type`."""
     arch: str
-    """llama.cpp's architecture."""
+    """llama.cpp's name, in `general.architecture` of GGUF files."""
     shown: str
-    """Models of it, for people."""
+    """Names of its models, for people."""
     norms: Norms = Norms.BEFORE
     activation: Activation = Activation.SILU
     windows: Windows = Windows.ALL
@@ -47,42 +47,43 @@ class Family:
     """The attention output, the router and the experts have biases too."""
     sinks: bool = False
     unturned_every: int = 0
-    """Each so many-th layer has no rope."""
+    """Every n-th layer has no rope; 0: all layers have it."""
     plain_windows: bool = False
-    """Layers with a window have the same rope without its scaling."""
+    """Layers with a window use the same rope, but without its scaling."""
     ramp_between: bool = False
-    """YaRN's ramp begins and ends between frequencies, where a GGUF file has no word for it."""
+    """The ends of YaRN's ramp are not rounded to whole frequencies. GGUF files have no field for this."""
     whole_gain: bool = False
-    """A GGUF file's factor of YaRN is all that sines and cosines are multiplied by, where others' is beside what YaRN gives: llama.cpp's converter
-    writes transformers' attention_factor there, and llama.cpp, which multiplies by both, is further from the model."""
+    """The YaRN factor in a GGUF file is the whole factor of sines and cosines. In other families it multiplies the gain that YaRN computes.
+    llama.cpp's converter writes transformers' attention_factor there; llama.cpp multiplies by both, and so differs from the model."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
     root_embedding: bool = False
-    """A token's embedding is multiplied by the root of the hidden size."""
+    """Embeddings are multiplied by the square root of the hidden size."""
     scaled: bool = False
-    """Its files say what the embedding, scores, the residual and logits are multiplied by."""
+    """The files give the factors of the embedding, the scores, the residual and the logits."""
     scaled_by_depth: bool = False
-    """The residual by a number over the root of how many layers there are, and logits by one over the hidden size; GGUF files leave them out."""
+    """The residual's factor is a number over the square root of the number of layers, and the logits' factor a number over the hidden size. GGUF files
+    leave both out."""
     low_rank: bool = False
-    """Queries, keys and values are products of products."""
+    """Queries, keys and values are each computed by two matrices of low rank (see `LowRank`)."""
     permuted: bool = False
-    """llama.cpp's converter makes neighbours of the pairs of rope."""
+    """llama.cpp's converter reorders rows so that the two rows of a rope pair are neighbours."""
     neighbours: bool = False
-    """They are neighbours in every file."""
+    """The two rows of a rope pair are neighbours in every file, safetensors too."""
     fused: bool = False
-    """llama.cpp's ffn_up has gate and up."""
+    """llama.cpp's ffn_up holds both gate and up."""
     expert_width: str = ""
-    """What config.json calls the width of an expert. Empty: layers are no mixtures."""
+    """Field of config.json that holds the width of an expert. Empty: the layers are not mixtures of experts."""
     norms_less_one: bool = False
-    """Safetensors hold norms' weights less one."""
+    """Safetensors hold the norms' weights minus one."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of fields that a config.json may leave out."""
+    """Values of the fields that a config.json may leave out."""
     local_theta: float | None = None
-    """Of layers with a window, in GGUF, where it is not written."""
+    """Rope base of layers with a window, for GGUF files that do not have it."""
     example: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of fields that its models have and no other family's."""
+    """Fields of a config.json, with values, that this family needs and others lack: for the list of supported families."""
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Our words in the names of a layer's tensors, by those of safetensors, where these differ."""
+    """Our words in the names of a layer's tensors, by the words of safetensors, where they differ."""
 
 
 _GEMMA3: Final = {
@@ -90,7 +91,7 @@ _GEMMA3: Final = {
     "vocab_size": 262_208, "max_position_embeddings": 131_072, "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4,
 }  # fmt: skip
-"""Of transformers' Gemma3TextConfig: files leave out what it has."""
+"""Defaults of transformers' Gemma3TextConfig: files leave out fields that have these values."""
 
 _GPT_OSS: Final = {
     "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "sliding_window_pattern": 2, "norm_topk_prob": True,
@@ -136,34 +137,37 @@ FAMILIES: Final = (
 
 BY_NAME: Final = {family.name: family for family in FAMILIES}
 BY_ARCH: Final = {family.arch: family for family in reversed(FAMILIES)}
-"""Of several with one architecture, the first."""
+"""Families by architecture: the first one, where several share it."""
 
 
 BY_DEPTH: Final = ("scale_emb", "scale_depth", "dim_model_base")
 
 
 def scaled_by_depth(named: Mapping[str, float | None], hidden: int, n_layers: int) -> Multipliers:
-    """What the numbers `BY_DEPTH` stand for; None: no scale."""
+    """Return the multipliers that the fields `BY_DEPTH` stand for. A field that is None does not scale."""
     embedding, depth, base = (named[key] for key in BY_DEPTH)
     residual = 1.0 if depth is None or n_layers <= 0 else depth / math.sqrt(n_layers)
     return Multipliers(embedding or 1.0, None, residual, 1.0 if base is None or hidden <= 0 else base / hidden)
 
 
 def family_of(arch: str, n_experts: int) -> Family | None:
-    """The family of a GGUF file: of several, the first that is, or is not, one of mixtures of experts."""
+    """Return the family of a GGUF file: the first of its architecture that has experts if the file has some, and none if it has none.
+
+    If no family fits in this, it is the first of the architecture; None for an unknown architecture.
+    """
     of_arch = (family for family in FAMILIES if family.arch == arch and bool(family.expert_width) == (n_experts > 0))
     return next(of_arch, BY_ARCH.get(arch))
 
 
 def nearest(name: str) -> str:
-    """Return the family whose name is most like one that is unknown, as people know it; empty if no name is close (llama and mamba, at 0.6, are not)."""
+    """Return the family with the name most like an unknown one, as people call it; empty if no name is close (llama and mamba, at 0.6, are not)."""
     names = [*BY_NAME, *BY_ARCH]
     found = get_close_matches(name.lower(), names, 1, cutoff=0.65)
     return (BY_NAME.get(found[0]) or BY_ARCH[found[0]]).shown if found else ""
 
 
 def apart(name: str, at: StoredAt, spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
-    """A tensor under our names: a fused matrix (or bias) of the right height as its parts, any other as it is."""
+    """Yield a tensor under our names: a fused matrix (or bias) of the right height as its parts, any other tensor unchanged."""
     stem, _, kind = name.rpartition(".")
     before, _, part = stem.rpartition(".")
     heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim

@@ -1,5 +1,5 @@
-"""Complaints about a model's files, worded alike everywhere: damaged, of a kind Paceline does not run, unreadable, or not to be
-written; and what such files say of themselves, each field checked for its type before it is believed.
+"""Errors about a model's files, worded alike everywhere: damaged, unsupported, unreadable, or not writable. `Fields` reads the named values of such
+files, and checks the type of each before it is used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.text import printable
 
 LONGEST: Final = 500
-"""Characters of a reason that are shown."""
+"""Most characters of a reason that are shown. Raising it: an error that quotes a hostile file fills more of the screen."""
 
 
 def damaged(path: Path, reason: str) -> ModelFileError:
-    """The file at `path` can't be what it claims to be."""
+    """Return the error for a file that can't be what it claims to be."""
     return ModelFileError(
         f"{path} is not a usable model file: {_shown(reason)}",
         "Get it again where it came from; `paceline pull` does so for what was pulled",
@@ -46,14 +46,14 @@ def unsupported(path: Path, reason: str, nearest: str = "") -> UnsupportedModel:
     """Return the error for a file that is whole, but whose model Paceline does not run.
 
     Args:
-        nearest: the family that runs and whose name is most like the file's, as people know it; empty: there is none.
+        nearest: the supported family with the name most like the file's, as people call it; empty: no name is close.
     """
     instead = f"The nearest that runs is {nearest}. " if nearest else ""
     return UnsupportedModel(f"{path}: {_shown(reason)}", f"{instead}`paceline models --supported` lists the families that Paceline runs")
 
 
 def encoder_alone(path: Path) -> UnsupportedModel:
-    """The model at `path` writes no text."""
+    """Return the error for an encoder that was opened as a model that writes text."""
     return UnsupportedModel(
         f"{path}: it is an encoder, which makes embeddings and writes no text", "Serve it with `paceline up --embeddings`"
     )
@@ -93,16 +93,16 @@ def _unread_weights(path: Path, reason: str) -> UnsupportedModel:
 
 
 def unreadable(path: Path, error: OSError) -> ModelFileError:
-    """The operating system would not give the file's bytes."""
+    """Return the error for a file that the operating system does not let us read."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")
 
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Around what reads a file of a model.
+    """Turn any OSError of the block, which reads a file of a model, into a ModelFileError.
 
     Raises:
-        ModelFileError: the operating system would not give the file's bytes.
+        ModelFileError: the operating system did not let the block read the file.
     """
     try:
         yield
@@ -111,19 +111,23 @@ def reading(path: Path) -> Generator[None]:
 
 
 def can_not_write(what: str, folder: Path, error: OSError) -> DownloadError:
-    """The disk does not take what was fetched."""
+    """Return the error for fetched bytes that can't be written to the disk.
+
+    Args:
+        what: the thing that was fetched, as the message names it.
+    """
     full = error.errno in {errno.ENOSPC, errno.EDQUOT}
     why, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
     return DownloadError(f"{what} can't be written to {folder}: {why}", go_on(first))
 
 
 def go_on(first: str) -> str:
-    """The hint of a fetch that can be continued."""
+    """Return the hint for a fetch that can be continued: `first`, then run the same command again."""
     return f"{first} and run the same command again: it goes on from there"
 
 
 def _shown(reason: str) -> str:
-    """Reasons quote files: what a terminal would obey, and what no screen holds, is not for printing."""
+    """Return a reason fit for printing. Reasons quote files, so control characters are replaced and long text is cut."""
     return printable(reason, LONGEST) + "..." * (len(reason) > LONGEST)
 
 
@@ -147,7 +151,7 @@ class Fields:
         raise damaged(self.path, f"{self.called(key)} is not an integer ({key} is {value!r})")
 
     def needed(self, key: str) -> int:
-        """An integer. Raises ModelFileError where it is absent, too."""
+        """Return an integer. Raises ModelFileError if the field is absent, too."""
         value = self.integer(key)
         if value is None:
             raise damaged(self.path, f"{self.called(key)} is missing")
@@ -161,7 +165,7 @@ class Fields:
             try:
                 return float(value)
             except OverflowError:
-                pass  # falls to the complaint below: an integer beyond a float's range is no number here
+                pass  # falls to the error below: a float can't hold so large an integer
         raise damaged(self.path, f"{self.called(key)} is not a number")
 
     def typed(self, key: str, kind: type, what: str) -> Any:
@@ -171,5 +175,5 @@ class Fields:
         raise damaged(self.path, f"{self.called(key)} is not {what}")
 
     def called(self, key: str) -> str:
-        """A field in a complaint."""
+        """Return the name of a field as errors show it."""
         return key

@@ -1,11 +1,11 @@
 """A GGUF model as a source of tensors under Hugging Face's names.
 
-Blocks come as they lie; F32, F16 and BF16 as dense tensors. llama.cpp permutes the q and k rows of some architectures for
-interleaved rope: the rows are put back, which moves whole quantised rows and changes no value.
+Quantised blocks are read unchanged; F32, F16 and BF16 become dense tensors. llama.cpp permutes the q and k rows of some architectures for
+interleaved rope. The rows are put back here, which moves whole quantised rows and changes no value.
 
 Shapes: N outputs (rows), B bytes of a row.
 
-Its header gives the `ModelSpec`: sizes, and the rope scaling that llama.cpp bakes into a tensor.
+The header gives the `ModelSpec`: sizes, and the rope scaling that llama.cpp stores in a tensor.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _UNUSED_BY_DEFAULT: Final = (
     "attn_logit_softcapping", "attention.logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "attention.clamp_kqv",
     "attention.max_alibi_bias", "attention.temperature_scale", "leading_dense_block_count", "expert_group_count",
 )  # fmt: skip
-"""Numbers that ask, when set, for something Paceline does not do."""
+"""Keys of numbers that must be absent or zero: any other value asks for something that Paceline does not do."""
 
 
 def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float]]) -> ModelSpec:
-    """Sizes of the model in a GGUF file.
+    """Return the sizes of the model in a GGUF file.
 
     Args:
-        header: of the file (the first, of a split model).
-        rope_factors: the values of the tensors that say something of rope, as far as they are here.
+        header: of the file (of a split model, the first file), with the tensors of all files.
+        rope_factors: the values of the tensors that scale rope, by name, as far as they were read.
 
     Raises:
         ModelFileError: metadata is missing or absurd.
-        UnsupportedModel: a family or feature Paceline does not run.
+        UnsupportedModel: the model has a family or feature that Paceline does not run.
     """
     path = header.path
     arch = header.text("general.architecture")
@@ -147,7 +147,7 @@ def _window(header: GgufHeader, family: Family, n_layers: int, context: int) -> 
 
 
 _GEMMA3_27B = 62
-"""Its layers: llama.cpp knows it by them, and by nothing that a file says."""
+"""Number of layers of Gemma 3 27B. llama.cpp recognizes that model by it, because no field of the file names the model."""
 
 
 def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_heads: int) -> Multipliers:
@@ -168,9 +168,9 @@ def _scales(header: GgufHeader, family: Family, n_layers: int, hidden: int, n_he
 
 
 _SOFTMAX: Final = 1
-"""llama.cpp's number of the router that it has where a file names none."""
+"""llama.cpp's number for a router with a softmax over all experts, the default for files that name no router."""
 _SOFTMAX_OF_CHOSEN: Final = 3
-"""The same, where shares are normed."""
+"""llama.cpp's number for a softmax over the chosen experts, which equals the other one with normalised weights."""
 
 
 def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
@@ -195,7 +195,7 @@ def _moe(header: GgufHeader, family: Family, n_experts: int) -> MoeSpec | None:
 def _rope(
     header: GgufHeader, family: Family, head_dim: int, tensors: Mapping[str, Sequence[float]], context: int
 ) -> tuple[RopeSpec, int, LongContext | None]:
-    """Rope, as much of the context as it serves, and what there is for more."""
+    """Return the rope, the context in tokens that it serves, and the setting for a longer context if there is one."""
     arch = family.arch
     dims, factors = header.integer(f"{arch}.rope.dimension_count"), tensors.get(_ROPE_FREQS)
     if dims == 0:
@@ -213,7 +213,7 @@ def _rope(
     if _ROPE_FREQS in header.tensors and (_ROPE_SHORT in header.tensors or scaling == "yarn"):
         raise unsupported(header.path, f"rope factors ({_ROPE_FREQS}) beside rope scaling {scaling!r}")
     if _ROPE_SHORT in header.tensors:
-        # Beyond the first context other divisors hold for all positions: what was computed before would be wrong.
+        # A longer context needs other divisors for all positions, so KV that was computed with the first ones could not be used.
         short, further = (
             RopeSpec(theta, dims=dims, divisors=tuple(tensors.get(name, ())), gain=gain) for name in (_ROPE_SHORT, _ROPE_LONG)
         )
@@ -241,7 +241,7 @@ def _rope(
     if 2 * len(factors) != turning:
         raise damaged(header.path, f"it has {len(factors)} rope factors (rope_freqs.weight) for {turning} dimensions that turn")
     rope = RopeSpec(theta, llama3=(max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT), dims=dims)
-    with np.errstate(all="ignore"):  # a damaged factor makes any number
+    with np.errstate(all="ignore"):  # a damaged factor may be any number
         expected = inverse_frequencies(RopeSpec(theta, dims=dims), head_dim) / inverse_frequencies(rope, head_dim)
     if not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
@@ -272,7 +272,7 @@ class GgufWeights(TensorFiles):
 
         Raises:
             ModelFileError: tensors are missing or of the wrong shape, or the metadata is absurd.
-            UnsupportedModel: a family, a feature or tensors Paceline does not run.
+            UnsupportedModel: the model has a family, feature or tensors that Paceline does not run.
         """
         self.header: Final = headers[0]
         stored = {name: at for header in headers for name, at in header.tensors.items()}
@@ -287,11 +287,11 @@ class GgufWeights(TensorFiles):
 
 
 def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
-    """Open a GGUF file; of a split model, its first file, whose siblings are opened with it.
+    """Open a GGUF file. For a split model, `path` is the first file, and the others are opened with it.
 
     Raises:
         ModelFileError: a file is missing, truncated, damaged or not a GGUF file.
-        UnsupportedModel: a family, feature or tensor type Paceline does not run.
+        UnsupportedModel: the model has a family, feature or tensor type that Paceline does not run.
     """
     first = read_header(path)
     n_files = first.integer("split.count") or 1
@@ -312,7 +312,7 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
 
 
 def _not_first(path: Path, part: int, n_files: int) -> ModelFileError:
-    """Return the refusal of a file of a split model that can't be opened as the first."""
+    """Return the error for a file of a split model that is not the first, or does not have the name of a first file."""
     first = f"-00001-of-{n_files:05d}.gguf"
     if part == 1:
         hint = f"Give each file the name it came with: it ends in {first} for this one, and all but the numbers are the same"
@@ -322,27 +322,27 @@ def _not_first(path: Path, part: int, n_files: int) -> ModelFileError:
 
 
 def check_beginning(path: Path, size: int) -> bool:
-    """Hold a model against what Paceline runs, by the beginning of its file (of a split model, of its first).
+    """Check that Paceline can run a model, from the beginning of its file (of a split model, the first file).
 
     Args:
-        path: holds the beginning.
-        size: of the whole file.
+        path: a file that holds the beginning.
+        size: bytes of the whole file.
 
     Returns:
-        Whether enough of it was there to tell.
+        True if the beginning was long enough to check.
 
     Raises:
-        ModelFileError: it is no GGUF file, or its head is damaged.
-        UnsupportedModel: a family, a feature, tensors or a tokenizer Paceline does not run; or an adapter.
+        ModelFileError: it is not a GGUF file, or its head is damaged.
+        UnsupportedModel: the model has a family, feature, tensors or a tokenizer that Paceline does not run, or is an adapter.
     """
     try:
         header = read_header(path, size)
     except HeadIncomplete:
         return False
     if header.text("general.architecture") in ENCODERS:
-        return True  # it is checked once it is whole
+        return True  # encoders are checked when the file is complete
     if (header.integer("split.count") or 1) == 1:
-        # Whether its rope factors are known ones is seen once they are here.
+        # The values of its rope factors are checked when they have been fetched.
         spec = spec_from_gguf(header, {})
         check_tensors(path, spec, {name: at.shape for name, at in _renamed(header.tensors.values(), spec)})
     elif "token_embd.weight" in header.tensors:
@@ -352,9 +352,9 @@ def check_beginning(path: Path, size: int) -> bool:
 
 
 def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
-    """Tensors under Hugging Face's names; those it has no name for keep their own.
+    """Yield the tensors under Hugging Face's names. A tensor that has none there keeps its own; rope factors are left out.
 
-    Stacked experts come apart where the spec knows of them: a file may say that a tensor of any size is a stack of any height.
+    A stack of experts is split only if its height is the spec's number of experts, because a file may claim a stack of any height.
     """
     n_experts = 0 if spec.moe is None else spec.moe.n_experts
     layers = set(map(str, range(spec.n_layers)))
@@ -373,7 +373,7 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
             for expert in range(at.shape[0]):
                 slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
                 yield from apart(f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_, spec)
-        elif (alone := part.rpartition("."))[1] and f"{alone[0]}_exps" in _EXPERTS:  # as files were before experts were stacked
+        elif (alone := part.rpartition("."))[1] and f"{alone[0]}_exps" in _EXPERTS:  # older files have a tensor for each expert
             yield f"model.layers.{layer}.mlp.experts.{alone[2]}.{_EXPERTS[f'{alone[0]}_exps']}.{kind}", at
         elif part in names:
             yield from apart(f"model.layers.{layer}.{names[part]}.{kind}", at, spec)

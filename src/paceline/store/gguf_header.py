@@ -1,8 +1,8 @@
 """The head of a GGUF file: metadata and tensor table. Nothing in it is trusted.
 
-Every count, length and offset is checked against the file's size before anything is allocated or read for it; what does not fit
-raises ModelFileError, an unknown version or tensor type UnsupportedModel. Long arrays (vocabularies) are only located, and decoded
-when asked for.
+Every count, length and offset is checked against the file's size before anything is allocated or read for it. A value that does not fit
+raises ModelFileError; an unknown version or tensor type raises UnsupportedModel. Long arrays (vocabularies) are only located at first, and decoded
+on demand.
 Source: ggml's docs/gguf.md, versions 2 and 3.
 """
 
@@ -22,11 +22,12 @@ from paceline.store.tensor_files import StoredAt
 
 MAGIC: Final = b"GGUF"
 MAX_HEADER_BYTES: Final = 32 << 20
-"""Twice what the largest vocabularies take. Raising this, or what follows: a file that lies takes more time and memory before it is found out."""
+"""Twice the size of the heads with the largest vocabularies. Raising this, or a bound below: a hostile file takes more time and memory before it
+is refused."""
 MAX_TENSORS: Final = 1 << 16
 MAX_KEYS: Final = 1 << 12
 MAX_STRINGS: Final = 1 << 20
-"""In one array: merges are twice as many as tokens."""
+"""Most strings in one array. A vocabulary has up to twice as many merges as tokens."""
 _FIRST_READ: Final = 4 << 20
 _MAX_DIMS: Final = 4
 _STRING: Final = 8
@@ -66,7 +67,7 @@ class GgufHeader(Fields):
         return f"metadata {key}"
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
+        """Read an array of strings from the file; None if the key is absent. Raises ModelFileError if the value is something else."""
         value = self.fields.get(key)
         if value is None:
             return None
@@ -85,7 +86,7 @@ class GgufHeader(Fields):
         return found
 
     def numbers(self, key: str) -> list[float] | None:
-        """An array of numbers, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
+        """Read an array of numbers from the file; None if the key is absent. Raises ModelFileError if the value is something else."""
         value = self.fields.get(key)
         if value is None:
             return None
@@ -94,10 +95,10 @@ class GgufHeader(Fields):
         return [item[0] for item in _SCALARS[value.kind].iter_unpack(self._read(value))]
 
     def same_integer(self, key: str) -> int | None:
-        """An integer, or an array that repeats it (a number for each layer); None where the key is absent.
+        """Return an integer that is stored once, or as an array that repeats it for each layer; None if the key is absent.
 
         Raises:
-            ModelFileError: it is something else.
+            ModelFileError: the value is something else.
             UnsupportedModel: the array's numbers differ.
         """
         if not isinstance(self.fields.get(key), ArrayRef):
@@ -120,19 +121,19 @@ class GgufHeader(Fields):
 
 
 class HeadIncomplete(Exception):
-    """The head of a file goes on behind what is here of it."""
+    """The head of a file is longer than the beginning that is on the disk."""
 
 
 def read_header(path: Path, size: int | None = None) -> GgufHeader:
     """Parse the head of a GGUF file.
 
     Args:
-        size: of the whole file, where only its beginning is at `path`.
+        size: bytes of the whole file, if only its beginning is at `path`; None: the file is complete.
 
     Raises:
-        HeadIncomplete: that beginning is too short.
+        HeadIncomplete: the beginning is too short.
         ModelFileError: the file is missing, truncated or damaged.
-        UnsupportedModel: its GGUF version, byte order or a tensor type is not one Paceline reads.
+        UnsupportedModel: Paceline does not read its GGUF version, byte order or a tensor type.
     """
     with reading(path):
         here = path.stat().st_size
@@ -140,7 +141,7 @@ def read_header(path: Path, size: int | None = None) -> GgufHeader:
 
 
 class _Cursor:
-    """A position in the file's head, over a buffer that grows with what is asked for, up to MAX_HEADER_BYTES."""
+    """A position in the file's head, over a buffer that grows as more is read, up to MAX_HEADER_BYTES."""
 
     def __init__(self, path: Path, size: int, *, partial: bool = False) -> None:
         self.path = path
@@ -150,7 +151,7 @@ class _Cursor:
         self._data = b""
 
     def need(self, n: int, what: str) -> int:
-        """Make sure that `n` bytes lie ahead, and step over them. Returns where they start."""
+        """Make sure that `n` bytes lie ahead, and step over them. Returns their offset; `what` names them in errors."""
         start, stop = self.at, self.at + n
         if stop > self.size:
             raise damaged(self.path, f"it ends inside {what} (it has {self.size} bytes and needs {stop})")
@@ -169,7 +170,7 @@ class _Cursor:
             raise HeadIncomplete if self._partial else damaged(self.path, "it changed while it was read")
 
     def peek(self, start: int, n: int) -> bytes:
-        """Bytes already stepped over."""
+        """Return bytes that were already stepped over."""
         return self._data[start : start + n]
 
     def u32(self, what: str) -> int:
@@ -186,7 +187,7 @@ class _Cursor:
         return codec.unpack_from(self._data, start)[0]
 
     def count(self, least_bytes: int, what: str, most: int | None = None) -> int:
-        """A number of things that take at least `least_bytes` each, so that more than fit the file is a lie."""
+        """Read the number of things that take at least `least_bytes` each. Raises if there are more than `most`, or than the file can hold."""
         n = self.u64(what)
         if most is not None and n > most:
             raise damaged(self.path, f"it claims {n} {what}; the bound is {most}")
@@ -203,7 +204,7 @@ class _Cursor:
             raise damaged(self.path, f"{what} is not UTF-8") from error
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Step over strings. The hot loop of opening a model (a vocabulary has 10^5), hence not through `need`."""
+        """Step over strings. Does not call `need` for each: a vocabulary has 10^5, and this loop takes most of the time to open a model."""
         unpack, data, at = _U64.unpack_from, self._data, self.at
         for _ in range(count):
             if at + 8 > len(data):
@@ -217,7 +218,7 @@ class _Cursor:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that begins as one; raises ModelFileError where it can't be read."""
+    """Return whether `path` is a file that begins with GGUF's magic number. Raises ModelFileError if it can't be read."""
     if not path.is_file():
         return False
     with reading(path), path.open("rb") as file:
@@ -297,7 +298,7 @@ def _parse_array(cursor: _Cursor, key: str) -> ArrayRef:
 
 
 def _parse_tensor(cursor: _Cursor) -> StoredAt:
-    """One row of the tensor table; its offset is still relative to the data section."""
+    """Read one row of the tensor table. The offset in it is still relative to the data section."""
     path = cursor.path
     name = cursor.string("a tensor's name")
     n_dims = cursor.u32(f"tensor {name}")

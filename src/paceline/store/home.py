@@ -1,23 +1,23 @@
 """PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
 
-    config.toml                  what a person set: see `machine.config_file`
+    config.toml                  settings that a person made: see `machine.config_file`
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
-    partial/<digest>/            files of a model on its way here, or of which only some layers are wanted; they have holes
+    partial/<digest>/            files, with holes, of a model that is being fetched or of which only some layers are needed here
     cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time
     cache/tokenizers/            tokenizers built from GGUF metadata, and those of other nodes' models, by SHA-256
     cache/kernels/               compiled kernels, by version and processor
-    cache/speeds/                tokens a second that models were measured at here
-    cache/kv/                    KV of prompts and answers, where `--kv-disk` is given: see `store.kv_folder`
+    cache/speeds/                measured speeds of models here, in tokens per second
+    cache/kv/                    KV of prompts and answers, if `--kv-disk` is given: see `store.kv_folder`
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     api/                         the API's own certificate and its key
     running/                     a note of each endpoint that runs now: see `cli.running`
-    chat_history                 what was typed in chats, for the arrow keys
+    chat_history                 lines typed in chats, for the arrow keys
     fleet/                       identity, and what belongs to it: see `net.trust.folder`
 
-Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
-at the next start and nothing else, so that is logged and not raised.
+Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs only time
+at the next start, so this is logged and not raised.
 
-`only_one` is for one process, and one thread of it, at a time. The system lets go of a lock when its holder ends, however it ends.
+`only_one` admits one thread of one process at a time. The system releases a lock when its process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Home:
 
     @classmethod
     def from_environment(cls) -> Home:
-        """The folder `PACELINE_HOME` names, else `~/.paceline`.
+        """Return the folder that `PACELINE_HOME` names; `~/.paceline` if it is not set.
 
         Raises:
-            ConfigError: it names the home of a user the system does not know; or it is another user's, or others may write to it: compiled
-                kernels in it are programs, and keys in it are who this machine is.
+            ConfigError: it names the home of a user that the system does not know; or another user owns it or may write to it. Compiled kernels in
+                it are programs that run here, and its keys are this machine's identity.
         """
         root = expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute()
         check_own(root)
@@ -75,20 +75,20 @@ class Home:
 
     @property
     def is_in_fleet(self) -> bool:
-        """Whether this machine is in a fleet. Cheap to ask: most machines are in none."""
+        """True if this machine belongs to a fleet. Looks for one file, so it is cheap."""
         return (self.fleet / "identity.pem").exists()
 
 
 def check_own(folder: Path) -> None:
-    """Refuse a folder in which others may put things; one that is not there yet will be ours.
+    """Refuse a folder that other users may write to. A folder that does not exist yet is accepted, because Paceline will create it.
 
     Raises:
-        ConfigError: it is another user's, or others may write to it, or it is no folder.
+        ConfigError: another user owns the folder or may write to it, or it is not a folder.
     """
     try:
         status = folder.stat()
     except OSError:
-        return  # whatever needs it says why it can't be had
+        return  # the code that opens or creates it reports why it can't
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"PACELINE_HOME is {folder}, which is no folder", "Set it to a folder; one that is not there yet is made.")
     if status.st_uid != os.geteuid():
@@ -103,7 +103,7 @@ def check_own(folder: Path) -> None:
 
 
 def expanded(path: Path) -> Path:
-    """A path with the `~` or `~user` it begins with resolved.
+    """Return a path with a `~` or `~user` at its beginning resolved.
 
     Raises:
         ConfigError: the system knows no such home.
@@ -115,7 +115,7 @@ def expanded(path: Path) -> Path:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """`write_file` for what can be made again: a failure is logged, not raised."""
+    """Write a cache file. A failure is logged and not raised, because a cache can be made again."""
     try:
         write_file(path, data)
     except OSError as error:
@@ -124,12 +124,12 @@ def write_cache(path: Path, data: bytes) -> None:
 
 @cache
 def _warn(folder: Path, reason: str) -> None:
-    """Once in a process: what can't be kept is much of one kind."""
+    """Log that a cache can't be written, once in a process for each folder and reason: one full disk would fail many writes."""
     logger.warning("could not keep anything in %s for the next start: %s", folder, reason)
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file of ours; None where the file is missing or damaged, which are the same to a cache."""
+    """Return the JSON object in a file that Paceline wrote; None if the file is missing or damaged, which a cache treats alike."""
     try:
         value: Any = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def identity_key(path: Path, purpose: str) -> str:
-    """A short name for a file as it is now: another path, size or modification time gives another key.
+    """Return a short name for a file as it is now: another path, size, modification time or `purpose` gives another key.
 
     Raises:
         OSError: the file can't be examined.
@@ -150,17 +150,17 @@ def identity_key(path: Path, purpose: str) -> str:
 
 @contextlib.contextmanager
 def only_one(path: Path, what: str) -> Generator[None]:
-    """Hold the lock file at `path`, which is gone afterwards.
+    """Hold the lock file at `path` during the block, and remove it afterwards.
 
     Raises:
         FetchInProgress: another process or thread holds it.
-        DownloadError: it can't be made.
+        DownloadError: the file can't be created.
     """
     handle = _locked(path, what)
     try:
         yield
     finally:
-        # While it is held: a process that opened this file already will see that it is not the one at `path` any more.
+        # Removed while the lock is held: a process that has opened this file already sees that `path` is another file or none.
         path.unlink(missing_ok=True)
         os.close(handle)
 

@@ -1,13 +1,11 @@
-"""What a hub says of a repository: its files, their sizes and checksums. The Hugging Face HTTP API, one request.
+"""Client of a hub: list the files of a repository with their sizes and checksums (one request), and download a file, resumed and checked.
 
-huggingface_hub's own downloader checks sizes but not checksums and lets no partial file outlive a changed revision under our
-control, so of it we use the settings people already have: the endpoint and the token.
+It speaks the Hugging Face HTTP API. huggingface_hub's own downloader checks sizes but not checksums, and gives us no control over partial files when a
+revision changes. So only the settings that people already have come from it: the endpoint and the token.
 
-One file from a hub to disk: resumed and checked.
-
-Bytes go to `<name>.<checksum>.part`, so a part is only ever continued by the same content, and stays when anything fails.
-A cut connection is retried from where it broke as long as attempts bring bytes; a file whose checksum is wrong is fetched once
-more from the start, since the bad bytes may come from an earlier part, and then given up and removed.
+Bytes go to `<name>.<checksum>.part`, so only the same content ever continues a part, and the part stays if anything fails.
+A cut connection is retried from where it broke as long as attempts bring bytes. A file with a wrong checksum is fetched once
+more from the start, because the bad bytes may come from an earlier part; after a second failure it is removed.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a file's bytes must hash to: `sha256` of the bytes (large files), or git's `sha1` of a blob (small ones)."""
+    """The hash that a file's bytes must have: `sha256` of the bytes (large files), or git's `sha1` of a blob (small ones)."""
 
     kind: str
     hex: str
@@ -57,7 +55,7 @@ class HubListing:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The files of one model, as the hub lists them. Its word on a name stands above any other's."""
+    """The files of one model, as the hub lists them. For the content behind a name, the hub is the authority."""
 
     ref: HubRef
     commit: str
@@ -66,35 +64,35 @@ class Listed:
 
     @property
     def digest(self) -> str | None:
-        """The model's, where the listing tells it: of GGUF files."""
+        """Digest of the model; None unless all files are GGUF files with a SHA-256 in the listing."""
         if not all(file.name.lower().endswith(".gguf") and file.checksum.kind == "sha256" for file in self.files):
             return None
         return combined_digest((file.name.rpartition("/")[2], file.checksum.hex) for file in self.files)
 
 
 def list_model(client: httpx.Client, address: str, ref: HubRef) -> Listed:
-    """Ask the hub what a model is made of: one request.
+    """Ask the hub for the files of a model: one request.
 
     Raises:
         NotAtHub, HubSilent: as `list_repo`.
-        ModelNotFound: there is no model in the repository, or it is not clear which is meant.
+        ModelNotFound: the repository has no model, or several that `ref` may mean.
         UnsupportedModel: as `choose_files`.
     """
     listing = list_repo(client, address, ref)
     names = choose_files(ref.repo, list(listing.files), ref.selector)
-    # A configuration that can't be run is found out before gigabytes are fetched.
+    # Small files first: a configuration that can't run is then refused before gigabytes are fetched.
     return Listed(ref, listing.commit, tuple(sorted((listing.files[name] for name in names), key=lambda file: (file.size, file.name))))
 
 
 def endpoint() -> str:
-    """The hub's address: `HF_ENDPOINT`, else the library's default."""
+    """Return the hub's address: `HF_ENDPOINT`, or the library's default."""
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
 def token() -> str | None:
-    """The person's access token, from `HF_TOKEN` or a login; None without one."""
+    """Return the user's access token, from `HF_TOKEN` or a login; None without one."""
     from huggingface_hub import get_token
 
     return get_token()
@@ -104,8 +102,8 @@ def list_repo(client: httpx.Client, address: str, ref: HubRef) -> HubListing:
     """Ask the hub for a repository's files.
 
     Raises:
-        NotAtHub: there is no such repository or revision, or it may not be seen.
-        HubSilent: the hub can't be reached, or answers nonsense.
+        NotAtHub: the hub has no such repository or revision, or does not show it to this user.
+        HubSilent: the hub can't be reached, fails, or its answer can't be read.
     """
     import httpx
 
@@ -143,7 +141,7 @@ def _listing(address: str, ref: HubRef, body: Any) -> HubListing:
 
 
 def _file(address: str, ref: HubRef, commit: str, entry: dict[str, Any]) -> HubFile | None:
-    """One file; None where its name would leave the folder or command a terminal, or where the hub says too little to check what it sends."""
+    """Return one file of a listing; None if its name would leave the folder or control a terminal, or if it has no size or checksum to check."""
     name, large = entry.get("rfilename"), entry.get("lfs")
     lfs = cast("dict[str, Any]", large) if isinstance(large, dict) else {}
     size, digest, blob = lfs.get("size", entry.get("size")), lfs.get("sha256", lfs.get("oid")), entry.get("blobId")
@@ -161,40 +159,43 @@ def _file(address: str, ref: HubRef, commit: str, entry: dict[str, Any]) -> HubF
 
 
 def is_safe(name: str) -> bool:
-    """A relative path that stays in its folder, on every operating system."""
+    """Return whether a name is a relative path that stays in its folder on every operating system."""
     parts = name.split("/")
     return name.isprintable() and not any(part in {"", ".", ".."} for part in parts) and not any(char in name for char in '\\:*?"<>|')
 
 
 CHUNK: Final = 1 << 20
 IDLE_ATTEMPTS: Final = 5
-"""Attempts in a row that brought no byte before a download is given up. Raising it waits longer on a dead link."""
+"""Attempts in a row without a new byte after which a download fails. Raising it: the wait on a dead link is longer."""
 _WAIT_S: Final = (0.5, 1.0, 2.0, 4.0)
 _PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
-"""HTTP answers that may be better the next time."""
+"""HTTP status codes after which another attempt may succeed."""
 
 Advance = Callable[[int], None]
-"""Told the bytes of the file that are on disk now; may go back when a file starts over."""
+"""Callback with the bytes of the file that are on disk now. The number falls if a file starts over."""
 
 
 class _WrongBytes(Exception):
-    """The file is complete and not what the hub promised."""
+    """The file is complete, but its size or checksum is not the one in the listing."""
 
 
 class _Interrupted(Exception):
-    """The transfer stopped early; a further attempt may go on."""
+    """The transfer stopped early; another attempt may continue it."""
 
 
 def part_of(file: HubFile, target: Path) -> Path:
-    """Where the bytes lie until they are whole and the caller moves them to `target`."""
+    """Return the path of a file's bytes until they are complete and the caller moves them to `target`."""
     return target.with_name(f"{target.name}.{file.checksum.hex[:16]}.part")
 
 
 def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, sleep: Callable[[float], None]) -> Path:
-    """Bring `file` next to `target`, whole and checked; the caller renames it, once every file of the model is there.
+    """Download `file` next to `target`, complete and checked. The caller renames it once every file of the model is there.
+
+    Returns:
+        The path of the complete file, as `part_of` gives it.
 
     Raises:
-        DownloadError: it could not be finished, the disk is full, or the hub sends other bytes than it promised.
+        DownloadError: the download could not be finished, the disk is full, or the hub sent other bytes than it listed.
     """
     part = part_of(file, target)
     try:
@@ -213,7 +214,7 @@ def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, s
 
 
 def verify(path: Path, file: HubFile) -> bool:
-    """Whether the file on disk has the size and checksum the hub promises.
+    """Return whether the file on disk has the size and checksum that the hub lists.
 
     Raises:
         OSError: it can't be read.
@@ -224,13 +225,13 @@ def verify(path: Path, file: HubFile) -> bool:
 
 
 def _complete(client: httpx.Client, file: HubFile, part: Path, advance: Advance, sleep: Callable[[float], None]) -> None:
-    """Fill `part` up to the file's size, over as many connections as it takes, and check it."""
+    """Fill `part` up to the file's size, over as many connections as necessary, and check it. Raises _WrongBytes after it removed a wrong file."""
     idle, most = 0, _size(part)
     while _size(part) < file.size or not part.exists():
         try:
             _transfer(client, file, part, advance)
         except _Interrupted as error:
-            # Measured against the most there ever was: a server that ignores ranges starts over each time.
+            # Progress is measured against the most bytes there ever were: a server that ignores ranges starts over each time.
             idle = 0 if _size(part) > most else idle + 1
             most = max(most, _size(part))
             if idle >= IDLE_ATTEMPTS:
@@ -246,7 +247,7 @@ def _complete(client: httpx.Client, file: HubFile, part: Path, advance: Advance,
 
 
 def _transfer(client: httpx.Client, file: HubFile, part: Path, advance: Advance) -> None:
-    """One connection's worth of bytes, appended to `part`."""
+    """Open one connection, and append its bytes to `part`. Raises _Interrupted if the file is not complete afterwards."""
     import httpx
 
     have = _size(part)
@@ -274,7 +275,7 @@ def _append(answer: httpx.Response, part: Path, have: int, size: int, advance: A
         out.seek(have)
         advance(have)
         for chunk in answer.iter_bytes():
-            # A server that sends too much must not fill the disk; the checksum finds it out.
+            # A server that sends too much must not fill the disk. One extra byte is written, so that the check of the size fails.
             out.write(chunk[: size + 1 - have])
             have = min(have + len(chunk), size + 1)
             advance(min(have, size))
@@ -285,7 +286,7 @@ def _append(answer: httpx.Response, part: Path, have: int, size: int, advance: A
 
 
 def _continues(answer: httpx.Response, have: int) -> bool:
-    """Whether the answer starts where we asked. Servers may ignore ranges and send all of it."""
+    """Return whether the answer starts at byte `have`. Servers may ignore ranges and send the whole file."""
     return answer.status_code == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
 
 
@@ -298,7 +299,7 @@ def _size(path: Path) -> int:
 
 
 def _digest_of(path: Path, file: HubFile) -> str:
-    """A file's hash, in hex, under the kind of checksum the hub gave."""
+    """Return a file's hash in hex, of the kind that the hub's checksum has."""
     # Git hashes a blob with its length in front.
     running = hashlib.sha256() if file.checksum.kind == "sha256" else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
     with path.open("rb", buffering=0) as opened:

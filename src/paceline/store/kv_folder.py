@@ -1,18 +1,20 @@
-"""KV blocks on disk, found by the key that names their tokens: one file a block, in a folder of its own for each model, format, kernels and layers.
+"""KV blocks on disk, found by the key that names their tokens: one file for each block, in a separate folder for each model, format, kernels and layers.
 
-Law: what is read is what was written under that key, or it is a miss. A file appears whole (written under another name, then renamed) and carries a
-checksum; one that is damaged is removed and counted. Nothing is waited for: a block may be lost to a power cut, never be wrong.
+Law: a read returns the bytes that were written under that key, or it is a miss. A file appears complete (written under another name, then renamed) and
+carries a checksum; a damaged file is removed and counted. Writes do not wait for the disk: a power cut may lose a block, but never falsify one.
 
-Several processes may use one folder. Files count for all of them within one budget: the one that was not used for longest goes first, and one that was
-not used for `ttl_s` is gone. So it is where the disk is full, whatever the budget. When a file was used stands in its modification time, so there is no index to be damaged.
+Several processes may use one folder, and the budget counts the files of all. The least recently used file is removed first, and a file that was not
+used for `ttl_s` is removed in any case. A full disk evicts too, whatever the budget. The modification time of a file is the time of its last use, so
+there is no index that could be damaged.
 
-A block is of use only behind those before it in its chain: it goes before them, none is written behind one that is not here, and none goes for one behind it.
+A block is useful only together with all blocks before it in its chain. So it is evicted before them, it is not written if the one before it is absent,
+and no block is evicted to make room for one that follows it.
 
     <home>/cache/kv/<name>/<first two digits of the key>/<key in hex>        a header of 48 bytes, then the block's bytes
 
-Names may share a folder in that folder, which then has a bound of its own: where it is full, blocks in it make way, and no others.
+Several names may share a folder inside that folder, and such a folder may have its own bound: when it is full, only blocks in it are evicted.
 
-Any thread may call anything here.
+Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -33,37 +35,38 @@ from typing import Final
 from paceline.core.clock import Clock
 
 try:
-    from isal.isal_zlib import crc32  # zlib's, many times as fast: it took a fifth of what moving a block takes
-except ImportError:  # there is no wheel for this machine
+    from isal.isal_zlib import crc32  # same sums as zlib's, many times as fast: zlib's took a fifth of the time to move a block
+except ImportError:  # some machines have no wheel of it
     from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
 _HEADER: Final = struct.Struct("<8s16sQIIQ")
-"""Magic and version, key, bytes of the block, CRC-32 of them, CRC-32 of what stands before in the header, nothing."""
+"""Header of a file: magic and version, key, number of the block's bytes, their CRC-32, CRC-32 of the header's fields so far, zero."""
 _MAGIC: Final = b"PACEKV\x00\x01"
 _SWEEP_SHARE: Final = 0.95
-"""Of the budget, or of what is here where the disk is full: what a sweep leaves."""
+"""Share that a sweep leaves: of the budget, or of the stored bytes if the disk is full."""
 _SWEEP_BYTES: Final = 64 << 20
-"""Written by this process between two looks at what all processes keep, at most. Raising it: the budget is passed by more."""
+"""Most bytes that this process writes between two sweeps, which count the files of all processes. Raising it: the budget is exceeded by more."""
 _STALE_S: Final = 600.0
-"""After which a file that was never renamed is one of a process that was killed."""
+"""Seconds after which a file that was never renamed is taken for the rest of a killed process."""
 _REST_S: Final = 30.0
-"""For which nothing is written where a disk stayed full though blocks made way, or can't be written. Raising it: what came meanwhile is computed again."""
+"""Seconds without writes after a disk stayed full although blocks were evicted, or refused a write. Raising it: the blocks of that time are lost, and
+computed again."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(slots=True)
 class KvFolderCounts:
-    """What happened since the start of the process."""
+    """Numbers of blocks since the folder was opened, by what happened to them."""
 
     read: int = 0
     missed: int = 0
-    """Blocks that were asked for and are not there, or not whole."""
+    """Blocks that a read did not find, or found damaged."""
     damaged: int = 0
     written: int = 0
     evicted: int = 0
-    """For the budget, for their age, or for a full disk."""
+    """Blocks that were removed for the budget, for their age, or for a full disk."""
     failed: int = 0
     """Blocks that could not be written."""
 
@@ -75,13 +78,13 @@ class KvFolder:
     """Blocks of one size under one name.
 
     Args:
-        folder: that all names share: the budget is of all in it.
-        name: of what decides a block's bytes beside its tokens, a path in `folder`.
-        block_bytes: of each.
-        budget_bytes: of all files in `folder`.
-        ttl_s: since a block was used.
-        bounds: bytes of all files in folders that `name` begins with, the outermost first.
-        may_write: told the bytes of each file before it is written; False refuses it.
+        folder: the folder that all names share; the budget covers all of it.
+        name: a path in `folder`. It names everything but the tokens that determines a block's bytes.
+        block_bytes: size of each block.
+        budget_bytes: most bytes of all files in `folder`.
+        ttl_s: seconds without use after which a block is removed.
+        bounds: most bytes of all files in a folder that `name` begins with, by folder, the outermost first.
+        may_write: called with the bytes of each file before it is written; False refuses the write.
     """
 
     def __init__(
@@ -100,25 +103,25 @@ class KvFolder:
         self._block_bytes, self._ttl_s, self._may_write = block_bytes, ttl_s, may_write
         self._bounds = [(f"{folder}/", budget_bytes), *((f"{folder / part}/", bound) for part, bound in bounds.items())]
         self._totals = [0] * len(self._bounds)
-        """Bytes in each of these folders when they were last looked at, and what was written here since."""
+        """Bytes in each folder of `_bounds`: the result of the last sweep, plus this process's writes since."""
         self._clock = clock
         self._lock = threading.Lock()
         self._keys: set[bytes] = set()
-        """Of blocks that were here when they were last looked for: a file may be gone since, or be another process's and not known yet."""
+        """Keys of the blocks that the last sweep found, plus this process's writes. Another process may have removed or added files since."""
         self._parents: dict[bytes, bytes] = {}
-        """Of some of them, the block before."""
+        """For some of these keys, the key of the block before it in its chain."""
         self._unswept_bytes = 0
         self._full_until = -1.0
         self._owed_bytes = 0.0
-        """Of what made way for a full disk, half, less what was written since: above 0, other programs may have taken it."""
+        """Half of the bytes that were evicted for a full disk, minus the bytes written since. Above 0, another program may have taken the space."""
         self._spared_until = -1.0
-        """Then blocks make way again, though it is owed; from one time to the next it is `_spared_s`, twice as long each time."""
+        """Monotonic time from which a full disk may evict blocks again while `_owed_bytes` is above 0. The wait, `_spared_s`, doubles each time."""
         self._spared_s = _REST_S
         self.sweep()
 
     @property
     def total_bytes(self) -> int:
-        """Of all names."""
+        """Bytes of all names in the folder, as far as this process knows."""
         return self._totals[0]
 
     def __len__(self) -> int:
@@ -128,14 +131,14 @@ class KvFolder:
         return key in self._keys
 
     def run_of(self, keys: Sequence[bytes]) -> int:
-        """How many of a chain's blocks are here, from the first on."""
+        """Return how many of a chain's blocks are here, counted from the first one up to the first gap."""
         n = next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))
         with self._lock:
             self._parents.update(zip(keys[1:n], keys, strict=False))
         return n
 
     def takes(self, key: bytes, parent: bytes | None = None) -> bool:
-        """Whether a block would be written, were there room for it. One that is not here, and would not be, is counted as failed."""
+        """Return whether `write` would try to store a block: it is absent, and its parent is here. Counts a block that is refused as failed."""
         if key in self._keys:
             return False
         if self._clock.monotonic() >= self._full_until and (parent is None or parent in self._keys):
@@ -148,10 +151,13 @@ class KvFolder:
         return False
 
     def write(self, key: bytes, block: memoryview, parent: bytes | None = None) -> bool:
-        """Keep a block, behind `parent` where it is known to follow one; one that is here is not written again.
+        """Store a block, unless it is here already.
+
+        Args:
+            parent: the key of the block before it in its chain; None: it is not known to follow one.
 
         Returns:
-            whether it is here now. Where there is no room for it, or a disk fails, it is counted, and no error: the block can be computed again.
+            True if the block is here now. A lack of room or a failing disk is counted and raises nothing, because the block can be computed again.
         """
         assert block.nbytes == self._block_bytes
         if not self.takes(key, parent):
@@ -159,7 +165,7 @@ class KvFolder:
         n_bytes = _HEADER.size + block.nbytes
         if self._is_full(n_bytes) or self._unswept_bytes > _SWEEP_BYTES:
             self.sweep(n_bytes, parent)
-            # Another process may have taken what it would stand behind.
+            # The sweep may have found that another process removed the parent.
             if self._is_full(n_bytes) or not (parent is None or parent in self._keys):
                 return self._refused()
         if not self._may_write(n_bytes):
@@ -185,10 +191,10 @@ class KvFolder:
         return any(total + n_bytes > bound for total, (_, bound) in zip(self._totals, self._bounds, strict=True))
 
     def read(self, key: bytes, block: memoryview) -> bool:
-        """Fill `block` with the block of that key, and call it used.
+        """Fill `block` with the block of that key, and record its use.
 
         Returns:
-            whether it was here, whole. If not, `block` holds anything.
+            True if the block was here and undamaged. Otherwise the content of `block` is undefined.
         """
         assert block.nbytes == self._block_bytes
         path = self._path(key)
@@ -201,12 +207,12 @@ class KvFolder:
         try:
             header = bytearray(_HEADER.size)
             read = os.readv(handle, [header, block])
-            # A file system may give less at a time than it was asked for.
+            # A file system may return fewer bytes than a read asks for.
             while read >= len(header) and (more := os.readv(handle, [block[read - len(header) :]])) > 0:
                 read += more
             is_whole = read == len(header) + block.nbytes and bytes(header) == _header(key, block) and not os.read(handle, 1)
             if is_whole:
-                with suppress(OSError):  # a disk that turned read-only
+                with suppress(OSError):  # the disk may have become read-only
                     self._use(handle)
         except OSError:
             is_whole = False
@@ -224,21 +230,21 @@ class KvFolder:
         return True
 
     def sweep(self, room_bytes: int = 0, parent: bytes | None = None, *, is_full: bool = False) -> int:
-        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written.
+        """Examine the files of all processes, and remove old ones, those over the budget, and those that a killed process left half-written.
 
         Args:
-            room_bytes: to be left of the budget and other bounds, and on the disk.
-            parent: neither this block goes nor those before it.
-            is_full: the disk is. A twentieth of what is kept makes way, as for the budget, or `room_bytes`; nothing where that is over a half.
+            room_bytes: bytes to leave free, of the budget, of other bounds and on the disk.
+            parent: key of a block that is kept, like all blocks before it.
+            is_full: the disk is full. A twentieth of the stored bytes is removed, or `room_bytes` if that is more; nothing if `room_bytes` is over half.
 
         Returns:
-            Bytes that went.
+            Bytes that were removed.
         """
         now_s = self._clock.wall()
         files: list[tuple[float, int, Path, bytes | None]] = []
         for used_s, n_bytes, path in _files(self._folder):
             if not path.name.startswith("."):
-                # A clock that jumped ahead and back leaves times to come: those count as now.
+                # A clock that jumped ahead and back leaves times in the future: those count as now.
                 files.append((min(used_s, now_s), n_bytes, path, _key_of(path) if path.parent.parent == self._own else None))
             elif now_s - used_s > _STALE_S:
                 files.append((-math.inf, n_bytes, path, None))
@@ -247,7 +253,7 @@ class KvFolder:
         used: dict[bytes | None, float] = {key: used_s for used_s, _, _, key in files if key is not None}
         self._use_before(used, parent)
         files.sort(key=lambda file: used.get(file[3], file[0]))
-        for level, (within, bound) in reversed([*enumerate(self._bounds)]):  # what is over a narrow bound makes way first
+        for level, (within, bound) in reversed([*enumerate(self._bounds)]):  # the narrowest bound first
             total = totals[level]
             most = bound * _SWEEP_SHARE - room_bytes if total + room_bytes > bound else total
             if is_full and not level and total >= 2 * room_bytes:
@@ -272,7 +278,10 @@ class KvFolder:
         return before - totals[0]
 
     def _use_before(self, used: dict[bytes | None, float], parent: bytes | None) -> None:
-        """Have blocks be used when the last of those behind them was, and a little later; `parent`, and so what is before it, for ever."""
+        """Raise each block's time of use in `used` to just after the latest use of a block that follows it, so that chains are evicted from their end.
+
+        `parent`, and so all blocks before it, gets an infinite time and is never removed.
+        """
         with self._lock:
             parents: dict[bytes | None, bytes | None] = {**self._parents}
         if parent in used:
@@ -284,7 +293,7 @@ class KvFolder:
                 used[before] = max(used[before], math.nextafter(used[key], math.inf))
 
     def _make_way(self, n_bytes: int, parent: bytes | None) -> bool:
-        """On a full disk. Returns whether blocks went."""
+        """Evict blocks because the disk is full. Returns whether any were removed: not while an earlier eviction did not help."""
         now_s = self._clock.monotonic()
         if self._owed_bytes <= 0:
             self._spared_s = _REST_S
@@ -295,7 +304,7 @@ class KvFolder:
         return gone > 0
 
     def _put(self, key: bytes, header: bytes, block: memoryview) -> OSError | None:
-        """Returns why it is not here now."""
+        """Write a block's file. Returns the error that prevented it, or None."""
         path = self._path(key)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
@@ -343,8 +352,8 @@ class KvFolder:
 
 
 def _depths(keys: Iterable[bytes | None], parents: Mapping[bytes | None, bytes | None]) -> dict[bytes | None, int]:
-    """Return how many blocks stand before each, in one pass. Other nodes say what stands before what, and may name
-    circles: those end where they were named last.
+    """Return the number of blocks before each block in its chain, in one pass. Other nodes supply the parents, which may form
+    circles: a circle is cut where the walk closes it.
     """
     known, depths = dict.fromkeys(keys), dict[bytes | None, int]()
     for key in known:
@@ -376,7 +385,7 @@ def _write_all(handle: int, header: bytes, block: memoryview) -> None:
 
 
 def _remove(path: Path) -> bool:
-    """Returns whether the file is gone: not where the disk turned read-only."""
+    """Remove a file. Returns whether it is gone: a disk that became read-only keeps it."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         return True
@@ -384,7 +393,7 @@ def _remove(path: Path) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When they were used, bytes, path. What goes away meanwhile is left out."""
+    """Yield the files under a folder: Unix time of last use, bytes, path. Files that disappear meanwhile are left out."""
     for base, _, names in os.walk(folder):
         for name in names:
             path = Path(base, name)

@@ -1,10 +1,10 @@
-"""Models of which this machine has, or is fetching, only some layers: `partial/<digest>/`, files of full size with holes, and a note of what is no hole.
+"""Models of which this machine has, or is fetching, only some layers: `partial/<digest>/` holds sparse files and a note of their pieces.
 
-The files have their own names and places, so the readers of whole models open them; what is in a hole is refused here, never read as
-zeros. Which layers are there follows from the files' own tables, not from what a node said of them. While layers are fetched, a tensor can be
-read as soon as its pieces are on disk and checked; a reader waits for them until the fetch is over, so the fetch must say that.
+The files have the model's own names and offsets, so the readers of whole models open them. A tensor in a hole is refused here, never read as
+zeros. The files' own tables say which layers are there; claims of other nodes do not count. While layers are fetched, a tensor can be
+read as soon as its pieces are on disk and checked. A reader waits for them until the fetch ends, so every fetch must call `Arrivals.end`.
 
-Layers of other nodes' models, which no command here asked for, have a budget of the disk: the oldest go first.
+Layers of other nodes' models, which no command here asked for, share a budget of disk space: the least recently used are removed first.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from paceline.store.selection import gguf_models
 from paceline.store.tensor_files import StoredAt, TensorFiles
 
 SHARE: Final = 0.8
-"""Of what would be free without them. Raising it: this machine's own work finds a fuller disk."""
+"""Share of the disk space that would be free without such layers, which they may take. Raising it: this machine's own work finds a fuller disk."""
 IN_USE_S: Final = 600.0
-"""Layers opened within this time stay: they may be being read. Raising it: new layers are refused while old ones keep their room."""
+"""Seconds after they were opened for which layers are not removed, because they may still be read. Raising it: new layers are refused while old ones
+keep their room."""
 
 
 def make_way(name: str, digest: str, more: int, home: Home, now: float) -> None:
-    """Remove layers that were used longest ago, until so many bytes more fit the budget.
+    """Remove the least recently used layers until `more` bytes fit into the budget.
 
     Args:
-        digest: of it; what is here of it stays.
+        name: the model that needs the bytes, for the error.
+        digest: of that model; its layers here stay.
+        now: Unix seconds.
 
     Raises:
-        DownloadError: they don't fit, with nothing left that could go.
+        DownloadError: the bytes don't fit, and nothing is left that may be removed.
     """
     held = {folder: allocated_bytes(folder) for folder in home.partial.glob("*") if is_sha256(folder.name)}
     free = shutil.disk_usage(nearest_folder(home.partial)).free
@@ -61,15 +64,15 @@ def make_way(name: str, digest: str, more: int, home: Home, now: float) -> None:
 
 
 def note_use(folder: Path) -> None:
-    """Layers in a folder are opened now."""
+    """Record that layers in a folder are opened now."""
     try:
         os.utime(folder / PART)
     except OSError:
-        return  # they count as old
+        return  # the layers keep their earlier time
 
 
 def last_used(folder: Path) -> float:
-    """Unix seconds."""
+    """Return the time when layers in a folder were last opened, in Unix seconds; 0 for a folder that does not exist."""
     try:
         return (folder / PART).stat().st_mtime
     except OSError:
@@ -77,12 +80,12 @@ def last_used(folder: Path) -> float:
 
 
 def allocated_bytes(folder: Path) -> int:
-    """What the files of a folder take on the disk; holes take nothing."""
+    """Return the bytes that the files of a folder take on the disk; holes take nothing."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _remove(folder: Path) -> bool:
-    """Whether a folder could be removed: not while it is being filled."""
+    """Remove a folder, unless a fetch is filling it. Returns whether it is gone."""
     try:
         with only_one(folder.with_name(f"{folder.name}.lock"), folder.name):
             shutil.rmtree(folder, ignore_errors=True)
@@ -92,16 +95,16 @@ def _remove(folder: Path) -> bool:
 
 
 Runs = tuple[tuple[int, int], ...]
-"""Pieces [first, stop) of one file: in order, apart."""
+"""Ranges [first, stop) of piece numbers of one file, in order and not adjacent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartNote:
-    """What `part.json` says."""
+    """The content of `part.json`."""
 
     name: str
     held: Mapping[str, Runs]
-    """By file name: what was checked and may be read."""
+    """Pieces that were checked and may be read, by file name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +119,11 @@ class HeldPart:
     edges: bool
     nbytes: int
     problem: str | None = None
-    """Why it can't be opened."""
+    """Reason why it can't be opened."""
 
 
 class SomeTensors:
-    """A `WeightSource` of those of a model's tensors that are here, or come. `spec` and `digest` are the whole model's."""
+    """A `WeightSource` with some of a model's tensors: those that are here or on their way. `spec` and `digest` are the whole model's."""
 
     def __init__(self, weights: TensorFiles, digest: str, names: Iterable[str]) -> None:
         self._weights: Final = weights
@@ -141,10 +144,10 @@ class SomeTensors:
         return self._weights.type_of(name)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
-        """One tensor.
+        """Read one tensor.
 
         Raises:
-            ModelFileError: it is not among these.
+            ModelFileError: it is not one of the tensors of this source.
         """
         if name not in self._names:
             raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
@@ -152,7 +155,7 @@ class SomeTensors:
 
     @property
     def path(self) -> Path:
-        """As `TensorFiles.path`."""
+        """The path by which other processes open these weights, as `TensorFiles.path`."""
         return self._weights.path
 
 
@@ -166,7 +169,7 @@ class PartWeights(SomeTensors):
 
     @property
     def layers(self) -> tuple[LayerRange, ...]:
-        """Those that are here with all their tensors."""
+        """Ranges of the layers that are here with all their tensors."""
         missing = {name for name in tensor_shapes(self.spec) if name not in self._names}
         found: list[LayerRange] = []
         for layer in range(self.spec.n_layers):
@@ -188,10 +191,10 @@ class PartWeights(SomeTensors):
 
 
 def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
-    """The weights of a part of a model: from the whole model where it is here, else from what was fetched of it.
+    """Open the weights of a part of a model: from the whole model if it is here, otherwise from its fetched layers.
 
     Raises:
-        ModelNotFound: they are not here.
+        ModelNotFound: this machine does not have the part.
         ModelFileError: the files are damaged.
     """
     whole = find_whole(digest, home)
@@ -208,7 +211,7 @@ def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
 
 
 def open_heads(digest: str, home: Home) -> tuple[Path, ModelSpec]:
-    """The file (of several, the first) or folder of a model of which no more than `HEADS` need be here, as `open_weights` takes it, and its sizes.
+    """Return the path of a model (a folder, or the first GGUF file) as `open_weights` takes it, and its sizes. Only the files' heads need be here.
 
     Raises:
         ModelNotFound, ModelFileError: as `open_part`.
@@ -220,7 +223,7 @@ def open_heads(digest: str, home: Home) -> tuple[Path, ModelSpec]:
 
 
 def covers(digest: str, part: ModelPart, home: Home) -> bool:
-    """Whether `open_part` would open it. What is damaged is fetched again as if it were not there."""
+    """Return whether `open_part` can open the part. Damaged files count as absent, so they are fetched again."""
     try:
         open_part(digest, part, home)
     except (ModelNotFound, ModelFileError):
@@ -229,7 +232,7 @@ def covers(digest: str, part: ModelPart, home: Home) -> bool:
 
 
 def list_parts(home: Home) -> list[HeldPart]:
-    """Models of which only layers are here, by name; damaged ones with their problem. What is only on its way is left out."""
+    """Return the models of which only some layers are here, by name. Damaged ones are listed with their problem; models without a whole layer are not."""
     found: list[HeldPart] = []
     for note_path in sorted(home.partial.glob(f"*/{PART}")):
         folder, note = note_path.parent, read_note(note_path.parent)
@@ -247,7 +250,7 @@ def list_parts(home: Home) -> list[HeldPart]:
 
 
 def read_note(folder: Path) -> PartNote | None:
-    """What a folder under `partial/` holds; None where nothing was noted yet."""
+    """Read the note of a folder under `partial/`; None if there is none, or if it is damaged."""
     fields = read_json_object(folder / PART) or {}
     name, held = fields.get("name"), fields.get("held")
     if not isinstance(name, str) or not isinstance(held, dict):
@@ -256,10 +259,10 @@ def read_note(folder: Path) -> PartNote | None:
 
 
 def write_note(folder: Path, note: PartNote) -> None:
-    """Say what a folder holds.
+    """Write the note of a folder under `partial/`, durably.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the note can't be written.
     """
     write_file(folder / PART, json.dumps({"name": note.name, "held": note.held}).encode(), durable=True)
 
@@ -274,13 +277,13 @@ def _open(folder: Path, home: Home) -> PartWeights | None:
 
 
 def _all_held(held: Runs, at: StoredAt) -> bool:
-    """Whether every piece a tensor lies in is held."""
+    """Return whether all pieces that a tensor lies in are held."""
     first, stop = at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE)
     return any(run_first <= first and stop <= run_stop for run_first, run_stop in held)
 
 
 def _runs(value: object) -> Runs:
-    """Runs from JSON; a damaged note holds nothing."""
+    """Return the ranges that a note lists in JSON; none if they are damaged."""
     try:
         return tuple((int(first), int(stop)) for first, stop in cast("list[list[int]]", value))
     except (TypeError, ValueError):
@@ -288,11 +291,11 @@ def _runs(value: object) -> Runs:
 
 
 HEADS: Final = ModelPart(LayerRange(0, 0), edges=False)
-"""What no layer and no edge has: files are opened by it."""
+"""The part without any layer, embedding or head: its pieces are the files' own heads, which are enough to open them."""
 
 
 class Arrivals:
-    """Which pieces of a model are here. Told by who fetches, asked from threads that wait."""
+    """The pieces of a model that are here. The fetch reports them, and other threads wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -301,33 +304,33 @@ class Arrivals:
         self._over: PacelineError | None = None
 
     def described(self, manifest: ModelManifest) -> None:
-        """A source said what the model is made of."""
+        """Record the description of the model's files, which a source has sent."""
         with self._changed:
             self._manifest = manifest
             self._changed.notify_all()
 
     def came(self, runs: Iterable[PieceRun]) -> None:
-        """Pieces were written, or found, and checked."""
+        """Record pieces that were written or found on the disk, and checked."""
         with self._changed:
             assert self._manifest is not None, "a piece is of what was described"
             self._here |= {(self._manifest.files[run.file].name, piece) for run in runs for piece in range(run.first, run.stop)}
             self._changed.notify_all()
 
     def end(self, error: PacelineError) -> None:
-        """Nothing more comes. The first reason counts.
+        """Record that the fetch is over. Only the first call has an effect.
 
         Args:
-            error: raised to who waits for what is not here.
+            error: raised in every thread that waits, now or later, for a piece that is absent.
         """
         with self._changed:
             self._over = self._over or error
             self._changed.notify_all()
 
     def heads(self) -> ModelManifest:
-        """The description, once all that files are opened by is here. Waits.
+        """Wait until the heads of all files are here, and return the description.
 
         Raises:
-            PacelineError: the fetch ended before.
+            PacelineError: the fetch ended before that.
         """
         self._wait(lambda: self._manifest is not None)
         manifest = self._manifest
@@ -336,10 +339,10 @@ class Arrivals:
         return manifest
 
     def wait(self, pieces: Iterable[tuple[str, int]]) -> None:
-        """Until these pieces, by file and number, are here.
+        """Wait until these pieces are here, each given by its file's name and its number.
 
         Raises:
-            PacelineError: the fetch ended before.
+            PacelineError: the fetch ended before that.
         """
         wanted = set(pieces)
         self._wait(lambda: wanted <= self._here)
@@ -353,7 +356,7 @@ class Arrivals:
 
 
 class ArrivingWeights(SomeTensors):
-    """The tensors of a part of a model; `read` waits for what is on its way."""
+    """The tensors of a part of a model that is being fetched. `read` waits for a tensor that is on its way."""
 
     def __init__(self, weights: TensorFiles, digest: str, part: ModelPart, folder: Path, arrivals: Arrivals) -> None:
         super().__init__(weights, digest, (name for name in weights.names() if part.needs(name)))
@@ -361,17 +364,17 @@ class ArrivingWeights(SomeTensors):
 
     @property
     def path(self) -> Path:
-        """As `TensorFiles.path`, once all of them are here."""
+        """The path by which other processes open these weights, as `TensorFiles.path`. Waits until all tensors are here."""
         for name in self._names:
             self._await(name)
         return super().path
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
-        """One tensor, once all of it is here.
+        """Read one tensor. Waits until all of it is here.
 
         Raises:
-            ModelFileError: it is not among those that are fetched.
-            PacelineError: the fetch ended before it came.
+            ModelFileError: it is not one of the tensors that are fetched.
+            PacelineError: the fetch ended before the tensor arrived.
         """
         if name in self._names:
             self._await(name)
@@ -386,10 +389,10 @@ class ArrivingWeights(SomeTensors):
 
 
 def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWeights:
-    """Open what is being fetched, as soon as the heads of its files are here. Waits for them.
+    """Open a part that is being fetched. Waits until the heads of its files are here.
 
     Raises:
-        PacelineError: the fetch ended before.
+        PacelineError: the fetch ended before that.
         ModelFileError, UnsupportedModel: the files can't be opened.
     """
     manifest = arrivals.heads()
@@ -400,11 +403,11 @@ def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWe
 
 
 def path_of(source: WeightSource) -> Path:
-    """What other processes of this machine open weights by. Waits for what is on its way.
+    """Return the path by which other processes of this machine open weights. Waits until all tensors are here.
 
     Raises:
-        ModelNotFound: they are in no files here.
-        PacelineError: the fetch ended before all came.
+        ModelNotFound: the weights are not in files of this machine.
+        PacelineError: the fetch ended before all tensors arrived.
     """
     if not isinstance(source, TensorFiles | SomeTensors):
         raise ModelNotFound("These weights are in no files of this machine", "Pull the model here.")
