@@ -43,7 +43,7 @@ def check_not_pointer(path: Path, beginning: bytes) -> None:
 
 
 def unsupported(path: Path, reason: str, nearest: str = "") -> UnsupportedModel:
-    """Return the error for a file that is whole, but whose model Paceline does not run.
+    """Return the error for an undamaged file with a model that Paceline does not run.
 
     Args:
         nearest: the supported family with the name most like the file's, as people call it; empty: no name is close.

@@ -1,7 +1,7 @@
 """A Hugging Face folder: its config.json as a `ModelSpec`, and its safetensors (one file, or shards with an index) as a source of tensors.
 
-Every field is checked for its type before it is believed; what would change the numbers and is not known here is refused, never ignored.
-Only the heads of safetensors are read when a folder is opened. Not the safetensors library's reader: that maps the file, and its numpy side has no
+Every field is checked for its type before it is used. A setting that could change the numbers and is unknown here is refused, never ignored.
+Only the heads of safetensors are read when a folder is opened. The safetensors library's reader is not used: it maps the file, and its numpy side has no
 bf16. Format: eight bytes of little-endian length, a JSON table, then the data.
 """
 
@@ -27,7 +27,7 @@ from paceline.store.stacked_experts import unstacked
 from paceline.store.tensor_files import DENSE, MAX_LAYERS, StoredAt, TensorFiles, check_sizes
 
 MAX_JSON_BYTES: Final = 64 << 20
-"""Configurations have kilobytes, tokenizers a few megabytes."""
+"""Longest JSON file that is read: configurations have kilobytes, tokenizers a few megabytes. Raising it: a hostile file takes more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class JsonObject(Fields):
         return values
 
     def numbers(self, key: str) -> list[float]:
-        """A list of numbers; empty for an absent field."""
+        """Return a list of numbers; empty if the field is absent. Raises ModelFileError for anything else."""
         found = self.typed(key, list, "a list") or []
         if not all(isinstance(item, int | float) and not isinstance(item, bool) and abs(item) < 1e300 for item in found):
             raise damaged(self.path, f"{key} is not a list of numbers")
         return [float(item) for item in found]
 
     def integers(self, key: str) -> list[int]:
-        """One integer or a list of them; empty for an absent field."""
+        """Return a field that is one integer or a list of integers, as a list; empty if it is absent. Raises ModelFileError for anything else."""
         value = self.fields.get(key)
         found = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
@@ -94,20 +94,20 @@ def load_object(path: Path) -> JsonObject:
 
 
 ENCODERS: Final = frozenset({"bert"})
-"""Families that write no text: `store.encoder_files` opens them."""
+"""Values of `model_type` (or of a GGUF architecture) of models that write no text: `store.encoder_files` opens them."""
 _UNUSED_BY_DEFAULT: Final = (
     "attention_bias", "attention_out_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "no_rope_layers",
     "use_bidirectional_attention",
 )  # fmt: skip
-"""Fields that ask, when set, for something Paceline does not do."""
+"""Fields that ask, when set, for something that Paceline does not do, except in a family that has it (`_is_known`)."""
 
 
 def spec_from_config(config: JsonObject) -> ModelSpec:
-    """Sizes of the model a config.json describes.
+    """Return the sizes of the model that a config.json describes.
 
     Raises:
         ModelFileError: a field is missing, of the wrong type or absurd.
-        UnsupportedModel: a family or feature Paceline does not run.
+        UnsupportedModel: the model has a family or feature that Paceline does not run.
     """
     try:
         return _spec(config)
@@ -183,7 +183,7 @@ def _spec(config: JsonObject) -> ModelSpec:
 
 
 def _is_known(config: JsonObject, kind: Family, field: str) -> bool:
-    """Whether a family has what a field asks for that others don't have."""
+    """Return whether Paceline runs a field of `_UNUSED_BY_DEFAULT` in this family."""
     if field == "quantization_config":
         quantised = config.child(field)
         return kind.biases and quantised is not None and quantised.text("quant_method") == "mxfp4"
@@ -191,7 +191,7 @@ def _is_known(config: JsonObject, kind: Family, field: str) -> bool:
 
 
 _OF_TEXTS: Final = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
-"""Families that see images too, and what their texts are."""
+"""Families that also see images, with the family of their text model."""
 _ACTIVATIONS: Final = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
@@ -214,7 +214,7 @@ def _scales(config: JsonObject, kind: Family, hidden: int, n_layers: int) -> Mul
 
 
 def _low(config: JsonObject, value_dim: int) -> LowRank:
-    """Sizes of two products. Transformers' norms between them don't take the model's epsilon."""
+    """Return the ranks of the queries' and of the keys' and values' two matrices, and the size of a value."""
     if config.fields.get("q_lora_rank") is None:
         raise unsupported(config.path, "its queries are one product, where keys and values are two (q_lora_rank is null)")
     scaling = config.child("rope_parameters") or config.child("rope_scaling")
@@ -234,7 +234,7 @@ def _unturned(config: JsonObject, kind: Family, n_layers: int) -> tuple[bool, ..
 
 
 def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> WindowSpec | None:
-    """The layers with a sliding window; None where none has one that is shorter than the context."""
+    """Return the layers with a sliding window; None if no layer has one, or if it is not shorter than the context and has no rope of its own."""
     tokens, local = config.integer("sliding_window"), _local_rope(config, kind)
     if not tokens or (tokens >= context and local is None) or config.flag("use_sliding_window") is False or n_layers > MAX_LAYERS:
         return None
@@ -254,7 +254,7 @@ def _window(config: JsonObject, kind: Family, n_layers: int, context: int) -> Wi
 
 
 def _local_rope(config: JsonObject, kind: Family) -> RopeSpec | None:
-    """Of layers with a window, where it is one of its own."""
+    """Return the rope of the layers with a window; None if they use the model's."""
     both = config.child("rope_parameters")
     local = None if both is None else both.child("sliding_attention")
     theta = config.number("rope_local_base_freq") if local is None else local.number("rope_theta")
@@ -279,7 +279,13 @@ def _moe(config: JsonObject, kind: Family) -> MoeSpec:
 
 
 def _rope(config: JsonObject, head_dim: int, context: int, turned: int | None) -> tuple[RopeSpec, int, LongContext | None]:
-    """Rope of so many `turned` dimensions (None: of the part that the configuration says), as much of the context as it serves, and what there is for more. transformers 5 writes all into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    """Return the rope, the context in tokens that it serves, and the setting for a longer context if there is one.
+
+    transformers 5 writes all of it into `rope_parameters`; older files have `rope_theta` and `rope_scaling`.
+
+    Args:
+        turned: number of a head's dimensions that turn; None: the configuration says which part of them does.
+    """
     both = config.child("rope_parameters")
     scaling = (both and both.child("full_attention")) or both or config.child("rope_scaling") or JsonObject(config.path, {})
     theta = scaling.number("rope_theta")
@@ -320,7 +326,7 @@ def _rope(config: JsonObject, head_dim: int, context: int, turned: int | None) -
             gain = scaling.number("attention_factor")
             if gain is None:
                 gain = math.sqrt(1 + math.log(ratio) / math.log(max(2, first))) if ratio > 1 else 1.0
-            # Beyond the first context other divisors hold for all positions: what was computed before would be wrong.
+            # A longer context needs other divisors for all positions, so KV that was computed with the first ones could not be used.
             short, further = (replace(plain, divisors=tuple(scaling.numbers(f"{name}_factor")), gain=gain) for name in ("short", "long"))
             return short, min(context, first), LongContext(context, further) if context > first and further.divisors else None
         case _:
@@ -341,12 +347,12 @@ def _needed_number(scaling: JsonObject, key: str) -> float:
 
 
 MAX_HEAD_BYTES: Final = 8 << 20
-"""Some 60,000 tensors in one file. Raising it: a table of empty lists takes twenty times its size once it is read."""
+"""Longest head of a safetensors file, enough for about 60,000 tensors. Raising it: a table of empty lists takes twenty times its size in memory."""
 SINGLE: Final = "model.safetensors"
 CONFIG: Final = "config.json"
 
 _COMPUTED: Final = ("rotary_emb.inv_freq", "masked_bias")
-"""Endings of tensors that old checkpoints hold although they follow from the configuration."""
+"""Endings of the names of tensors that old checkpoints hold, although they follow from the configuration."""
 
 
 class SafetensorsWeights(TensorFiles):
@@ -355,11 +361,11 @@ class SafetensorsWeights(TensorFiles):
     format = "safetensors"
 
     def __init__(self, folder: Path, digests: DigestCache) -> None:
-        """Read the configuration and the heads of all files, and hold one against the other.
+        """Read the configuration and the heads of all files, and check the tensors against the configuration.
 
         Raises:
             ModelFileError: a file is missing, truncated or damaged, or its tensors don't fit the configuration.
-            UnsupportedModel: a family, feature or tensor type Paceline does not run.
+            UnsupportedModel: the model has a family, feature or tensor type that Paceline does not run.
         """
         spec = spec_from_config(load_object(folder / CONFIG))
         files = weight_files(folder)
@@ -376,7 +382,7 @@ class SafetensorsWeights(TensorFiles):
 
 
 _BYTES: Final = TensorType("U8", -1, 1, 1)
-"""Of MXFP4, whose tensors are two."""
+"""Type of the two byte tensors, codes and exponents, that hold an MXFP4 tensor."""
 _IMAGES: Final = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -385,11 +391,11 @@ _IMAGES: Final = (
     "visual.",
     "model.visual.",
 )
-"""Beginnings of the names of what sees images: it is left out."""
+"""Beginnings of the names of tensors for images, which are left out."""
 
 
 def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
-    """Tensors under our names."""
+    """Yield the tensors under our names: stacked experts and fused matrices are split, and tensors for images left out."""
     theirs = BY_NAME[spec.model_type].tensors
     of_texts = spec.model_type in _OF_TEXTS.values()
     stored = list(stored)
@@ -412,10 +418,10 @@ def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str,
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files a folder's weights lie in.
+    """Return the files that hold a folder's weights.
 
     Raises:
-        ModelFileError: there are none, the index is damaged, or it names a file that isn't there.
+        ModelFileError: the folder has none, the index is damaged, or it names a file that does not exist.
     """
     index = folder / INDEX
     if not index.exists():
@@ -438,10 +444,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_head(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[StoredAt]:
-    """The tensors of a safetensors file, and where they lie.
+    """Yield the tensors of a safetensors file with their places in it. Reads only the file's head.
 
     Args:
-        leave_out: beginnings of the names of those that no one wants, of whatever type they are.
+        leave_out: beginnings of the names of tensors to skip. Their types are not checked.
 
     Raises:
         ModelFileError: the file is missing, truncated or damaged.
@@ -467,7 +473,7 @@ def read_head(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[StoredAt]
 
 
 def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredAt:
-    """One row of the table, checked against the file's size."""
+    """Return the tensor of one row of the table. Raises if its type, shape and size contradict each other, or exceed the file."""
     fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     kind, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if not isinstance(kind, str) or shape is None or offsets is None or len(offsets) != 2 or len(shape) > 8:
@@ -485,7 +491,7 @@ def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> 
 
 
 def _sizes(values: object) -> list[int] | None:
-    """A list of non-negative integers, or None for anything else."""
+    """Return a list of non-negative integers, or None for anything else."""
     items = cast("list[object]", values) if isinstance(values, list) else [None]
     sizes = [item for item in items if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
     return sizes if len(sizes) == len(items) else None

@@ -5,7 +5,7 @@ carries a checksum; a damaged file is removed and counted. Writes do not wait fo
 
 Several processes may use one folder, and the budget counts the files of all. The least recently used file is removed first, and a file that was not
 used for `ttl_s` is removed in any case. A full disk evicts too, whatever the budget. The modification time of a file is the time of its last use, so
-there is no index that could be damaged.
+the folder needs no index, which could be damaged.
 
 A block is useful only together with all blocks before it in its chain. So it is evicted before them, it is not written if the one before it is absent,
 and no block is evicted to make room for one that follows it.

@@ -1,8 +1,8 @@
 """Bring a model to this machine, from a hub or from a folder or GGUF file that is already here; and delete it again.
 
 A hub's files lie under `models/<org>/<name>/`. The manifest is written last, so a model is listed only once all of its files
-are there, checked, and open as a model. What lies elsewhere on disk is opened to verify it, then registered by its path, not copied.
-A model leaves the list before its files go, so that an end in between leaves no half of one in it.
+are there, checked, and open as a model. A model elsewhere on the disk is opened to verify it, then registered by its path, not copied.
+A model is removed from the list before its files are deleted, so a process that ends in between leaves no incomplete model in the list.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
 
 HEAD_BYTES: Final = 8 << 20
-"""Of a GGUF file, after which its head is looked at: most end before. Where one goes on, it is looked at again at twice as much."""
+"""Bytes of a GGUF file after which its head is checked: most heads are shorter. A longer one is checked again at twice as many. Raising it: a model
+that can't run is refused later."""
 
 Progress = Callable[[int, int], None]
-"""Told (bytes here, of bytes): of the files of the model together, what an earlier pull left included."""
+"""Callback with (bytes here, bytes in all) of the model's files together. Bytes that an earlier pull left are included."""
 
 Mirror = Callable[[hub.Listed], LocalModel | None]
-"""Brings the very files that a hub lists here from elsewhere; None where they are not to be had there."""
+"""Function that fetches exactly the files that a hub lists from another place, such as a node; None if that place does not have them."""
 
 
 def pull(
@@ -56,17 +57,17 @@ def pull(
     """Make a model available by name.
 
     Args:
-        ref: `org/name`, with `@revision` and `:file-or-quantisation` where wanted; a folder; a GGUF file; or a name already here.
-        progress: told after every piece; called in the caller's thread.
-        endpoint: the hub's address; default: `HF_ENDPOINT`, else the hub of huggingface_hub.
-        mirror: asked first for what the hub lists.
+        ref: `org/name`, optionally with `@revision` and `:file-or-quantisation`; a folder; a GGUF file; or the name of a model here.
+        progress: called in the caller's thread after every piece.
+        endpoint: the hub's address; default: `HF_ENDPOINT`, or the hub of huggingface_hub.
+        mirror: tried first for the files that the hub lists.
 
     Raises:
-        NotAtHub, HubSilent: the hub does not list it.
-        ModelNotFound: no such file or path.
-        DownloadError: it could not be finished; what was fetched is kept and the next pull goes on from there.
-        FetchInProgress: the same is being pulled already.
-        ModelFileError, UnsupportedModel: what came can't be run; said before the weights are fetched, where that can be known.
+        NotAtHub, HubSilent: the hub does not list the model.
+        ModelNotFound: the file or path does not exist.
+        DownloadError: the download could not be finished. Fetched bytes are kept, and the next pull continues from there.
+        FetchInProgress: the same model is being pulled already.
+        ModelFileError, UnsupportedModel: the model can't run. If its configuration or head shows it, this comes before the weights are fetched.
         ConfigError: the files can't be kept under `home`.
     """
     hub_ref = None if is_path(ref) else parse_ref(ref)
@@ -89,7 +90,7 @@ def pull(
 
 
 def list_at_hub(ref: HubRef) -> hub.Listed:
-    """What the hub says a model is made of. Raises as `hub.list_model`."""
+    """Return the files of a model as the hub lists them. Raises as `hub.list_model`."""
     with _client() as client:
         return hub.list_model(client, hub.endpoint(), ref)
 
@@ -103,12 +104,17 @@ def _client() -> httpx.Client:
 
 
 def _is_local(ref: str, hub_ref: HubRef, home: Home) -> bool:
-    """A relative path looks like a hub id; what was pulled before under that name wins."""
+    """Return whether `ref` is a relative path, which looks like a hub id. A model that was pulled under that name takes precedence."""
     return exists(Path(ref)) and not (home.models / hub_ref.folder).exists()
 
 
 def _register(location: ModelLocation, home: Home) -> LocalModel:
-    """Verify a model that is on this machine already, and list it under its file's or folder's name."""
+    """Verify a model that is already on this machine, and list it under the name of its file or folder.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it can't be run.
+        ConfigError: another model has that name, or it can't be a model's name.
+    """
     _check_opens(location.path, home)
     known = locations(home)
     if all(other.path != location.path for other in known):
@@ -147,8 +153,8 @@ def _pull_listed(client: httpx.Client, listed: hub.Listed, home: Home, progress:
             arrived.append((file, part))
         done += file.size
         progress(done, total)
-    # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole. Between the first rename
-    # and the new manifest it is neither, and must not be listed should this process end there.
+    # All renames come at the end, so that a pull of a newer revision that breaks off leaves the older model complete. Between the first
+    # rename and the new manifest, the files are a mix of both. If this process ends there, no list may show them.
     unlist(folder, [file.name for file, _ in arrived])
     for file, part in arrived:
         try:
@@ -161,7 +167,11 @@ def _pull_listed(client: httpx.Client, listed: hub.Listed, home: Home, progress:
 
 
 def list_fetched(folder: Path, about: dict[str, object], files: dict[str, dict[str, object]], home: Home) -> LocalModel:
-    """Open the model of files that were fetched into a folder, and list it.
+    """Open a model that was fetched into a folder, and list it.
+
+    Args:
+        about: fields of the manifest for all files, such as `repo` and `revision`.
+        files: fields of the manifest for each file, by its name.
 
     Raises:
         ModelFileError, UnsupportedModel: it can't be run.
@@ -175,7 +185,7 @@ def list_fetched(folder: Path, about: dict[str, object], files: dict[str, dict[s
 
 
 def _check_opens(path: Path, home: Home) -> None:
-    """Open a model that writes text, or an encoder.
+    """Open a model (a text model or an encoder) to verify that it runs.
 
     Raises:
         ModelFileError, UnsupportedModel: it can't be run.
@@ -187,17 +197,17 @@ def _check_opens(path: Path, home: Home) -> None:
 
 
 class _HeadWatch:
-    """Looks at the beginning of a GGUF file while the rest arrives, and ends the transfer of one that can't be run."""
+    """Checks the beginning of a GGUF file while the rest arrives, and ends the transfer of a model that can't run."""
 
     def __init__(self, part: Path, size: int) -> None:
         self._part, self._size = part, size
         self._next: int | None = min(size, HEAD_BYTES)
 
     def see(self, on_disk: int) -> None:
-        """Told the bytes that are here.
+        """Check the head, if enough bytes are on the disk.
 
         Raises:
-            UnsupportedModel: the model can't be run; what was fetched of it is removed.
+            UnsupportedModel: the model can't run. The fetched bytes are removed.
         """
         if self._next is None or on_disk < self._next:
             return
@@ -207,12 +217,12 @@ class _HeadWatch:
             self._part.unlink()
             raise
         except ModelFileError:
-            done = True  # bytes were changed on the way: the checksum finds it out
+            done = True  # bytes were changed on the way: the checksum will show it
         self._next = None if done or on_disk >= self._size else min(self._size, 2 * on_disk)
 
 
 def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:
-    """Whether the file was fetched before and is whole; its digest is remembered where that is the checksum."""
+    """Return whether a file was fetched before and has the right checksum. A SHA-256 that was computed for this is remembered."""
     if not target.is_file():
         return False
     if digests.known(target) == file.checksum.hex:
@@ -227,7 +237,7 @@ def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:
 
 
 def _check_space(folder: Path, files: Sequence[hub.HubFile]) -> None:
-    """Refuse early what can't end well. What is already here counts as fetched."""
+    """Refuse a pull that the disk has no room for. Bytes that are already here count as fetched."""
     missing = 0
     for file in files:
         target = folder / file.name
@@ -237,7 +247,10 @@ def _check_space(folder: Path, files: Sequence[hub.HubFile]) -> None:
 
 
 def check_space(name: str, folder: Path, missing: int) -> None:
-    """Refuse what the disk has no room for.
+    """Refuse a fetch that the disk has no room for.
+
+    Args:
+        name: the model, as the error names it.
 
     Raises:
         DownloadError: fewer than `missing` bytes are free where `folder` is or will be.
@@ -252,15 +265,15 @@ def check_space(name: str, folder: Path, missing: int) -> None:
 
 
 def folder_lock(folder: str, home: Home) -> contextlib.AbstractContextManager[None]:
-    """Alone in changing a folder under `models/`. Raises FetchInProgress where another process does."""
+    """Return a context in which no other process changes this folder under `models/`. Raises FetchInProgress if another one is changing it."""
     return only_one(home.partial / f"{folder.replace('/', '--')}.lock", folder)
 
 
 def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict[str, object]]) -> None:
-    """Add what was fetched to what was there: a folder may hold several GGUF models of one repository.
+    """Add fetched files to a folder's manifest. Entries of other files stay, because a folder may hold several GGUF models of one repository.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the manifest can't be written.
     """
     path = folder / MANIFEST
     before = read_json_object(path) or {}
@@ -270,16 +283,16 @@ def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict
 
 
 def entries_of(listed: hub.Listed) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """What a manifest says of files that the hub lists: of all of them, and of each."""
+    """Return a manifest's entries for files that the hub lists: the fields for all of them, and those of each file by its name."""
     files: dict[str, dict[str, object]] = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in listed.files}
     return {"repo": listed.ref.repo, "revision": listed.commit}, files
 
 
 def unlist(folder: Path, names: list[str]) -> None:
-    """Take files out of the manifest: they are about to change.
+    """Remove files from a folder's manifest, because they are about to change.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the manifest can't be written.
     """
     entry = read_json_object(folder / MANIFEST) or {}
     known = entry.get("files")
@@ -299,15 +312,15 @@ class Removed:
     location: ModelLocation
     freed_bytes: int
     kept: bool
-    """The files lie outside the home: the model was taken from the list, and they stay."""
+    """True if the files lie outside of the home: the model was removed from the list, and its files stay."""
 
 
 def remove_model(ref: str, home: Home) -> Removed:
     """Delete a pulled model.
 
     Raises:
-        ModelNotFound: there is none of that name.
-        ConfigError: it is no model of this home's list.
+        ModelNotFound: this machine has no model of that name.
+        ConfigError: the model was not pulled into this home or registered in it.
         FetchInProgress: it is being fetched.
     """
     try:
@@ -338,7 +351,7 @@ def remove_model(ref: str, home: Home) -> Removed:
                 _unlinked(folder / MANIFEST)
         for place in (*(path.parent for path in files if not kept), folder, *folder.parents):
             if place != home.models and place.is_relative_to(home.models):
-                with suppress(OSError):  # others lie there
+                with suppress(OSError):  # it is not empty
                     place.rmdir()
     if digest is not None and (part := home.partial / digest).is_dir():
         freed += _freed_with(part)
@@ -346,9 +359,9 @@ def remove_model(ref: str, home: Home) -> Removed:
 
 
 def _removed_in_part(ref: str, home: Home) -> Removed | None:
-    """Delete what is here of models that came only in part: layers of other machines' models, and what a pull left when it broke off.
+    """Delete the incomplete models of that name: layers of other machines' models, and the files of a pull that broke off.
 
-    Returns None if there is nothing of that name.
+    Returns None if nothing here has that name.
     """
     found: Removed | None = None
     for note in sorted(home.partial.glob(f"*/{PART}")):
@@ -368,21 +381,21 @@ def _removed_in_part(ref: str, home: Home) -> Removed | None:
     if folder.is_dir() and not any(folder.rglob(MANIFEST)):
         with folder_lock(folder.relative_to(home.models).as_posix(), home):
             freed = _freed_with(folder)
-        with suppress(OSError):  # others lie there
+        with suppress(OSError):  # it is not empty
             folder.parent.rmdir()
         return Removed(ModelLocation(ref, folder), freed + (found.freed_bytes if found else 0), kept=False)
     return found
 
 
 def _freed_with(folder: Path) -> int:
-    """Delete a folder; return the bytes that came free."""
+    """Delete a folder, and return the bytes of the disk that its files took."""
     n_bytes = sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
     shutil.rmtree(folder, ignore_errors=True)
     return n_bytes
 
 
 def _files_of(location: ModelLocation, folder: Path, entry: dict[str, object]) -> list[Path]:
-    """Its own, of those that were pulled into the folder; with the last model, all."""
+    """Return a model's own files among those that were pulled into its folder; all of them if it is the only model there."""
     listed = entry.get("files")
     whole = [str(name) for name in listed] if isinstance(listed, dict) else []
     models = gguf_models(whole)
@@ -394,7 +407,7 @@ def _files_of(location: ModelLocation, folder: Path, entry: dict[str, object]) -
 
 
 def _unlinked(path: Path) -> int:
-    """Bytes that came free."""
+    """Delete a file, and return the bytes of the disk that it took; 0 if it can't be deleted."""
     try:
         n_bytes = path.lstat().st_blocks * 512
         path.unlink()

@@ -1,4 +1,4 @@
-"""Which files of a repository or folder make a model: its GGUF files (whole or split), or safetensors with what goes with them."""
+"""Choose the files of a repository or folder that make a model: its GGUF files (whole or split), or safetensors and the files next to them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class HubRef:
 
     @property
     def folder(self) -> str:
-        """Where under `models/` its files go: revisions asked for by name lie apart."""
+        """Folder of its files under `models/`. A revision that was named has a folder of its own."""
         return self.repo if self.revision is None else f"{self.repo}@{self.revision.replace('/', '--')}"
 
 
 def is_path(ref: str) -> bool:
-    """Whether a name is a path in every command that reads it, and nothing else."""
+    """Return whether every command reads a name as a path, and as nothing else."""
     return ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
 
 
 def from_url(ref: str) -> str:
-    """A hub's address, as copied from a browser, as a name: `org/name[@revision][:file]`. Anything else as it is."""
+    """Return the name, `org/name[@revision][:file]`, for a hub's address that was copied from a browser; any other text unchanged."""
     match = _URL.match(ref)
     if match is None:
         return ref
@@ -53,7 +53,7 @@ def from_url(ref: str) -> str:
 
 
 def parse_ref(ref: str) -> HubRef | None:
-    """A hub reference, or None where the text can't be one."""
+    """Return the hub reference in a text, or None if it can't be one."""
     match = _REF.match(ref)
     if match is None or any(set(part) == {"."} for part in match["repo"].split("/")):
         return None
@@ -63,7 +63,7 @@ def parse_ref(ref: str) -> HubRef | None:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """The GGUF models among file names: first file to all files. Adapters for images (`mmproj`) are not models."""
+    """Return the GGUF models among file names: all files of each, by its first file. Adapters for images (`mmproj`) are not models."""
     models: dict[str, list[str]] = {}
     for name in sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()):
         split = _SPLIT.match(name)
@@ -73,23 +73,23 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def model_stem(name: str) -> str:
-    """The name of a GGUF model, from its first file's: without the extension, and without the part's number of a split one."""
+    """Return the name of a GGUF model from that of its first file: without the extension, and without the part numbers of a split model."""
     split = _SPLIT.match(name)
     return split["stem"] if split is not None else name.rpartition(".")[0] or name
 
 
 def whole_name(first: str) -> str:
-    """Return the file name of a GGUF model, without its folder and without the part's number of a split one."""
+    """Return the file name of a GGUF model, without its folder and without the part numbers of a split model."""
     return f"{model_stem(first)}.gguf".rpartition("/")[2] if _SPLIT.match(first) else first.rpartition("/")[2]
 
 
 def choose_gguf(where: str, names: Iterable[str], selector: str | None, *, is_path: bool = False) -> list[str]:
-    """The files of the one GGUF model meant, its first file first.
+    """Return the files of the one GGUF model that is meant, the first file first.
 
     Args:
-        where: what the names are of, for errors.
-        selector: a file's name or path, or a part of it such as `Q4_1`, in any case; None where only one can be meant.
-        is_path: `where` is a path, whose files are named by their own paths.
+        where: the repository or folder that has the files, for errors.
+        selector: a file's name or path, or a part of it such as `Q4_1`, in any letter case; None: only one model may be there.
+        is_path: `where` is a path, so the error's hint names files by paths, not after a colon.
 
     Raises:
         ModelNotFound: none or several match.
@@ -115,11 +115,11 @@ def choose_gguf(where: str, names: Iterable[str], selector: str | None, *, is_pa
 
 
 def choose_files(where: str, names: Sequence[str], selector: str | None) -> list[str]:
-    """The files of a repository that its model needs. Shards are all safetensors at the top; the index decides among them later.
+    """Return the files of a repository that its model needs. All safetensors at the top level count as shards; the index selects among them later.
 
     Raises:
-        ModelNotFound: there is no model, or it is not clear which is meant.
-        UnsupportedModel: the weights are of a kind Paceline does not read, or there is no tokenizer it could read.
+        ModelNotFound: the repository has no model, or several that may be meant.
+        UnsupportedModel: Paceline does not read this kind of weights, or the repository has no tokenizer that it reads.
     """
     top = {name for name in names if "/" not in name}
     safetensors = {name for name in top if name.endswith(".safetensors")}

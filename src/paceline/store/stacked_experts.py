@@ -1,6 +1,7 @@
-"""Experts as gpt-oss's safetensors have them: those of a layer in one tensor, gate and up in turn, in MXFP4 or turned.
+"""Experts in the layout of gpt-oss's safetensors: one tensor holds all experts of a layer, with rows of gate and up in turn.
 
-MXFP4 there lies in two tensors, codes (`*_blocks`, of two neighbouring inputs a byte) and exponents (`*_scales`); plain numbers have inputs as rows.
+Such a tensor is MXFP4 in two parts, codes (`*_blocks`, each byte has two neighbouring inputs) and exponents (`*_scales`). Or it holds plain numbers,
+transposed: its rows are the inputs.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from paceline.core.weights import GROUP, TENSOR_TYPES
 from paceline.store.tensor_files import Bytes, StoredAt
 
 _CODES: Final = GROUP // 2
-"""Bytes of a group's."""
+"""Bytes of the codes of one group."""
 _PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
 class PickedAt(StoredAt):
-    """A matrix, or a vector, that each so many-th row of another makes up. Shape and bytes are its own, `offset` is the other's."""
+    """A matrix, or a vector, made of every `apart`-th row of another tensor. Shape and bytes are its own; `offset` is that of the source."""
 
     source: StoredAt
     first: int
+    """Row of the source that is this tensor's row 0."""
     apart: int
     scales: StoredAt | None = None
-    """Of MXFP4, whose codes the source has."""
+    """Exponents of an MXFP4 tensor; the source then holds its codes."""
     turned: bool = False
-    """Rows are the source's columns."""
+    """The source is transposed: this tensor's rows are its columns."""
 
     @property
     def ranges(self) -> tuple[StoredAt, ...]:
@@ -57,10 +59,11 @@ class PickedAt(StoredAt):
 
 
 def unstacked(name: str, at: StoredAt, scales: Mapping[str, StoredAt], n_experts: int) -> Iterator[tuple[str, StoredAt]]:
-    """A tensor of all experts as each one's, under our names; any other as it is.
+    """Yield the tensors of the single experts for a tensor that holds all of them, under our names; any other tensor unchanged.
 
     Args:
-        scales: exponents by their names in the files.
+        name: the tensor's name, in our words.
+        scales: the tensors of exponents, by their names in the files.
     """
     before, _, word = name.rpartition(".")
     fused, _, kind = word.partition("_proj")

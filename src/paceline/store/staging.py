@@ -1,8 +1,8 @@
-"""A model on its way here from another node: files of full size under `partial/<digest>/`, filled piece by piece.
+"""A model that is being fetched from another node: files of full size under `partial/<digest>/`, filled piece by piece.
 
-What lies there is never believed: a piece counts as fetched when its bytes hash to what the description says, so a fetch that was
-killed at any byte goes on with all that arrived. `seal` notes that layers are there; `finish` checks whole files and makes the model a
-pulled one. One process at a time may do this for one model.
+Bytes on the disk are never trusted. A piece counts as fetched if its bytes have the hash of the description, so a fetch that was
+killed at any byte continues with everything that arrived. `seal` notes that layers are there; `finish` checks whole files and lists the model as
+pulled. One process at a time may do this for one model.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ def staged(
     *,
     for_others: bool = False,
 ) -> Generator[Staging]:
-    """Begin to fetch a model, or go on with it.
+    """Start the fetch of a model, or continue it, for the duration of the block.
 
     Args:
-        name: what it will be called here.
-        listed: what the hub says it is made of; None: the description alone says so.
-        origin: where it comes from, for the list of what is here.
-        for_others: another node wants layers of it to run here: they have a budget.
+        name: the model's name here.
+        manifest: the description that a node sent. It is checked first.
+        listed: the model's files as the hub lists them; None: only the description is known.
+        origin: fields for each file in the model's manifest that say where it came from.
+        for_others: another node asked for layers to run here, so they count against the budget of such layers.
 
     Raises:
-        FetchInProgress: another process of this machine is at it.
-        WrongBytes: the description is not of the model its digest names or the hub lists, has files of several models or of none, or
-            one that is here with other bytes.
-        ConfigError: the name can't be had.
-        DownloadError: the disk does not take it.
+        FetchInProgress: another process of this machine is fetching it.
+        WrongBytes: the description does not fit its digest or the hub's list, has files of several models or of none, or names a file that
+            is here with other bytes.
+        ConfigError: the name can't be a model's name here, or another model has it.
+        DownloadError: the disk can't be written.
     """
     _check_files(manifest)
     _check_name(name, home)
@@ -76,7 +77,7 @@ def staged(
 
 
 class Staging:
-    """The files of one model that is being fetched. Made by `staged`; one thread at a time."""
+    """The files of one model that is being fetched. `staged` creates it; only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -104,18 +105,18 @@ class Staging:
         self._open.clear()
 
     def missing(self, needed: Sequence[PieceRun], examined: Callable[[int], None]) -> list[PieceRun]:
-        """Which of these pieces are not here yet. Those that seem to be are read and checked.
+        """Return the pieces that are not here yet. All needed pieces are read from the disk and checked, so this may take long.
 
         Args:
-            needed: as `pieces_needed` gives them.
-            examined: told the bytes that are here, as they are found.
+            needed: as `pieces_needed` returns them.
+            examined: called with the bytes of right pieces found so far.
 
         Raises:
-            DownloadError: the disk, or what layers for others may have of it, is too small for the rest.
+            DownloadError: the disk, or the budget of layers for other nodes, is too small for the rest.
         """
         lacking: list[PieceRun] = []
         here = 0
-        # Before files of those sizes are made and their holes read: a description may say any size.
+        # This comes before files of those sizes are made and their holes read, because a description may name any size.
         self._check_space(needed, on_disk=sum(_allocated(self._folder / entry.name) for entry in self._manifest.files))
         for run in needed:
             entry, found = self._manifest.files[run.file], self._handle(run.file)
@@ -136,11 +137,11 @@ class Staging:
         return lacking
 
     def write(self, file: int, piece: int, data: bytes) -> None:
-        """Keep a piece that arrived.
+        """Write a piece that arrived to its file.
 
         Raises:
-            WrongBytes: it is not what was described; nothing is written.
-            OSError: the disk does not take it.
+            WrongBytes: its bytes are not those of the description; nothing is written.
+            OSError: the disk can't be written.
         """
         entry = self._manifest.files[file]
         if not _is_piece(data, entry, piece):
@@ -152,7 +153,7 @@ class Staging:
             left = left[out.write(left) :]
 
     def seal(self, needed: Sequence[PieceRun]) -> None:
-        """Note that these pieces are here, checked, so that what they hold may be opened."""
+        """Flush the files, and note that these pieces are here and checked, so that their tensors may be opened."""
         self._flush()
         note = read_note(self._folder)
         held = {} if note is None else note.held
@@ -161,14 +162,15 @@ class Staging:
         write_note(self._folder, PartNote(self._name, {name: joined([*held.get(name, ()), *runs]) for name, runs in gained.items()}))
 
     def finish(self, checked: Callable[[], None]) -> LocalModel:
-        """Check the files whole and list the model like a pulled one.
+        """Check the complete files, and list the model like a pulled one.
 
         Args:
-            checked: told now and then while files are read.
+            checked: called from time to time while files are read.
 
         Raises:
-            WrongBytes: a file is not the one whose digest was promised, though each piece is: its description lied. The file is removed.
-            ModelFileError, UnsupportedModel: what came is no model that runs here.
+            WrongBytes: a file has another SHA-256 than the description says, although each piece is right: the description is false. The file is
+                removed. Or a file is not the one that the hub lists.
+            ModelFileError, UnsupportedModel: the files are not a model that runs here.
         """
         self._flush()
         self.close()
@@ -179,7 +181,7 @@ class Staging:
                 path.unlink()
                 raise WrongBytes(f"{entry.name} has the SHA-256 {digest[:12]}..., {entry.sha256[:12]}... was promised")
         for file in () if self._listed is None else self._listed.files:
-            # The description's SHA-256 is the hub's: that was checked at the start, and the bytes just now.
+            # For other files the start has compared the description's SHA-256 with the hub's, and the loop above the bytes with it.
             if file.checksum.kind != "sha256" and not verify(self._folder / file.name, file):
                 raise WrongBytes(f"{file.name} is not the file that the hub lists")
         with folder_lock(self._name.partition(":")[0], self._home):
@@ -193,7 +195,7 @@ class Staging:
         return sum(PIECE * len(run) - (PIECE - files[run.file].piece_size(run.stop - 1)) for run in runs if len(run))
 
     def _install(self) -> LocalModel:
-        """Put checked files in place."""
+        """Move the checked files into the model's folder, and list the model."""
         folder = _model_folder(self._name, self._home)
         entries = self._manifest.files
         if self._listed is None:
@@ -201,7 +203,7 @@ class Staging:
         unlist(folder, [entry.name for entry in entries])
         for entry in entries:
             _place(self._folder / entry.name, folder / entry.name)
-            # Another node that asks this one next gets it without its being read once more.
+            # The sums are kept so that this node can serve the file to another one without reading it once more.
             remember_sums(folder / entry.name, FileSums(entry.size, entry.sha256, entry.pieces), self._home)
         about, files = ({}, {}) if self._listed is None else entries_of(self._listed)
         files = files or {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in entries}
@@ -211,7 +213,7 @@ class Staging:
         return model
 
     def _handle(self, file: int) -> BinaryIO:
-        """The file, open, of the size it will have."""
+        """Return a file of the model, opened and extended to its full size."""
         opened = self._open.get(file)
         if opened is None:
             entry = self._manifest.files[file]
@@ -227,7 +229,7 @@ class Staging:
             os.fsync(self._handle(file).fileno())
 
     def _unseal(self, lacking: Sequence[PieceRun]) -> None:
-        """What is about to be written anew may not be opened meanwhile."""
+        """Remove pieces that will be written again from the note, so that their tensors are not opened in the meantime."""
         note = read_note(self._folder)
         if note is None:
             return
@@ -245,7 +247,7 @@ def _pieces(run: PieceRun) -> range:
 
 
 def _allocated(path: Path) -> int:
-    """Bytes of the disk that a file takes; holes take none."""
+    """Return the bytes of the disk that a file takes (holes take none); 0 if it does not exist."""
     try:
         return path.lstat().st_blocks * 512
     except OSError:
@@ -264,13 +266,13 @@ def _sha256(path: Path, checked: Callable[[], None]) -> str:
 def _is_piece(data: bytes, entry: FileEntry, piece: int) -> bool:
     if len(data) != entry.piece_size(piece):
         return False
-    # A hole is seen at the speed of memory.
+    # Comparing with zeros is much faster than hashing, and most missing pieces are holes.
     digest = _ZEROS_SHA256 if data == _ZEROS else hashlib.sha256(data).digest()
     return digest == entry.piece_sha256(piece)
 
 
 def _check_files(manifest: ModelManifest) -> None:
-    """Nothing but a model's own files is written, and only under names of such files."""
+    """Raise WrongBytes unless a description has only the files of one model, under safe names, and its digest is theirs."""
     names = [entry.name for entry in manifest.files]
     for entry in manifest.files:
         weights = entry.name.lower().endswith((".gguf", ".safetensors"))
@@ -288,7 +290,7 @@ def _check_files(manifest: ModelManifest) -> None:
 
 
 def _check_listed(manifest: ModelManifest, listed: hub.Listed) -> None:
-    """What the hub lists, and nothing else."""
+    """Raise WrongBytes unless a description has exactly the files that the hub lists, with their sizes and SHA-256."""
     described = {entry.name: entry for entry in manifest.files}
     if described.keys() != {file.name for file in listed.files}:
         raise WrongBytes(f"the files described are not those that the hub lists for {listed.ref.repo}")
@@ -299,10 +301,10 @@ def _check_listed(manifest: ModelManifest, listed: hub.Listed) -> None:
 
 
 def _check_here(manifest: ModelManifest, folder: Path, staged_in: Path | None) -> None:
-    """A file that is listed here stays as it is.
+    """Raise WrongBytes if a file that is listed here would be replaced by one with other bytes.
 
     Args:
-        staged_in: where the files lie that came; None before they do.
+        staged_in: the folder of the fetched files; None before they are fetched.
     """
     files = (read_json_object(folder / MANIFEST) or {}).get("files")
     known = cast("dict[str, Any]", files) if isinstance(files, dict) else {}
@@ -331,13 +333,13 @@ def _model_folder(name: str, home: Home) -> Path:
 
 
 def _place(staged_file: Path, target: Path) -> None:
-    """Put a checked file in place. It stays in staging too until the model is listed, so that no moment loses it."""
+    """Put a checked file in place. It also stays in staging until the model is listed, so it is never lost."""
     target.parent.mkdir(parents=True, exist_ok=True)
     linked = target.with_name(f".{target.name}.new")
     linked.unlink(missing_ok=True)
     try:
         linked.hardlink_to(staged_file)
-    except OSError:  # a disk without links
+    except OSError:  # a file system without hard links
         staged_file.replace(target)
     else:
         linked.replace(target)

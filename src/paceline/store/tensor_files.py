@@ -1,8 +1,8 @@
-"""Weights in files, whatever the format: where each tensor lies, and what it holds.
+"""Tensors in files of any format: the place of each tensor, and reading it.
 
 Each read opens the file, reads one range and closes it. Nothing is mapped: mapped pages would count as this process's memory.
 
-A model's files are held against its configuration when it is opened: a wrong file is refused before anything is loaded, and by name.
+A model's tensors are checked against its configuration when it is opened, so a wrong file is refused, with its name, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from paceline.store.faults import damaged, reading, unsupported
 
 MAX_LAYERS: Final = 4096
 MAX_EXPERTS: Final = 1 << 17
-"""In all layers together, five times the largest models'. Each has tensors that are named one by one before any file is believed."""
+"""Most experts in all layers together, five times those of the largest models. Raising it: a hostile configuration costs more time and memory, since
+the tensors of each expert are named one by one."""
 
 
 def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> None:
-    """Hold the tensors of a file against its own spec.
+    """Check that a file has exactly the tensors of its spec.
 
     Raises:
-        ModelFileError: a tensor is missing or of another shape.
-        UnsupportedModel: there are tensors this family does not have, so running it without them would be wrong.
+        ModelFileError: a tensor is missing or has another shape.
+        UnsupportedModel: the file has tensors that the family does not have, so results without them would be wrong.
     """
     expected = tensor_shapes(spec)
     missing = [name for name in expected if name not in found]
@@ -55,7 +56,7 @@ def check_range(path: Path, sizes: Mapping[str, int]) -> None:
 
 
 def check_sizes(path: Path, spec: ModelSpec) -> None:
-    """Sizes that no model has, found before they are used to allocate or to divide.
+    """Check a spec's sizes before they are used to allocate or to divide.
 
     Raises:
         ModelFileError: a size is out of range, or sizes contradict one another.
@@ -110,36 +111,36 @@ DENSE: Final[Mapping[str, tuple[Literal["f32", "f16", "bf16"], type[np.generic]]
     "F16": ("f16", np.float16),
     "BF16": ("bf16", np.uint16),
 }
-"""Types of plain numbers: ours, and the one NumPy holds them in."""
+"""Types of unquantised tensors, by their names in files: our name, and the NumPy type that holds them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAt:
-    """Where a tensor lies: one range of one file, but for what is made of others (`ranges`)."""
+    """The place of a tensor: one range of one file. A subclass may combine several ranges (`ranges`)."""
 
     path: Path
     name: str
-    """In the file."""
+    """Name in the file."""
     type: TensorType
     shape: Shape
     """Row-major: (outputs, inputs) for a matrix."""
     offset: int
     nbytes: int
     stride: int = field(default=0, kw_only=True)
-    """Bytes from a row to the next, of columns; 0: rows lie one behind the other."""
+    """For columns of a matrix, bytes from one row to the next; 0: the rows are contiguous."""
 
     @property
     def ranges(self) -> tuple[StoredAt, ...]:
-        """What is read of files for it: itself, but where it is made of others."""
+        """Ranges of files that are read for this tensor: itself, or those that it is made of."""
         return (self,)
 
     def rows(self, start: int, stop: int) -> StoredAt:
-        """Where rows [start, stop) of it lie. Rows are whole blocks."""
+        """Return the place of rows [start, stop). Rows consist of whole blocks."""
         first, end = (at * self.nbytes // self.shape[0] for at in (start, stop))
         return replace(self, shape=(stop - start, *self.shape[1:]), offset=self.offset + first, nbytes=end - first)
 
     def columns(self, start: int, stop: int) -> StoredAt:
-        """Where columns [start, stop) of a matrix lie. They are whole blocks."""
+        """Return the place of columns [start, stop) of a matrix, which must begin and end between blocks."""
         first, end = (self.type.row_bytes(at) for at in (start, stop))
         n = self.shape[0]
         return replace(
@@ -148,14 +149,14 @@ class StoredAt:
 
     @property
     def runs(self) -> tuple[int, int]:
-        """How many stretches of bytes it lies in, and how long each is."""
+        """Number of contiguous runs that the tensor lies in, and the bytes of each."""
         return (self.shape[0], self.nbytes // self.shape[0]) if self.stride else (1, self.nbytes)
 
     def read(self) -> Bytes:
-        """Its bytes.
+        """Read the tensor's bytes, `nbytes` in a flat array.
 
         Raises:
-            ModelFileError: the file can't be read, or ends before them.
+            ModelFileError: the file can't be read, or ends too early.
         """
         raw, (count, length) = np.empty(self.nbytes, np.uint8), self.runs
         with reading(self.path), self.path.open("rb", buffering=0) as file:
@@ -176,7 +177,7 @@ HALVES: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
-"""Where a block of each type has half-precision scales, in bytes from its start. IQ1_M's is in four pieces; MXFP4 has none, but an exponent."""
+"""Offsets in bytes of the half-precision scales in a block of each type. IQ1_M is absent, because its scale is in four pieces; MXFP4 has an exponent."""
 
 
 def _scales_are_finite(kind: TensorType, rows_NB: Bytes) -> bool:
@@ -189,10 +190,10 @@ def _scales_are_finite(kind: TensorType, rows_NB: Bytes) -> bool:
 
 
 def stored_tensor(at: StoredAt, raw: Bytes) -> StoredTensor:
-    """What lies there, of the bytes that were read.
+    """Return a tensor made of its place and the bytes that were read there.
 
     Raises:
-        ModelFileError: no weights are like that.
+        ModelFileError: a scale is not a finite number, so these can't be weights.
     """
     if at.type.name in DENSE:
         dtype, numpy_type = DENSE[at.type.name]
@@ -204,7 +205,7 @@ def stored_tensor(at: StoredAt, raw: Bytes) -> StoredTensor:
 
 
 class TensorFiles:
-    """A `WeightSource` over files. A format adds how it is opened, and in which order its rows lie."""
+    """A `WeightSource` over files. The subclass of each format finds the tensors when it is opened."""
 
     format: ClassVar[str]
 
@@ -221,14 +222,14 @@ class TensorFiles:
         """Check the tensors against the spec.
 
         Args:
-            tensors: by Hugging Face's names.
-            digests: of files, remembered.
-            beside: files without tensors that the digest covers too.
-            neighbours: the files have the pairs of rope as neighbouring rows of queries and keys.
+            tensors: places by Hugging Face's names.
+            digests: the cache of the files' digests.
+            beside: files without tensors that the digest also covers.
+            neighbours: in the files, the two rows of a rope pair are neighbours in the queries' and keys' matrices.
 
         Raises:
             ModelFileError: tensors are missing or of the wrong shape.
-            UnsupportedModel: there are tensors Paceline does not know.
+            UnsupportedModel: the files have tensors that Paceline does not know.
         """
         check_tensors(files[0], spec, {name: at.shape for name, at in tensors.items()})
         self.spec: Final = spec
@@ -238,29 +239,29 @@ class TensorFiles:
         self._digest: str | None = None
         self.files: Final = tuple(files)
         self.reads: Callable[[StoredAt], Bytes] = methodcaller("read")
-        """How bytes are read: another one has them from elsewhere than these files."""
+        """Function that reads the bytes of a place. Replace it to get them from elsewhere than these files."""
         self._permuted: Final = {"q_proj": spec.n_heads, "k_proj": spec.n_kv_heads} if neighbours else {}
 
     @property
     def path(self) -> Path:
-        """What `store.catalog.open_weights` opens them by."""
+        """Path by which `store.catalog.open_weights` opens these weights: a folder, or the first GGUF file."""
         return self.files[0].parent if self._beside else self.files[0]
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
+        """SHA-256 of the file, or of the digests of several files. A file is read only if it changed since the last time."""
         if self._digest is None:
             self._digest = digest_of_files(self._digests, [*self.files, *self._beside])
         return self._digest
 
     @property
     def known_digest(self) -> str | None:
-        """The digest where it can be had without reading the weights."""
+        """The digest, if the digests of all weight files are remembered; otherwise None, because the weights would have to be read."""
         return self.digest if all(self._digests.known(file) is not None for file in self.files) else None
 
     @property
     def tensor_type(self) -> str:
-        """The type most of the bytes are in: how people name a file's quantisation."""
+        """Type of most of the bytes. People name a file's quantisation by it."""
         weight: dict[str, int] = {}
         for at in self._tensors.values():
             weight[at.type.name] = weight.get(at.type.name, 0) + at.nbytes
@@ -268,7 +269,7 @@ class TensorFiles:
 
     @property
     def places(self) -> Mapping[str, StoredAt]:
-        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
+        """Places of all tensors that are read from these files, on opening or later. Those with Hugging Face's names are the model's."""
         return self._tensors
 
     def names(self) -> Iterable[str]:
@@ -290,15 +291,15 @@ class TensorFiles:
         return stored_tensor(part, self.reads(part))
 
     def _heads_of(self, name: str) -> int | None:
-        """Heads of a tensor whose rows are permuted within each; None: they are not."""
+        """Return the number of heads of a tensor with rows that are permuted within each head; None: its rows are in order."""
         return self._permuted.get(name.rpartition(".self_attn.")[2].partition(".")[0])
 
     def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:
-        """Bytes of rows [start, stop) of a tensor, the halves of what turns in a head one after the other."""
+        """Read the bytes of rows [start, stop) of a tensor. Neighbouring rows of rope pairs are put into the order of half-split rope."""
         heads = self._heads_of(name)
         if heads is None or start == stop:
             return self.reads(at.rows(start, stop))
-        # Rows are permuted within a head: whole heads are read.
+        # Rows are permuted within a head, so whole heads must be read.
         a_head = at.shape[0] // heads
         first, last = start // a_head, -(-stop // a_head)
         rows_NB = self.reads(at.rows(first * a_head, last * a_head)).reshape(last - first, a_head, -1)

@@ -1,10 +1,10 @@
 """Text to ids and back, over the `tokenizers` library (transformers takes seconds to import).
 
-Three kinds of vocabulary are known: byte-level BPE, whose tokens spell bytes in GPT-2's alphabet, SentencePiece BPE with byte fallback, whose
-tokens spell text with a mark for the space, and encoders' WordPiece, with a mark for no space. Anything else is refused when a model is opened.
+Three kinds of vocabulary are known. In byte-level BPE, tokens spell bytes in GPT-2's alphabet. In SentencePiece BPE with byte fallback, they
+spell text with a mark for the space. In WordPiece, of encoders, a mark stands for no space. Any other kind is refused when a model is opened.
 
-A tokenizer travels as bytes: a text is tokenized where it arrives, on whichever node the model runs. What another machine sent is checked as a
-downloaded file is: the template runs in the sandbox, and what can't be read is damaged.
+Nodes send tokenizers to each other as bytes, because a text is tokenized on the node where it arrives, wherever the model runs. Such bytes are checked
+like a downloaded file: the template runs in the sandbox, and a tokenizer that can't be read is an error.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 SPACE_MARK: Final = "\u2581"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece writes for a space."""
 _PROBE: Final = "a word"
 _BEFORE: Final = "\x02"
-"""Takes the space that a vocabulary puts before a text. No vocabulary joins it with what follows."""
+"""Character that is put before a part of a text, to take the space that a vocabulary puts first. No vocabulary joins it with the text behind it."""
 
 
 class ModelTokenizer:
@@ -55,16 +55,18 @@ class ModelTokenizer:
         """Wrap an encoder.
 
         Args:
-            encoder: of the `tokenizers` library; becomes this object's own.
-            eos_ids: tokens the model's files name as ends; `end_ids` adds those that the vocabulary has.
+            path: the file that the tokenizer came from, for errors.
+            encoder: of the `tokenizers` library. The new object owns and changes it.
+            eos_ids: tokens that the model's files name as ends; `end_ids` adds others of the vocabulary.
             template: None for a model without one.
-            rows: of the model's embedding; tokens beyond them (some files add a padding token that was never trained) can't be run.
-            sampling_defaults: what the model's files say of how its tokens are drawn.
-            infill_tokens: those before the text before a gap, behind it and within it, as the model's files name them; no three tokens: they name none.
+            rows: rows of the model's embedding. Tokens beyond them (some files add a padding token that was never trained) can't be run.
+            sampling_defaults: the sampling parameters that the model's files recommend.
+            infill_tokens: the tokens before the text before a gap, before the text behind it, and before the gap's own text, as the model's files
+                name them. Anything but three different tokens: the model fills no gaps.
 
         Raises:
-            UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
-            ModelFileError: it can't encode a word.
+            UnsupportedModel: the bytes of this kind of vocabulary's tokens are not known.
+            ModelFileError: the tokenizer can't encode a word.
         """
         self._encoder = encoder
         self.template = template
@@ -95,12 +97,12 @@ class ModelTokenizer:
         self._repeats_space: Final = self.strips_space and self._has_prefix_inside()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens spelled in it are those tokens.
+        """Return the ids of a text. A special token that it spells becomes that token.
 
-        With `add_special`, what the model wants around a text (usually a first token) is added, unless the text begins with it.
+        With `add_special`, the tokens that the model expects around a text (usually a first one) are added, unless the text begins with that token.
 
         Raises:
-            InvalidRequest: the text holds lone surrogates, which are no characters, or the model's tokenizer fails on it.
+            InvalidRequest: the text holds lone surrogates, which are not characters, or the model's tokenizer fails on it.
         """
         ids = self._ids(text, add_special=add_special)
         return ids[1:] if add_special and len(ids) > 1 and ids[0] == ids[1] == self._first else ids
@@ -120,13 +122,13 @@ class ModelTokenizer:
             added = self._added.get(token_id)
             piece = self.token_bytes(token_id) if added is None else added.content.encode()
             spelled += piece.removeprefix(b" ") if is_prefix and added is None else piece
-            # The token that begins a text is no part of it.
+            # The token that begins a text is not part of it, so the vocabulary's space follows it.
             again = self._repeats_space or (self.strips_space and token_id == self._first)
             is_prefix = again if added is not None else is_prefix and not piece
         return spelled.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to the text; empty for special tokens and for ids beyond the vocabulary (padding of the head)."""
+        """Return the bytes that a token adds to a text; none for special tokens and for ids beyond the vocabulary (padding of the head)."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
@@ -160,7 +162,7 @@ class ModelTokenizer:
         return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
 
     def _rendered(self, template: ChatTemplate, chat: list[dict[str, Any]], now: datetime, given: Given) -> str:
-        """The text of a chat; of one to go on with, up to the end of its last message's content, which a mark shows."""
+        """Render a chat. One whose last message is to be continued ends with that message's content; a random mark finds the place."""
         if not given.continues:
             return template.render(chat, now, given)
         end = str(secrets.randbits(96))
@@ -172,7 +174,7 @@ class ModelTokenizer:
         return text
 
     def to_json(self) -> str:
-        """The encoder as a tokenizer.json."""
+        """Return the encoder as the text of a tokenizer.json."""
         with self._lock:
             return self._control.without_doubles(self._encoder.to_str())
 
@@ -181,7 +183,7 @@ class ModelTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text is not valid Unicode ({error.reason})", "Send UTF-8 without lone surrogates") from error
-        # The switch belongs to the encoder, not to the call.
+        # The switch is an attribute of the encoder, so it is set under the lock.
         with self._lock:
             self._encoder.encode_special_tokens = not parse_special
             try:
@@ -195,7 +197,7 @@ class ModelTokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def _has_prefix_inside(self) -> bool:
-        """Return whether the vocabulary puts its space behind special tokens too."""
+        """Return whether the vocabulary also puts its space behind special tokens."""
         names = [token.content for token in self._added.values() if token.special and not token.rstrip]
         return bool(names) and self._spelled(self._ids(names[0] + _PROBE, add_special=False)) == f" {_PROBE}"
 
@@ -210,7 +212,7 @@ class ModelTokenizer:
             return (token[2:] if token.startswith("##") else f" {token}").encode()
         if self._kind is _Kind.BYTE_LEVEL:
             alphabet = byte_alphabet()
-            # A character outside the alphabet stands for itself: a plain word someone appended to the vocabulary.
+            # A character outside the alphabet stands for itself: plain words are sometimes appended to a vocabulary.
             return b"".join(bytes([alphabet[char]]) if char in alphabet else char.encode() for char in token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
@@ -218,13 +220,13 @@ class ModelTokenizer:
 
 
 def is_library_failure(error: BaseException) -> bool:
-    """Whether the `tokenizers` library gave up: it raises nothing narrower than Exception, and its panics are not even that."""
+    """Return whether an error may come from the `tokenizers` library: it raises plain Exceptions, and panics that are not even that."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @cache
 def byte_alphabet() -> Mapping[str, int]:
-    """GPT-2's printable stand-in for each byte. Source: `bytes_to_unicode` in its encoder.py."""
+    """Return GPT-2's alphabet: the byte that each printable character stands for. Source: `bytes_to_unicode` in its encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if byte not in set(printable)]
@@ -252,11 +254,14 @@ def _kind_of(path: Path, encoder: Encoder) -> _Kind:
 
 
 MAX_PACKED_BYTES: Final = 16 << 20
-"""More than the tokenizers of the families that run here take (those of 150,000 tokens: some 9 MiB); what is longer is not fetched."""
+"""Largest packed tokenizer that is fetched from a node. One of 150,000 tokens takes about 9 MiB. Raising it: a faulty node may send more bytes."""
 
 
 def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
-    """Everything that decides what a tokenizer does. Equal ones pack alike. Takes some 10 ms a megabyte: not for an event loop."""
+    """Return everything that determines what a tokenizer does, as bytes. Equal tokenizers give equal bytes.
+
+    Takes about 10 ms for each megabyte, so it must not run on an event loop.
+    """
     template = tokenizer.template
     parts: dict[str, Any] = {
         "encoder": tokenizer.to_json(),
@@ -264,7 +269,7 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
         "template": None if template is None else template.source,
         "special_tokens": {} if template is None else dict(template.special_tokens),
     }
-    if template is not None and template.response is not None:  # else it packs as ever: its digest is what machines know it by
+    if template is not None and template.response is not None:  # an absent field keeps the digest that machines know
         parts["response_template"] = template.response
     if tokenizer.tool_template is not None:
         parts["tool_template"] = tokenizer.tool_template
@@ -276,19 +281,19 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
 
 
 def tokenizer_digest(packed: bytes) -> str:
-    """What a card says of a tokenizer and its template: SHA-256 of them packed, hex."""
+    """Return the hex SHA-256 of a packed tokenizer, by which a node's card names it."""
     return hashlib.sha256(packed).hexdigest()
 
 
 def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
-    """The tokenizer that `pack_tokenizer` packed.
+    """Return the tokenizer in bytes that `pack_tokenizer` made.
 
     Args:
-        origin: for errors: where the bytes lie, or whom they came from.
+        origin: the file or node that the bytes came from, for errors.
 
     Raises:
         ModelFileError: the bytes are damaged.
-        UnsupportedModel: a kind of tokenizer Paceline does not know.
+        UnsupportedModel: Paceline does not know this kind of tokenizer.
     """
     from tokenizers import Tokenizer
 

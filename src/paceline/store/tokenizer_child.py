@@ -1,7 +1,10 @@
 """The process that renders a model's chat template and runs its tokenizer: `python -m paceline.store.tokenizer_child`.
 
-Both are programs of the model's maker. Here they have an allowance of memory and of time that no trick gets around: the system refuses more
-memory, and ends what takes longer. Where the system has no such limit of memory (macOS), the parent looks. What goes in and comes out are frames: four bytes of length, then JSON, or the tokenizer itself in the first one.
+Both are untrusted programs of the model's maker. The system limits their memory and their time here, and no trick gets around that: it refuses more
+memory, and ends the process when its time is up. On a system without a limit of memory (macOS), the parent measures it.
+
+Input and output are frames of four bytes of length and a body. A request is JSON, except the first, which is the tokenizer. An answer is one letter, then
+ids of four bytes, or an error in JSON.
 """
 
 from __future__ import annotations
@@ -21,32 +24,33 @@ from paceline.core.errors import InvalidRequest, PacelineError, RequestError, Te
 from paceline.core.text import Given
 
 BUILD_BYTES: Final = 1 << 30
-"""Memory for reading a tokenizer: the largest, of 260,000 tokens, takes a third. Raising it: what a file may make this machine hold."""
+"""Memory to build a tokenizer; the largest, of 260,000 tokens, takes a third of it. Raising it: a hostile file may take more memory."""
 BUILD_S: Final = 20.0
-"""Of the processor's time, for the same; large ones take a second."""
+"""Seconds of CPU time to build a tokenizer; large ones take one second. Raising it: a hostile file occupies a processor for longer."""
 RENDER_BYTES: Final = 64 << 20
-"""Memory for one text, and `PER_BYTE` for each of its bytes. Raising it: the same for one request."""
+"""Memory for one text, in addition to `PER_BYTE` for each of its bytes. Raising it: a hostile template may take more memory for a request."""
 PER_BYTE: Final = 128
-"""Of prose, the tokenizer's library takes some ninety: a character in the message, in what is rendered of it, in what is normalised, and tokens."""
+"""Bytes of memory for each byte of a request. For prose the library takes about ninety: the message, its rendered and normalised text, and the tokens.
+Raising it: as for `RENDER_BYTES`."""
 STATM: Final = Path("/proc/self/statm")
-"""Where a system tells a process's size, it also limits it."""
+"""File with the size of a process. A system that has it also enforces limits of memory."""
 HEAD: Final = struct.Struct("=I")
 IDS, FAULT = b"I", b"F"
 
 
 def limit_of(nbytes: int) -> float:
-    """Seconds of the processor's time that a request of so many bytes may take: on a busy machine that is longer by the clock."""
+    """Return the seconds of CPU time that a request of `nbytes` bytes may take. On a busy machine that is longer by the clock."""
     return min(20.0, 2.0 + nbytes / 200_000)
 
 
 def main() -> None:
-    """Answer until the parent is gone, or asks nothing for as long as it said."""
+    """Answer requests until the parent is gone, or sends none for the seconds in the first argument (0: no limit)."""
     idle_s, limits_memory = map(int, sys.argv[1:])
-    # Its own stdin and stdout, whatever a library prints.
+    # Private copies of stdin and stdout, so that nothing a library prints gets between the frames.
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear
-    for ends in (signal.SIGPROF, signal.SIGALRM):  # in the middle of anything
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    for ends in (signal.SIGPROF, signal.SIGALRM):  # their default action ends the process at any point
         signal.signal(ends, signal.SIG_DFL)
     if limits_memory:
         _limit_memory(BUILD_BYTES)
@@ -84,7 +88,7 @@ def main() -> None:
 
 
 def write_time(now: datetime) -> tuple[str, str | None]:
-    """A time as it travels, with the name of its zone, which a template may show."""
+    """Return a time in ISO format, and the name of its zone, which a template may show."""
     return now.isoformat(), now.tzname()
 
 
@@ -95,7 +99,7 @@ def _time(at: str, zone: str | None) -> datetime:
 
 
 def _limit_memory(more: int) -> None:
-    """Allow so many bytes beside what is held now."""
+    """Limit the address space to `more` bytes above its present size."""
     held = int(STATM.read_bytes().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = held + more

@@ -1,8 +1,8 @@
 """Tokenizers from a model's files: a folder's tokenizer.json or vocab.txt, or a GGUF file's metadata.
 
 Building one from metadata takes a second, so it is kept as a tokenizer.json for the next start. `gpt2` vocabularies (byte-level BPE) differ in how
-text is cut before merging, which the file names by `tokenizer.ggml.pre`; `llama` vocabularies (SentencePiece BPE) hold scores in place of merges.
-An unknown cut is refused: guessing one gives other ids.
+text is cut before merging: the field `tokenizer.ggml.pre` names the rule. `llama` vocabularies (SentencePiece BPE) hold scores in place of merges.
+An unknown rule is refused, because a wrong one gives other ids.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ if TYPE_CHECKING:
 
 VOCABULARY: Final = "vocab.txt"
 PREFIX: Final = "##"
-"""Begins a token that goes on with a word."""
+"""Beginning of a token that continues a word."""
 _UNKNOWN, _FIRST, _LAST, _REST = "[UNK]", "[CLS]", "[SEP]", ("[PAD]", "[MASK]")
 
 
 def wordpiece(path: Path, tokens: Sequence[str], *, lowercase: bool) -> Encoder:
-    """An encoder over these tokens, as BERT's.
+    """Return a WordPiece encoder over these tokens, set up like BERT's.
+
+    Args:
+        lowercase: texts are changed to lower case first.
 
     Raises:
-        ModelFileError: some that it needs are missing.
+        ModelFileError: a token that it needs is missing.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -57,10 +60,13 @@ def wordpiece(path: Path, tokens: Sequence[str], *, lowercase: bool) -> Encoder:
 
 
 def tokenizer_from_vocabulary(folder: Path, rows: int | None = None) -> ModelTokenizer:
-    """The tokenizer of an old folder, which has a vocab.txt and no tokenizer.json.
+    """Return the tokenizer of an old encoder's folder, which has a vocab.txt and no tokenizer.json.
+
+    Args:
+        rows: rows of the model's embedding; None: they are not known.
 
     Raises:
-        ModelFileError: it is damaged.
+        ModelFileError: the vocabulary is damaged.
     """
     path = folder / VOCABULARY
     with reading(path):
@@ -76,16 +82,19 @@ def tokenizer_from_vocabulary(folder: Path, rows: int | None = None) -> ModelTok
 TOKENIZER: Final = "tokenizer.json"
 _TEMPLATE, _TEMPLATES, _TEMPLATE_JSON = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-"""Names of templates, where a model has several: for any chat, and for one with tools."""
+"""Names of a model's templates if it has several: for any chat, and for a chat with tools."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokenizer:
-    """The tokenizer of a model folder, whose embedding has so many rows.
+    """Return the tokenizer of a model's folder.
+
+    Args:
+        rows: rows of the model's embedding; None: they are not known.
 
     Raises:
-        ModelFileError: there is none, or it is damaged.
-        UnsupportedModel: it is of a kind Paceline does not know.
+        ModelFileError: the folder has no tokenizer, or a damaged one.
+        UnsupportedModel: Paceline does not know this kind of tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -101,7 +110,7 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
     encoder.no_truncation()
     encoder.no_padding()
     if getattr(encoder.model, "dropout", None):
-        encoder.model.dropout = None  # a file as it was trained with: the same text would give other tokens each time
+        encoder.model.dropout = None  # left from training: the same text would give other tokens each time
     settings = _optional(folder / "tokenizer_config.json")
     special = {name: token for name in _NAMED if (token := _content(settings, name)) is not None}
     generation = _optional(folder / "generation_config.json")
@@ -112,7 +121,7 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
     sources = _template_sources(folder, settings)
     template = _template(folder, sources, special, _object(settings, "response_template"))
     encoder = with_control_marks(encoder, _marks(encoder, template), _named(encoder, ids, special), path)
-    drawn = {} if generation.fields.get("do_sample") is False else generation.fields  # what it says is of no use to a greedy model
+    drawn = {} if generation.fields.get("do_sample") is False else generation.fields  # sampling parameters mean nothing here
     return ModelTokenizer(path, encoder, ids, template, rows, drawn)
 
 
@@ -121,7 +130,7 @@ def _optional(path: Path) -> JsonObject:
 
 
 def _content(settings: JsonObject, name: str) -> str | None:
-    """A special token is written as a string, or as an object with a `content`."""
+    """Return a special token's text. Files have it as a string, or as an object with a `content`."""
     value = settings.fields.get(name)
     found: Any = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
@@ -153,7 +162,7 @@ def template_text(path: Path) -> str | None:
 
 
 def _template_sources(folder: Path, settings: JsonObject) -> dict[str, str]:
-    """Return a model's templates by name: of files of their own, else of tokenizer_config.json, else of chat_template.json."""
+    """Return a model's templates by name: from separate files, or from tokenizer_config.json, or from chat_template.json, in this order."""
     files = {_DEFAULT: folder / _TEMPLATE, _TOOL_USE: folder / _TEMPLATES / f"{_TOOL_USE}.jinja"}
     found = {name: _text(path) for name, path in files.items() if path.is_file()}
     if _DEFAULT in found:
@@ -162,11 +171,11 @@ def _template_sources(folder: Path, settings: JsonObject) -> dict[str, str]:
 
 
 _MOST_IDS: Final = 1 << 32
-"""The library raises OverflowError for an id beyond."""
+"""End of the ids that the library accepts: it raises OverflowError from here on."""
 
 
 def _named(encoder: Encoder, ends: Iterable[int], special: Mapping[str, str]) -> set[str]:
-    """Return the tokens that a model's files name."""
+    """Return the spellings of the tokens that a model's files name as special or as ends."""
     return {*special.values(), *(name for i in ends if 0 <= i < _MOST_IDS and (name := encoder.id_to_token(i)) is not None)}
 
 
@@ -175,7 +184,7 @@ def _marks(encoder: Encoder, template: ChatTemplate | None) -> set[str]:
 
 
 def _named_templates(settings: JsonObject) -> dict[str, str]:
-    """Read one template, or several: as an object, or as a list of objects with a name."""
+    """Return the templates of a `chat_template` field by name. It holds one template, an object of several, or a list of objects with a name."""
     value = settings.fields.get("chat_template")
     if isinstance(value, list):
         entries = [cast("dict[str, Any]", entry) for entry in cast("list[Any]", value) if isinstance(entry, dict)]
@@ -197,24 +206,28 @@ def _template(
 
 
 _BUILD: Final = "tokenizer 1"
-"""Part of the cache's key: raise it when the same metadata is to give another tokenizer."""
+"""Part of the cache's key. Change it when the same metadata must give another tokenizer."""
 
 _UNKNOWN_KIND, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
-"""Where llama.cpp writes them, behind `general.sampling.`."""
+"""Fields of a GGUF file, after `general.sampling.`, that hold the sampling parameters."""
 _CARDS: Final[Mapping[str, Mapping[str, float]]] = {"smollm2": {"temperature": 0.2}}
-"""What makers say in their models' cards and not in the files, by `general.basename`. At temperature 1 so small a model writes no sense."""
+"""Sampling parameters that the makers recommend in a model's card but not in its files, by `general.basename`. At temperature 1 so small a model
+writes nonsense."""
 _INFILL: Final = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
-"""What llama.cpp calls the tokens to fill a gap with, and called them before."""
+"""llama.cpp's present and former names of the three infill tokens."""
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None) -> ModelTokenizer:
-    """The tokenizer a GGUF file carries, whose embedding has so many rows.
+    """Return the tokenizer in a GGUF file.
+
+    Args:
+        rows: rows of the model's embedding; None: they are not known.
 
     Raises:
-        ModelFileError: the file has none, or a damaged one.
-        UnsupportedModel: it is of a kind Paceline does not know.
+        ModelFileError: the file has no tokenizer, or a damaged one.
+        UnsupportedModel: Paceline does not know this kind of tokenizer.
     """
     if header.text("tokenizer.ggml.model") is None:
         raise ModelFileError(f"{header.path} has no tokenizer", "Use a GGUF file with its vocabulary in it")
@@ -236,7 +249,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
 
 
 def cached_tokenizer(path: Path, home: Home) -> Path:
-    """Where the tokenizer that was built of a file lies."""
+    """Return the cache file of the tokenizer that was built from a model's file."""
     return home.tokenizers / f"{identity_key(path, _BUILD)}.json"
 
 
@@ -245,7 +258,7 @@ def build_encoder(header: GgufHeader) -> Encoder:
 
     Raises:
         ModelFileError: the metadata is missing or damaged.
-        UnsupportedModel: the vocabulary's kind, or how it cuts text, is not known.
+        UnsupportedModel: the kind of vocabulary, or its rule to cut text, is not known.
     """
     path = header.path
     tokens, kinds = header.strings("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
@@ -259,7 +272,7 @@ def build_encoder(header: GgufHeader) -> Encoder:
             encoder, bos_by_default = _byte_level(header, tokens)
         case "llama":
             encoder, bos_by_default = _sentencepiece(header, tokens, kinds), True
-        case "bert":  # what stands around a text is always that of BERT
+        case "bert":  # BERT always has the same tokens around a text
             return wordpiece(path, [_as_wordpiece(token) for token in tokens], lowercase=not any(map(_is_cased, tokens)))
         case other:
             raise unsupported(path, f"its tokenizer is of kind {other!r}")
@@ -269,14 +282,17 @@ def build_encoder(header: GgufHeader) -> Encoder:
 
 
 def _as_wordpiece(token: str) -> str:
-    """llama.cpp marks what begins a word, WordPiece what goes on with one; what stands in brackets is special."""
+    """Return llama.cpp's token as WordPiece spells it. llama.cpp marks tokens that begin a word, WordPiece those that continue one.
+
+    Tokens in brackets are special and stay as they are.
+    """
     if token.startswith(SPACE_MARK):
         return token[1:]
     return token if token.startswith("[") and token.endswith("]") else PREFIX + token
 
 
 def _is_cased(token: str) -> bool:
-    """Whether the token could not come of a text in lower case."""
+    """Return whether a token has a capital letter, so that it can't come from a text in lower case. False for special tokens."""
     return not token.startswith("[") and token != token.lower()
 
 
@@ -343,7 +359,7 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], kinds: list[float]) ->
 
 
 def merges_from_scores(scores: dict[str, float], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """BPE merges that do what SentencePiece does with scores: always join the pair whose joined token scores highest.
+    """Return BPE merges with the effect of SentencePiece's scores: the pair with the best joined token is always merged first.
 
     Source: `generate_merges` in transformers' convert_slow_tokenizer.py.
     """
@@ -371,7 +387,7 @@ def _add_special(encoder: Encoder, tokens: list[str], kinds: list[float]) -> Non
 
 
 def _add_ends(header: GgufHeader, encoder: Encoder, bos_by_default: bool) -> None:
-    """Put the first and last token around a text, where the model wants them."""
+    """Make the encoder put a first and a last token around a text, if the model has them."""
     from tokenizers import processors
 
     template, used = ["$A"], dict[str, int]()
@@ -391,6 +407,6 @@ def _token(header: GgufHeader, encoder: Encoder, key: str) -> str | None:
 
 
 def _id(header: GgufHeader, key: str, n_tokens: int) -> int | None:
-    """A special token's id. Files name ids beyond the vocabulary to say that there is none."""
+    """Return a special token's id, or None. Some files name an id beyond the vocabulary if the model does not have the token."""
     token_id = header.integer(f"tokenizer.ggml.{key}_token_id")
     return token_id if token_id is not None and 0 <= token_id < n_tokens else None

@@ -1,9 +1,9 @@
-"""Finds the marks of turns: entries of a vocabulary that a chat template writes around what is said.
+"""Finds the marks of turns: vocabulary entries that a chat template writes around each message.
 
-The template renders a few chats of random texts, in the process that bounds templates. A mark is an entry that stands next to a text, or next to another
-mark or a role that does. The source of a template says less: it puts marks together from pieces and macros.
+The template renders a few probe chats, in the process that limits templates. A mark is an entry next to a probe's text, or next to another mark or a
+role that is. The source of a template is not enough to find marks, because templates build them from pieces and macros.
 
-What stands within the assistant's turn (thoughts, calls, results) is text that models write and clients read: its marks are not marks of turns. So the
+Marks inside the assistant's turn (of thoughts, calls, results) are text that models write and clients read, not marks of turns. So the
 assistant's turn begins with as many marks as the user's, and a result's frame ends where a turn does.
 """
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT: Final = 32
-"""Templates whose texts are remembered. Raising it: some kilobytes each; models with one template wait for it once."""
+"""Number of templates with remembered probe texts, so that models with the same template render it once. Raising it: a few kilobytes more for each."""
 _ROLES: Final = ("system", "user", "assistant", "model", "tool", "developer", "human", "bot", "gpt", "ipython")
 _SYSTEM, _USER, _ANSWER, _NEXT, _RESULT = ("58120393746", "90317465528", "27741906835", "61958820374", "43382017596")
-"""Texts of the chats. Digits, since templates change letters, and nothing in a template is such a number."""
+"""Texts of the probe chats. They are digits, because templates may change letters, and no template contains such a number."""
 _TEXTS: Final = re.compile(f"({_SYSTEM}|{_USER}|{_ANSWER}|{_NEXT}|{_RESULT})")
 _WORD: Final = re.compile(r"\w+|\s+")
 _EDGE: Final = "edge"
@@ -48,7 +48,7 @@ _CALL: Final[Mapping[str, Any]] = {"id": "abcdefghi", "type": "function", "funct
 
 
 def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]]:
-    """Yield the chats that are rendered, and their tools."""
+    """Yield the messages and the tools of each probe chat."""
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": _RESULT}
     yield [user], ()
@@ -59,7 +59,7 @@ def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str
 
 
 def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
-    """Return the entries that frame turns, in a template and in that for chats with tools. Blocks for some 0.3 s a template that may write any."""
+    """Return the entries that frame turns in a model's templates. Blocks for about 0.3 s for each template that may write such an entry."""
     special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
     signs = [name for name in encoder.get_vocab(with_added_tokens=True) if not name[-1:].isalnum()]
     names = [name.lower() for name in signs if is_mark(name) and name not in special]
@@ -79,7 +79,7 @@ def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
 
 
 def _may_write(source: str, name: str) -> bool:
-    """Return whether a template's source has a mark, or what stands around a role in it."""
+    """Return whether a template's source contains a mark, or the parts of a mark before and after a role in it."""
     if name in source:
         return True
     return any(role in name and all(half in source for half in (name.partition(role)[0], name.partition(role)[2])) for role in _ROLES)
@@ -87,11 +87,11 @@ def _may_write(source: str, name: str) -> bool:
 
 @lru_cache(KEPT)
 def rendered_texts(source: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[str | None, ...]:
-    """Return the text of each probe chat, None where the template refuses it.
+    """Return the rendered text of each probe chat; None for a chat that the template refuses.
 
     Raises:
         PacelineError: the template's process can't be started.
-        ProcessLost: the template takes longer, or more memory, than any chat does.
+        ProcessLost: the template exceeds its limits of time or memory.
     """
     template = ChatTemplate(Path("template"), source, dict(special_tokens))
     process = TokenizerProcess(pack_tokenizer(ModelTokenizer(template.path, _bytes(), frozenset(), template)))
@@ -111,7 +111,7 @@ def _text(process: TokenizerProcess, chat: Sequence[Mapping[str, Any]], tools: S
 
 
 def _bytes() -> Encoder:
-    """Return an encoder whose ids are bytes."""
+    """Return an encoder with bytes as ids, which makes text of the ids that the process returns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     encoder = Tokenizer(models.BPE(vocab=dict(byte_alphabet()), merges=[]))
@@ -122,12 +122,12 @@ def _bytes() -> Encoder:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """What a template writes between two texts that follow one another."""
+    """The marks that a template writes between two consecutive probe texts."""
 
     behind: Sequence[str]
-    """The marks in a row behind the first text, or all marks if nothing else stands between the two."""
+    """The marks directly behind the first text; all marks if only marks, blanks and roles are between the two texts."""
     before: Sequence[str]
-    """Likewise before the second text."""
+    """The marks directly before the second text; all marks in the same case."""
 
     @property
     def is_whole(self) -> bool:
@@ -138,13 +138,14 @@ _NONE: Final = _Gap((), ())
 
 
 def framing(is_entry: Callable[[str], bool], texts: Sequence[str | None]) -> set[str]:
-    """Return the marks around turns, of those that are entries of the vocabulary.
+    """Return the marks around turns that are entries of the vocabulary.
 
     Args:
-        texts: of the probe chats, as `rendered_texts`.
+        is_entry: returns whether the vocabulary has an entry with this spelling.
+        texts: the texts of the probe chats, as `rendered_texts` returns them.
     """
     alone, answered, again, instructed, calling = ({} if text is None else dict(_gaps(text, is_entry)) for text in texts)
-    # How many marks begin a turn of the user's, and where the assistant's begins.
+    # `begun` marks begin a turn of the user; `ended` is the place in `opening` where the user's turn is over.
     told = again.get((_ANSWER, _NEXT), _NONE).behind
     begun = len(told) - _same(told, answered.get((_ANSWER, _EDGE), _NONE).behind)
     opening = answered.get((_USER, _ANSWER), _NONE).behind
@@ -153,7 +154,7 @@ def framing(is_entry: Callable[[str], bool], texts: Sequence[str | None]) -> set
     for chat in (alone, answered, again, instructed):
         for (before, behind), gap in chat.items():
             if behind in {_SYSTEM, _USER, _NEXT}:
-                is_own = gap.is_whole or before != _EDGE  # else the template's own words stand there, which may name any mark
+                is_own = gap.is_whole or before != _EDGE  # other words there are the template's own, and may name any mark
                 found.update(gap.before if is_own else gap.before[-max(1, begun) :])
             if before != _EDGE:
                 found.update(gap.behind[:1])
@@ -164,12 +165,12 @@ def framing(is_entry: Callable[[str], bool], texts: Sequence[str | None]) -> set
 
 
 def _same(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many marks two rows of them begin with alike."""
+    """Return the number of marks that two sequences have in common at their beginning."""
     return next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _gaps(text: str, is_entry: Callable[[str], bool]) -> Iterator[tuple[tuple[str, str], _Gap]]:
-    """Yield what stands between each two texts, by these. The beginning and the end of the whole are called `_EDGE`."""
+    """Yield each pair of consecutive probe texts and the gap between them. `_EDGE` stands for the beginning and the end of the whole."""
     pieces = _TEXTS.split(text)
     texts = [_EDGE, *pieces[1::2], _EDGE]
     for (before, behind), piece in zip(pairwise(texts), pieces[::2], strict=True):
@@ -194,7 +195,7 @@ def _words(text: str, is_entry: Callable[[str], bool]) -> Iterator[str]:
 
 
 def _run(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words up to a sign, or to the second word without a mark between."""
+    """Yield the words up to the first sign, or up to a second word that no mark separates from the one before."""
     was_word = False
     for word in words:
         if is_mark(word):
