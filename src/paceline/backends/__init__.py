@@ -8,12 +8,12 @@ _SETTINGS = ".numba_config.yaml"
 
 
 def _read_no_settings() -> None:
-    """Import Numba so that it reads no settings from the current folder, whose author may be a stranger: they name caches, and caches are pickles.
+    """Import Numba so that it reads no settings from the current folder, which may be untrusted: settings name caches, and caches are pickles.
 
-    Numba reads the file when it is imported, if it can read YAML, and never asks again whether it can.
+    Numba reads the file when it is imported, if it can import YAML then, and does not try again later.
     """
     yaml = sys.modules.get("yaml")
-    sys.modules["yaml"] = None  # type: ignore[assignment]  # which fails its import
+    sys.modules["yaml"] = None  # type: ignore[assignment]  # makes its import fail
     try:
         import warnings
 

@@ -1,7 +1,7 @@
-"""Runs an encoder on the processor, in float32, by NumPy.
+"""Runs an encoder on the processor, in float32, with NumPy.
 
-Law: a text's vector depends on nothing but the text's tokens. Each text is computed alone, by products whose shapes follow from its length;
-a batch is texts one after the other. Padding, or rows of several texts in one product, would let a text's neighbours choose how sums are cut.
+Law: a text's vector depends only on the text's tokens. Each text is computed alone, by products with shapes that follow from its length;
+a batch runs its texts one after the other. With padding, or with rows of several texts in one product, other texts would change the order of sums.
 
 Shapes: T tokens, D hidden, H heads, d of a head, F of the feed-forward block.
 """
@@ -21,9 +21,9 @@ Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
 
 _SCORES: Final = 1 << 18
-"""Scores of attention held at once, unless one head has more; they then stay in a core's cache. Raising it: fewer, larger products."""
+"""Most attention scores held at once (one head may have more), so that they stay in a core's cache. Raising it: fewer, larger products that leave it."""
 _GELU: Final = 1 << 16
-"""Numbers that go through the activation at once, for the same reason."""
+"""Most numbers that the activation handles at once, for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Bert:
         self._layers = [layer(f"encoder.layer.{i}") for i in range(spec.n_layers)]
 
     def vectors(self, texts: Sequence[Ids]) -> Float32:
-        """A row for each text, of at least one token and at most `max_tokens`, all of the vocabulary."""
+        """Return the vectors of texts, [texts, D]. Each text has 1 to `max_tokens` token ids of the vocabulary."""
         return np.stack([self._vector(ids) for ids in texts])
 
     def _vector(self, ids_T: Ids) -> Float32:
@@ -137,11 +137,11 @@ def _attention(qkv_T3D: Float32, spec: EncoderSpec) -> Float32:
 _TOP: Final = (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05, -7.34990630326855e-04,
                -2.95459980854025e-03, -1.60960333262415e-02)  # fmt: skip
 _BOTTOM: Final = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02)
-"""The error function over its argument, as a quotient of polynomials of the argument's square: XLA's and Eigen's for float32. NumPy has none."""
+"""Coefficients of erf(x) / x as a quotient of polynomials of x squared: those of XLA and Eigen for float32. NumPy lacks the error function."""
 
 
 def gelu(x_TF: Float32) -> Float32:
-    """x times the share of a normal distribution below x, in place; off by some 1e-7."""
+    """Multiply each x by the share of a normal distribution below x, in place. The error is about 1e-7."""
     rows = max(1, _GELU // x_TF.shape[1])
     for first in range(0, len(x_TF), rows):
         part = x_TF[first : first + rows]

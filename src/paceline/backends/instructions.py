@@ -1,4 +1,4 @@
-"""Sets of instructions that compiled kernels are made of, and which of them this processor has."""
+"""Instruction sets of the compiled kernels, and the ones that this processor has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 
 
 class Lowering(StrEnum):
-    """Instructions that the kernels are made of, the fastest first. All compute the same bytes."""
+    """An instruction set that kernels are compiled to, the fastest first. All compute the same bytes."""
 
     AVX512_BF16 = "avx512bf16"
     AVX512_VNNI = "avx512vnni"
@@ -33,7 +33,7 @@ _FEATURES = {
     Lowering.NEON: ("dotprod",),
 }
 _ARM = {"dotprod": ("DotProd", 16, 20), "i8mm": ("I8MM", 26, 13), "lse": ("LSE", 16, 8)}
-"""LLVM's names of features of ARM; macOS's names of them; and on Linux, which word of the auxiliary vector has them (AT_HWCAP, AT_HWCAP2), and its bit."""
+"""ARM features by LLVM's name: macOS's name, and on Linux the word of the auxiliary vector (16: AT_HWCAP, 26: AT_HWCAP2) and the bit in it."""
 _chosen: Lowering | None = None
 
 
@@ -43,7 +43,7 @@ def is_arm() -> bool:
 
 @cache
 def features() -> frozenset[str]:
-    """What this processor has, under LLVM's names; of ARM's, what kernels ask for."""
+    """Return this processor's features under LLVM's names; on ARM only those that kernels may use."""
     if is_arm():
         return _features_of_arm()
     from llvmlite import binding
@@ -52,7 +52,7 @@ def features() -> frozenset[str]:
 
 
 def _features_of_arm() -> frozenset[str]:
-    """As the system says: LLVM does not know every processor."""
+    """Return the ARM features that the operating system reports, because LLVM does not know every processor."""
     system = ctypes.CDLL(None)
     if sys.platform == "darwin":
         return frozenset(feature for feature, (name, *_) in _ARM.items() if _has(system, f"hw.optional.arm.FEAT_{name}"))
@@ -66,32 +66,35 @@ def _has(system: ctypes.CDLL, name: str) -> bool:
 
 
 def compiled_for() -> str | None:
-    """What kernels are compiled for, beside what LLVM knows of the processor by its name, as Numba takes it. None: LLVM knows all."""
+    """Return the features that kernels are compiled for in addition to those that LLVM knows by the processor's name, in Numba's notation.
+
+    None: LLVM knows all of them.
+    """
     return ",".join(f"+{feature}" for feature in sorted(features())) if is_arm() else None
 
 
 @cache
 def lowerings_here() -> tuple[Lowering, ...]:
-    """Those whose instructions this processor has, the fastest first."""
+    """Return the instruction sets that this processor has, the fastest first."""
     here = features()
     return tuple(lowering for lowering, needed in _FEATURES.items() if here.issuperset(needed))
 
 
 def runs_here() -> bool:
-    """Whether this processor has the instructions of any lowering."""
+    """Return whether this processor can run compiled kernels at all."""
     return bool(lowerings_here())
 
 
 def lowering_in_use() -> Lowering | None:
-    """What this process's kernels are made of; None: this processor has the instructions of none."""
+    """Return the instruction set of this process's kernels: the chosen one, or the fastest here. None: this processor has none of them."""
     return _chosen or next(iter(lowerings_here()), None)
 
 
 def use_lowering(lowering: Lowering) -> None:
-    """Choose what this process's kernels are made of; before the first of them is imported.
+    """Choose the instruction set of this process's kernels. Must be called before the first kernel is imported.
 
     Raises:
-        ConfigError: kernels of another are in use.
+        ConfigError: kernels of another instruction set are in use.
     """
     global _chosen  # noqa: PLW0603 - one a process, as kernels are
     if lowering is not lowering_in_use() and "paceline.backends.cpu.lowering" in sys.modules:

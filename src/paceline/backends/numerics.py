@@ -1,8 +1,8 @@
 """The numerics id of a backend, and whether its kernels hold the rules of byte identity (rule 7).
 
-One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each thread count in use; where sums over keys have
-segments, once more behind as many keys as show them. Where every cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids,
-equal bytes. Where they don't, the id covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
+One seeded layer and head run 33 rows whole and cut into pieces of 1 to 17 rows, on each thread count in use. If sums over keys have segments, the rows
+run once more behind enough keys to show them. If all cuts give the same bytes, identity holds and the id is the hash of these bytes: equal ids mean equal
+bytes. Otherwise the id covers all results, and `holds_identity` is false. Every machine draws the same weights and inputs.
 
 Shapes: T rows, D hidden.
 """
@@ -24,9 +24,9 @@ from paceline.engine.local import LayerRunner, RowPlan
 ROWS = 33
 """Rows of the seeded sequence."""
 WINDOW = 20
-"""Keys of a seeded window: rows begin behind it, and it reaches over a segment's end."""
+"""Keys of the seeded window: later rows do not see the first keys, and the window crosses the end of a segment."""
 CUTS = ((33,), (1, 2, 3, 16, 11), (17, 16))
-"""Rows run at a time. Few pieces: on a busy machine each waits for every thread."""
+"""Rows of each piece, for each cut. There are few pieces, because on a busy machine each waits for every thread."""
 
 _SEED = 2026
 _SPREAD = np.float32(0.2)
@@ -35,7 +35,7 @@ _SPREAD = np.float32(0.2)
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What a backend's kernels were seen to compute."""
+    """The result of measuring a backend's kernels."""
 
     id: str
     """16 hex digits."""
@@ -50,14 +50,15 @@ def measure(
     label: str,
     behind: int = 0,
 ) -> Numerics:
-    """Run the seeded layer.
+    """Run the seeded layer in all cuts on all thread counts, and return the numerics id.
 
     Args:
-        make: loads a runner of all layers of a source, with edges, on a number of threads.
-        source: a small seeded model, of the family, head size and expert count of the one that will run.
-        to_bytes: of the runner's activations.
-        label: names kernels and weights format: different ones never share an id.
-        behind: position from which the rows run a second time, a whole number of blocks; 0: they don't.
+        make: loads a runner of all layers of a source, with embedding and head, on a number of threads.
+        source: a small seeded model with the family, head size and expert count of the model that will run.
+        threads: thread counts to measure.
+        to_bytes: returns the bytes of the runner's activations.
+        label: name of the kernels and the weights format; different ones never share an id.
+        behind: position of a second run of the rows, a multiple of the block size; 0: they run only once.
     """
     answers: dict[int, set[bytes]] = {}
     for count in sorted(set(threads)):
@@ -76,19 +77,19 @@ def measure(
 
 
 def together(ids: Sequence[str]) -> str:
-    """The id of kernels that compute in several formats, by the id of each."""
+    """Return the id of kernels that compute in several formats, from the id for each format."""
     return ids[0] if len(ids) == 1 else hashlib.sha256(" ".join(ids).encode()).hexdigest()[:16]
 
 
 def answer(
     runner: LayerRunner[Any], x_TD: Any, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool, behind: int = 0
 ) -> bytes:
-    """Bytes of the residual, then of the logits if asked for, of one sequence, run in pieces. The runner's first blocks are used.
+    """Run one sequence in pieces, and return the bytes of the residual, then of the logits if they are wanted. Uses the runner's first blocks.
 
     Args:
-        to_bytes: of the runner's activations.
+        to_bytes: returns the bytes of the runner's activations.
         cut: rows of each piece.
-        behind: position of the first row. What lies before it are the full blocks that a run of these rows from position 0 left, over and over.
+        behind: position of the first row. The keys before it are full blocks of an earlier run of these rows from position 0, drawn repeatedly.
     """
     own = -(-sum(cut) // runner.block_size)
     table = np.arange(own, dtype=np.int32)[::-1]
@@ -110,7 +111,9 @@ def answer(
 
 
 def small(spec: ModelSpec) -> ModelSpec:
-    """A model of one layer, of the same family and head size; where some layers have a window, or no rope, of one with a short one (with rope) and one without."""
+    """Return a small model of the same family and head size, with one layer. If some layers have a window or lack rope, it has two layers:
+    one with a short window and with rope, and one without either.
+    """
     window = spec.window and WindowSpec(min(WINDOW, spec.window.tokens), (True, False), spec.window.rope)
     moe = spec.moe and MoeSpec(
         min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk, spec.moe.biased
@@ -132,7 +135,7 @@ def small(spec: ModelSpec) -> ModelSpec:
 
 
 class SeededWeights:
-    """A `WeightSource` of random tensors for any spec: every machine draws the same."""
+    """A `WeightSource` of random tensors for any spec. Every machine draws the same ones."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.digest = spec, f"seeded-{_SEED}"
@@ -152,7 +155,7 @@ class SeededWeights:
         return self._shapes[name]
 
     def random_of(self, name: str) -> np.random.Generator:
-        """The numbers a tensor is drawn from."""
+        """Return the generator that a tensor is drawn from."""
         return np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:

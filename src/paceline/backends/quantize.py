@@ -1,8 +1,8 @@
-"""Between stored tensors and the uniform formats: requantise, widen, round. Compiled, shared by all backends.
+"""Convert stored tensors to the uniform formats: requantise, widen, round. Compiled, shared by all backends.
 
-int4 is held as Q4_1, a group's minimum to its maximum; int8 as Q8_0, symmetric about zero; Q5_1 lies between. Blocks of 4-bit codes with a scale and an
-offset (Q4_0, Q4_1, Q4_K) keep their codes as int4, and Q8_0 is int8; anything else goes through float32. Work goes in slabs of rows,
-shared among threads, so that temporaries stay small beside the tensor.
+int4 is held as Q4_1, from a group's minimum to its maximum; int8 as Q8_0, symmetric about zero; Q5_1 lies between. Blocks of 4-bit codes with a scale
+and an offset (Q4_0, Q4_1, Q4_K) keep their codes as int4, and Q8_0 is int8; all other types are converted to float32 first. Threads share the work in
+slabs of rows, so that temporaries stay small compared with the tensor.
 
 Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups, B bytes of a row.
 """
@@ -24,7 +24,7 @@ Float32 = npt.NDArray[np.float32]
 Target = Literal["Q4_1", "Q5_1", "Q8_0"]
 
 SLAB_WEIGHTS: Final = 1 << 20
-"""Weights a slab holds: its float32 takes 4 MiB. Raising it gains little speed."""
+"""Weights of a slab, which take 4 MiB as float32. Raising it: more memory for little speed."""
 
 
 _REQUANTISE: Final[Mapping[str, Callable[[Float32, npt.NDArray[np.uint8]], None]]] = {
@@ -46,7 +46,7 @@ def blocks_of(tensor: StoredTensor, kind: Target, rows: slice, out_NB: npt.NDArr
 
 
 def to_float32(tensor: StoredTensor, threads: int = 1) -> Float32:
-    """The tensor's values, float32, in its own shape."""
+    """Return the tensor's values as float32, in its own shape."""
     shape = tensor_shape(tensor)
     if len(shape) != 2:
         return _widen(tensor, slice(None)).reshape(shape)
@@ -60,7 +60,7 @@ def to_float32(tensor: StoredTensor, threads: int = 1) -> Float32:
 
 
 def to_bf16_bits(tensor: StoredTensor, threads: int = 1) -> npt.NDArray[np.uint16]:
-    """The tensor's values as bf16 bits, rounded to the nearest (ties to even), in its own shape."""
+    """Return the tensor's values as bf16 bits, rounded to the nearest (ties to even), in its own shape."""
     if isinstance(tensor, DenseTensor) and tensor.dtype == "bf16":
         return tensor.data.view(np.uint16)
     shape = tensor_shape(tensor)
@@ -72,26 +72,26 @@ def to_bf16_bits(tensor: StoredTensor, threads: int = 1) -> npt.NDArray[np.uint1
 
 
 def round_to_bf16(values: Float32) -> npt.NDArray[np.uint16]:
-    """bf16 bits of float32 values, to the nearest, ties to even. A NaN stays a NaN."""
+    """Return float32 values as bf16 bits, rounded to the nearest, ties to even. A NaN stays a NaN."""
     out = np.empty(values.shape, np.uint16)
     quantise.to_bf16(np.ascontiguousarray(values, np.float32).reshape(1, -1), out.reshape(1, -1))
     return out
 
 
 def tensor_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    """Shape of the values a stored tensor stands for."""
+    """Return the shape of the values that a stored tensor stands for."""
     return tensor.shape if isinstance(tensor, BlockTensor) else tensor.data.shape
 
 
 def slabs(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Ranges of a matrix's rows, some `SLAB_WEIGHTS` large, in whole blocks of 16 rows."""
+    """Yield ranges of a matrix's rows with about `SLAB_WEIGHTS` weights each, in whole blocks of 16 rows."""
     step = max(16, SLAB_WEIGHTS // max(1, shape[1]) // 16 * 16)
     for start in range(0, shape[0], step):
         yield slice(start, min(shape[0], start + step))
 
 
 def each_slab(shape: tuple[int, ...], threads: int, work: Callable[[slice], None]) -> None:
-    """Call `work` with every slab of a matrix's rows, on so many threads."""
+    """Call `work` with every slab of a matrix's rows, on a pool of `threads` threads."""
     if threads == 1 or shape[0] * shape[1] <= SLAB_WEIGHTS:
         for rows in slabs(shape):
             work(rows)
@@ -102,7 +102,7 @@ def each_slab(shape: tuple[int, ...], threads: int, work: Callable[[slice], None
 
 
 def _widen(tensor: StoredTensor, rows: slice) -> Float32:
-    """float32 of rows; of a quantised vector, all of it as one row."""
+    """Return rows as float32; a quantised vector completely, as one row."""
     if isinstance(tensor, BlockTensor):
         k, is_vector = tensor.shape[-1], len(tensor.shape) == 1
         rows_NB = tensor.rows_NB if is_vector else tensor.rows_NB[rows]

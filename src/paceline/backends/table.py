@@ -1,17 +1,17 @@
-"""Which kernels run a model here: a fixed table by processor and model, never by timing (byte identity, rule 7).
+"""Choice of the kernels that run a model here: a fixed table by processor and model, never by timing (byte identity, rule 7).
 
 first that applies        for
 torch-cuda                a CUDA device, bf16 weights; families that torch has
-mlx                       a Mac's GPU, bf16 weights; families that mlx-lm has; where it is asked for, any format, and processors too
+mlx                       a Mac's GPU, bf16 weights; families that mlx-lm has; if a person asks for it, any format, and processors too
 cpu-avx512bf16            all families on processors with AVX512-BF16
 cpu-avx512vnni            ... with AVX512-VNNI
 cpu-avxvnni               ... with AVX-VNNI
 cpu-avx2                  ... with AVX2, FMA and F16C
 cpu-neon-i8mm             ... on 64-bit ARM with the dot product and products of matrices of bytes
 cpu-neon                  ... on 64-bit ARM with the dot product
-torch-cpu                 on other processors, in bf16; where it is asked for, on any
+torch-cpu                 on other processors, in bf16; if a person asks for it, on any
 
-Those of `cpu` compute the same bytes (docs/internals/arithmetic.md), and a processor that has the instructions of one has those of some after it.
+All `cpu` entries compute the same bytes (docs/internals/arithmetic.md). A processor with the instructions of one also has those of some later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.core.model import PLAIN, Activation, ModelSpec, Norms, RopeSpec, W
 
 
 class Kernels(StrEnum):
-    """An entry of the table; what `--device` and a node's card call it."""
+    """An entry of the table, by its name in `--device` and in a node's card."""
 
     CUDA = "torch-cuda"
     AVX512_BF16 = "cpu-avx512bf16"
@@ -47,7 +47,7 @@ class Kernels(StrEnum):
 
     @property
     def lowering(self) -> Lowering | None:
-        """Instructions that compiled kernels are made of; None: torch runs."""
+        """Instruction set of the compiled kernels; None: torch or MLX runs."""
         return Lowering(self.removeprefix("cpu-")) if self.startswith("cpu-") else None
 
     @property
@@ -56,16 +56,16 @@ class Kernels(StrEnum):
 
 
 def fastest_on_processors() -> Kernels:
-    """What runs models on this machine's processors."""
+    """Return the kernels that run models on this machine's processors: compiled ones if any run here, otherwise torch."""
     lowering = instructions.lowering_in_use()
     return Kernels.TORCH if lowering is None else Kernels(f"cpu-{lowering}")
 
 
 def use_on_processors(asked: Kernels) -> None:
-    """Have all that this process's processors run, layers for other machines too, run in compiled kernels that a person asked for.
+    """Make this process use the compiled kernels that a person asked for, also for other machines' layers. Does nothing for torch or MLX.
 
     Raises:
-        ConfigError: this processor lacks their instructions, or kernels of others are in use.
+        ConfigError: this processor lacks their instructions, or other compiled kernels are already in use.
     """
     if asked.lowering is not None:
         if asked.lowering not in instructions.lowerings_here():
@@ -77,7 +77,7 @@ def use_on_processors(asked: Kernels) -> None:
 
 
 def torch_refuses(spec: ModelSpec) -> str | None:
-    """Why torch can't run a model; None where it can."""
+    """Return why torch can't run a model; None if it can."""
     if spec.low is not None:
         return "queries, keys and values that are products of products have no code"
     if spec.norms is not Norms.BEFORE:
@@ -98,29 +98,29 @@ def torch_refuses(spec: ModelSpec) -> str | None:
 
 
 MAX_HEAD_DIM: Final = 256
-"""FlashAttention's limit."""
+"""Largest head that FlashAttention takes."""
 
 
 def cuda_refuses(spec: ModelSpec) -> str | None:
-    """Why torch can't run a model on an NVIDIA GPU; None where it can."""
+    """Return why torch can't run a model on an NVIDIA GPU; None if it can."""
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
         return f"attention takes heads of at most {MAX_HEAD_DIM}, in eights; this model's have {spec.head_dim}"
     return torch_refuses(spec)
 
 
 MLX_MODULES: Final = {name: name for name in ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")} | {"mistral": "llama"}
-"""Families that MLX runs, and the module of mlx-lm's that has each."""
+"""Families that MLX runs, with the module of mlx-lm for each."""
 
 
 def mlx_refuses(spec: ModelSpec) -> str | None:
-    """Why MLX can't run a model here; None where it can."""
+    """Return why MLX can't run a model here; None if it can."""
     if find_spec("mlx") is None or find_spec("mlx_lm") is None:
         return "mlx and mlx-lm are not both installed"
     return mlx_lacks(spec)
 
 
 def mlx_lacks(spec: ModelSpec) -> str | None:
-    """Why MLX can't run a model, wherever it is installed."""
+    """Return why MLX can't run a model on any machine; None if it can."""
     if spec.model_type not in MLX_MODULES:
         return f"of mlx-lm's families, {spec.model_type} was not brought here"
     yarn = spec.rope.yarn
@@ -132,26 +132,26 @@ def mlx_lacks(spec: ModelSpec) -> str | None:
 
 
 def gpu_refuses(device: DeviceKind, spec: ModelSpec) -> str | None:
-    """Why a GPU of this kind can't run a model; None where it can."""
+    """Return why a GPU of this kind can't run a model; None if it can."""
     return mlx_refuses(spec) if device is DeviceKind.MLX else cuda_refuses(spec)
 
 
 def check_torch_holds(weights: WeightsFormat) -> None:
-    """Raises ConfigError for a format of few bits: torch holds bf16."""
+    """Raise ConfigError for int4 and int8, because torch holds weights only in bf16."""
     if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
         raise ConfigError(f"--weights {weights} was asked for on torch, which holds bf16", "Leave --weights out.")
 
 
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
-    """Pick an entry.
+    """Return the table's entry for a model.
 
     Args:
-        asked: an entry to use whatever the table says.
-        device: the fastest that is there and may be used.
+        asked: the entry that a person asked for, used instead of the table's; None: the table decides.
+        device: the fastest kind of device that this machine has and may use.
 
     Raises:
-        ConfigError: the entry asked for can't run here.
-        UnsupportedModel: no entry runs the model here.
+        ConfigError: the requested entry can't run the model here.
+        UnsupportedModel: no entry can run the model here.
     """
     if asked is Kernels.CUDA or (asked is None and device is DeviceKind.CUDA and weights is device.format_unasked):
         if device is not DeviceKind.CUDA:

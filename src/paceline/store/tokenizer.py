@@ -162,7 +162,7 @@ class ModelTokenizer:
         return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
 
     def _rendered(self, template: ChatTemplate, chat: list[dict[str, Any]], now: datetime, given: Given) -> str:
-        """Render a chat. One whose last message is to be continued ends with that message's content; a random mark finds the place."""
+        """Render a chat. A chat to be continued ends with the content of its last message; a random mark finds that place."""
         if not given.continues:
             return template.render(chat, now, given)
         end = str(secrets.randbits(96))

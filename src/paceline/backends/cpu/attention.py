@@ -1,11 +1,11 @@
-"""Causal attention over paged bf16 keys and values: one arithmetic for every shape, written down in docs/internals/arithmetic.md.
+"""Causal attention over paged bf16 keys and values, with the same arithmetic for every shape (docs/internals/arithmetic.md).
 
 Keys are cut into segments of `SEGMENT` by their position alone. In each, a row has its own maximum, weights, sum and mix of values,
 all in the order of the keys; segments are then folded one after the other. So the sums of a row are the same in any tile, any
 chunk and any split of its segments over threads, and keys beyond its position or before its window change nothing.
 
 Products are those of VDPBF16PS: fma(even, even, fma(odd, odd, sum)) in fp32, denormals flushed to zero. Processors that multiply
-fp32 twice as fast as bf16 pairs compute them as that (`FUSED`).
+fp32 twice as fast as bf16 pairs use such fp32 products (see `FUSED`).
 
 Strides and offsets are bytes. M rows: query heads of neighbouring positions that share one KV head, the heads of a position together.
 """
@@ -27,9 +27,9 @@ from paceline.backends.cpu.sizes import ATTENTION_TILES, BLOCK, QUERY_STRIDE, SE
 from paceline.backends.instructions import Lowering, lowering_in_use
 
 CAREFUL = 2
-"""Of ways to compute products: right where results were flushed before they were rounded (`Emit.has_underflowed`)."""
+"""Way to compute products that is also right if the processor flushed a result before it was rounded (`Emit.has_underflowed`)."""
 FUSED = int(lowering_in_use() is Lowering.AVX512_BF16 and binding.get_host_cpu_name().startswith("znver"))
-"""1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors that have it; on Intel's it does half as much."""
+"""1 if VDPBF16PS does more per cycle than FMA on widened pairs: on AMD's processors that have it. On Intel's it does half as much."""
 
 _FLUSHES_EARLY = EMIT.flushes_early
 _TILES = ATTENTION_TILES[lowering_in_use() or Lowering.AVX2]
@@ -41,7 +41,7 @@ scratch_bytes = inner(sizes.scratch_bytes)
 
 @intrinsic
 def flush_denormals(_):
-    """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
+    """Treat denormals as zero from here on. Returns the former mode, for `restore_denormals`."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         return e.flush_denormals()
@@ -74,14 +74,14 @@ def _has_underflowed(_):
 
 
 class _Pairs:
-    """Products of a line of bf16 pairs with a pair of one row, in one of three ways with the same bits."""
+    """Products of a line of bf16 pairs with a pair of one row, computed in one of three ways that give the same bits."""
 
     def __init__(self, e: Emit, way: int) -> None:
         fused = way == 1
         self._e, self._fused = e, fused
         self._fma = e.careful_fma if way == CAREFUL else e.fma
         self.row_bytes = 2 if fused else 4
-        """Of a row's element: bf16, or the same widened."""
+        """Bytes of a row's element: bf16, or bf16 widened to fp32."""
 
     def line(self, address: Value, offset: Value | int) -> tuple[Value, ...]:
         e = self._e
@@ -92,7 +92,7 @@ class _Pairs:
         return e.b.bitcast(odd, F), e.b.bitcast(e.b.shl(line, e.const_i(16)), F)
 
     def pair(self, address: Value, offset: Value, pair: int) -> tuple[Value, ...]:
-        """The pair at an offset, which is number `pair` of eight."""
+        """Load the pair at an offset, which is number `pair` of eight."""
         e = self._e
         if self._fused:
             return (e.load_pair(address, offset),)
@@ -108,9 +108,9 @@ class _Pairs:
 
 @intrinsic(prefer_literal=True)
 def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim, scores):
-    """Scores (fp32, unscaled) of M rows with the keys of `blocks` blocks, `width` blocks at a time.
+    """Compute scores (fp32, unscaled) of M rows with the keys of `blocks` blocks, `width` blocks at a time.
 
-    Of a last group the last block is computed again in the places behind it.
+    If the last group is not full, its last block is computed again in the places behind it.
     """
     n_rows, n_blocks = rows.literal_value, width.literal_value
 
@@ -148,7 +148,7 @@ def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim,
 
 @intrinsic(prefer_literal=True)
 def mix(_, fused, rows, width, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
-    """out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, fp32; `width` 16-lane slices of the head, one or two, at a time."""
+    """Compute out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, in fp32, for `width` (1 or 2) 16-lane slices of the head at a time."""
     n_rows, n_slices = rows.literal_value, width.literal_value
 
     def body(e: Emit, args: Sequence[Value]) -> None:
@@ -201,9 +201,9 @@ def _hide(_, scores, count):
 
 @intrinsic(prefer_literal=True)
 def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
-    """Scores of one row, in place, to weights rounded to bf16: 2**(scale * score - maximum), zero from key `valid` to the end of `blocks`.
+    """Turn scores of one row, in place, into weights rounded to bf16: 2**(scale * score - maximum), zero from key `valid` to the end of `blocks`.
 
-    The maximum and the sum of the weights before rounding go to the row's record.
+    The maximum, and the sum of the weights before rounding, are written to the row's record.
     """
 
     def body(e: Emit, args: Sequence[Value]) -> None:
@@ -246,7 +246,7 @@ def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
 
 @intrinsic
 def _fold(_, record, later, head_dim):
-    """Add a row's later segment to its record: what has the lower maximum is scaled down to the higher one."""
+    """Add a row's later segment to its record. The one with the lower maximum is scaled down to the higher maximum."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         record, later, head_dim = args
@@ -268,7 +268,7 @@ def _fold(_, record, later, head_dim):
 
 @intrinsic
 def _finish(_, record, head_dim, out):
-    """out = bf16(mix / sum of weights); zero has no sign."""
+    """Compute out = bf16(mix / sum of weights). A zero result is positive."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         record, head_dim, out = args
@@ -284,7 +284,7 @@ def _finish(_, record, head_dim, out):
 
 @intrinsic(prefer_literal=True)
 def _take_query(_, fused, q, head_dim, out):
-    """A bf16 query, as products take it."""
+    """Copy a bf16 query to `out`, widened to fp32 unless products are fused."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         q, head_dim, out = args
@@ -301,12 +301,12 @@ def _take_query(_, fused, q, head_dim, out):
 
 @inner
 def first_seen(position, window):
-    """The first key that a row sees: all before it, or the last ones of a window."""
+    """Return the first key that the row at a position sees: 0, or the first one of its window."""
     return max(0, position + 1 - window) if window else 0
 
 
 def _products_in(tiles: Sequence[AttentionTile]) -> Any:
-    """Compile the products of M rows for each number of rows in a table: scores by keys at an address, or the mix of values there by their weights."""
+    """Compile the products of M rows for each number of rows in a table: scores with the keys at an address, or the mix of the values there."""
     (most, blocks_at_once, slices_at_once), fewer = tiles[0], _products_in(tiles[1:]) if tiles[1:] else None
 
     @inner
@@ -326,7 +326,7 @@ _products = _products_in(_TILES)
 
 @inner
 def _careful_products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
-    """`_products`, right where results were flushed before they were rounded; row by row."""
+    """Compute `_products` row by row, in the way that is right if results were flushed before they were rounded."""
     for m in range(rows):
         if scores:
             score(CAREFUL, 1, 1, table, blocks, at, block_stride, q + m * QUERY_STRIDE, dim, weights + m * WEIGHT_STRIDE)
@@ -336,13 +336,13 @@ def _careful_products(rows, table, blocks, at, block_stride, q, dim, weights, sc
 
 @inner
 def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head_dim, scale_bits, records, stride):
-    """Scores of M rows to weights; the first is row `position` of all heads' rows. Keys are those from `begin` to `end`."""
+    """Turn the scores of M rows with the keys from `begin` to `end` into weights. The first row is number `position` of all heads' rows."""
     for m in range(rows):
         at = (position + m) // heads
         valid = max(0, min(end, at + 1) - begin)
         hidden = first_seen(at, window) - begin
         if hidden >= valid:
-            valid = 0  # the first it sees is in a later segment: this one adds nothing
+            valid = 0  # the window begins in a later segment, so this segment adds nothing
         elif hidden > 0:
             _hide(weights + m * WEIGHT_STRIDE, hidden)
         _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, records + m * stride)
@@ -351,20 +351,20 @@ def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head
 @inner
 def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, head_dim, value_dim, scale_bits, start, stop, records, record_step,
            scratch):  # fmt: skip
-    """Attention of `rows` positions x `heads` query heads over segments [start, stop): each row's records of them.
+    """Compute attention of `rows` positions x `heads` query heads over segments [start, stop), and write each row's records.
 
     Args:
         table: address of the sequence's int32 block ids.
         keys: address of this layer's and KV head's keys in block 0; values follow each block's keys.
-        q: address of bf16 queries: `heads` of them side by side, `q_stride` bytes between positions.
+        q: address of bf16 queries: `heads` contiguous ones, `q_stride` bytes between positions.
         first: the first row's position.
-        window: keys that a row sees, its own included; 0: all before it.
-        head_dim: of queries and keys; `value_dim`: of values, and of records.
-        scale_bits: bits of the fp32 factor on scores, log2(e) included.
-        records: address of the rows' records, a row's one after the other.
-        record_step: segments that a row has records for: each segment's stays its own, to be folded later (`finish`).
-            0: a row has one, segments are folded as they come, and `start` is 0.
-        scratch: address of `scratch_bytes`, less the records where `record_step` is 0.
+        window: number of keys that a row sees, including its own; 0: all up to its own.
+        head_dim: size of queries and keys; `value_dim`: size of values and of records.
+        scale_bits: bits of the fp32 factor on scores, including log2(e).
+        records: address of the rows' records; those of one row are contiguous.
+        record_step: number of segments that a row has records for. Each segment's record stays separate, and `finish` folds them.
+            0: a row has one record, segments are folded in order, and `start` is 0.
+        scratch: address of `scratch_bytes`, without the records if `record_step` is 0.
     """
     mode = flush_denormals()
     n, size, values = rows * heads, record_bytes(value_dim), keys + 2 * BLOCK * head_dim
@@ -380,7 +380,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, h
             seen = first + (i + take - 1) // heads - key + 1
             lowest = first_seen(first + i // heads, window)
             if seen > 0 and lowest < key + SEGMENT:
-                # Blocks that no row sees any more.
+                # Number of blocks that lie before the windows of all rows.
                 passed = max(0, lowest - key) // BLOCK
                 table_ = table + 4 * (key // BLOCK + passed)
                 blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK - passed
@@ -407,10 +407,10 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, h
 
 @inner
 def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride, sinks):
-    """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments.
+    """Fold the records of all segments, and write rows of bf16: `heads` contiguous ones, `out_stride` bytes between positions.
 
     Args:
-        sinks: address of a record a head that comes after all segments; 0: there are none.
+        sinks: address of one record for each head, folded after all segments; 0: the model has none.
     """
     mode = flush_denormals()
     size = record_bytes(head_dim)

@@ -1,6 +1,6 @@
-"""Memory in which ranks of a tensor group leave what they share: partial sums of rows, and their part of the logits.
+"""Memory through which the ranks of a tensor group exchange partial sums of rows, and their parts of the logits.
 
-It may be the memory of one process, or of several that have mapped it. Where a rank is, `step.meet` says. Shapes: T rows of a batch, D hidden.
+It is memory of one process, or memory that several processes have mapped. `step.meet` is the barrier. Shapes: T rows of a batch, D hidden.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """As one rank sees it.
+    """The shared memory from the point of view of one rank.
 
     Attributes:
-        shares: of all ranks, the first one's first.
-        memory: bytes that all ranks see, `exchange_bytes`, zeroed, from a cache line on.
-        max_rows: of a batch.
-        proves: the rank has a numerics id, which the first compares with its own: it is on another machine.
+        shares: shares of all ranks, in the order of ranks.
+        memory: memory that all ranks see, of `exchange_bytes` bytes, zeroed, aligned to a cache line.
+        max_rows: most rows of a batch.
+        proves: true for a rank on another machine: it has a numerics id, which the first rank compares with its own.
     """
 
     spec: ModelSpec
@@ -39,8 +39,8 @@ class Exchange:
 
     @property
     def arrived(self) -> int:
-        """Address of the exchange that each rank has reached, a cache line a rank, and behind them of two words: to wait no longer, and that who waits
-        sleeps.
+        """Address of each rank's progress (the number of the exchange it has reached), one cache line for each rank. Two words follow: a stop signal,
+        and a word that tells waiting ranks to sleep.
         """
         return self.memory.ctypes.data
 
@@ -50,7 +50,7 @@ class Exchange:
         return 4 * self.max_rows * self.spec.hidden
 
     def _sums(self, down: bool) -> tuple[Joins, int]:
-        """All ranks' partial sums of a layer's half, and the address of the first one's rows."""
+        """Return the partial sums of all ranks for one half of a layer, and the address of the rows of the first sum."""
         out = joins([share.out for share in self.shares], _segments(self.spec)[0])
         first = self.arrived + CACHE_LINE * (1 + len(self.shares))
         if not down:
@@ -58,10 +58,10 @@ class Exchange:
         return joins([share.down for share in self.shares], _segments(self.spec)[1]), first + self._plane * len(out.nodes)
 
     def parts(self, down: bool, bounds: Words) -> Words:
-        """This rank's partial sums, as `step._multiply_parts` has them.
+        """Return the words that describe this rank's partial sums to `step._multiply_parts`.
 
         Args:
-            bounds: of this rank's segments, in groups of its own inputs; kept by the caller.
+            bounds: bounds of this rank's segments, in groups of its own inputs. The caller keeps the array alive, because its address is stored.
         """
         sums, first = self._sums(down)
         share = self.shares[self.rank]
@@ -73,7 +73,7 @@ class Exchange:
         return np.array([len(rows), *(word for row in rows for word in row)], np.int64)
 
     def sums_of(self, rank: int, down: bool) -> npt.NDArray[np.float32]:
-        """A rank's partial sums of a layer's half, [sums, rows, hidden]."""
+        """Return a rank's partial sums for one half of a layer, [sums, rows, hidden]."""
         _, first = self._sums(down)
         before = sum(len(subtrees(_owned(share, down), _segments(self.spec)[down])) for share in self.shares[:rank])
         count = len(subtrees(_owned(self.shares[rank], down), _segments(self.spec)[down]))
@@ -81,14 +81,14 @@ class Exchange:
         return self.memory[start : start + self._plane * count].view(np.float32).reshape(count, self.max_rows, self.spec.hidden)
 
     def joins(self, down: bool) -> Words:
-        """How all partial sums are added, as `step._add_partials` has it."""
+        """Return the words that tell `step._add_partials` how to add all partial sums."""
         sums, first = self._sums(down)
         places = [first + self._plane * i for i in range(len(sums.nodes))]
         return np.array([len(sums.nodes), len(sums.steps), *places, *(word for step in sums.steps for word in step)], np.int64)
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
-        """[rows, vocabulary in whole blocks]: of all ranks."""
+        """Logits of all ranks, [rows, vocabulary in whole blocks]."""
         start = exchange_bytes(self.spec, self.shares, self.max_rows, 0)
         vocab = padded(self.spec.vocab)
         rows = (len(self.memory) - start) // (4 * vocab)
@@ -100,21 +100,21 @@ def _owned(share: Share, down: bool) -> range:
 
 
 def padded(vocab: int) -> int:
-    """A vocabulary in whole blocks of outputs."""
+    """Return the size of a vocabulary rounded up to whole blocks of outputs."""
     return -(-vocab // LANES) * LANES
 
 
 def _segments(spec: ModelSpec) -> tuple[int, int]:
-    """Of the sums of attention output and of feed-forward down."""
+    """Return the number of segments in the sums of the attention output, and of the feed-forward's down projection."""
     return len(segment_bounds(spec.n_kv_heads)) - 1, min(MOST_SEGMENTS, spec.ffn // GROUP)
 
 
 def exchange_bytes(spec: ModelSpec, shares: Sequence[Share], max_rows: int, logits_rows: int) -> int:
-    """Memory that ranks of these shares leave things in.
+    """Return the bytes of memory that ranks with these shares need to exchange their results.
 
     Args:
-        max_rows: of a batch.
-        logits_rows: of a batch whose logits are wanted, at most.
+        max_rows: most rows of a batch.
+        logits_rows: most rows of a batch with logits.
     """
     halves = zip(([share.out for share in shares], [share.down for share in shares]), _segments(spec), strict=True)
     planes = sum(len(joins(owned, segments).nodes) for owned, segments in halves)
