@@ -1,7 +1,7 @@
 """Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/internals/arithmetic.md, Sampling).
 
-A row is a pass over the vocabulary for the largest of its blocks, filters where they are asked for, and a race of noise where
-the draw is no greedy one (parts: `draw_filters`).
+Each row takes a pass over the vocabulary for the largest logit of each block, then the filters that the request asks for, then a race of noise
+unless the draw is greedy (parts: `draw_filters`).
 
 Shapes: R rows, V vocabulary, A adjusted tokens of all rows, W words of all rows.
 """
@@ -36,7 +36,7 @@ CLAIMED, DONE, N_CONTROL = 0, 8, 16
 
 @inner
 def _adjust(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A):
-    """Apply bias and penalties to a row at `x`, and keep what was there."""
+    """Apply bias and penalties to a row at `x`, and save the logits that it changes."""
     penalty = max(np.float32(real[REPETITION]), np.float32(TINY))
     presence, frequency = np.float32(real[PRESENCE]), np.float32(real[FREQUENCY])
     for a in range(whole[FIRST_ADJUSTED], whole[STOP_ADJUSTED]):
@@ -61,7 +61,7 @@ def _restore(x, n, whole, ids_A, saved_A):
 
 @inner
 def _draw(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A, tail, maxima, bounds):
-    """Draw a row at `x`. Returns the token, or `NO_TOKEN`; `whole` and `real` are its words, and receive what else is asked for."""
+    """Draw a row at `x`. Returns the token, or `NO_TOKEN`. `whole` and `real` are the row's words, which receive the log probabilities if wanted."""
     raw = top = survey(x, n, tail, maxima)
     if not math.isfinite(raw):
         return np.int64(NO_TOKEN)
@@ -95,22 +95,22 @@ _SIGNATURE = types.void(
 
 @njit(_SIGNATURE, nogil=True, cache=in_use())
 def draw_rows(first_V, stride, n, words_W, ids_A, bias_A, seen_A, count_A, saved_A, waits):
-    """Claim rows and draw them until none is left; any number of threads may.
+    """Claim rows and draw them until none is left. Any number of threads may do this at the same time.
 
     Args:
-        first_V: the first row of logits; others lie `stride` bytes apart. As they were when this returns.
+        first_V: the first row of logits; rows are `stride` bytes apart. Logits are changed meanwhile, and restored.
         n: tokens of the vocabulary.
-        words_W: zeros for control, then the words of each row; receives each row's token, or `NO_TOKEN`, and log probabilities where asked for.
-        ids_A, bias_A, seen_A, count_A: adjustments, each row's side by side.
+        words_W: zeros for control, then the words of each row. Receives each row's token, or `NO_TOKEN`, and its log probabilities if wanted.
+        ids_A, bias_A, seen_A, count_A: adjustments; those of one row are contiguous.
         saved_A: scratch.
-        waits: return when all rows are done.
+        waits: return only when all rows are done, also those of other threads.
     """
     address, logits = words_W.ctypes.data, first_V.ctypes.data
     reals_W = words_W.view(np.float64)
     rows = (len(words_W) - N_CONTROL) // N_WORDS
     blocks = n // BLOCK + 1
     tail = np.empty(BLOCK, np.float32)
-    # In whole vectors; what is beyond the blocks is minus infinity.
+    # The length is a multiple of whole vectors. Places beyond the blocks hold minus infinity.
     padded = np.empty((blocks + 15) // 16 * 16, np.float32)
     padded[blocks:] = NOWHERE
     bounds = np.empty(len(padded), np.float32)

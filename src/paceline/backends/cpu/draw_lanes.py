@@ -1,6 +1,6 @@
-"""Blocks of 64 logits in vector instructions that every processor has: no intrinsic of one instruction set, no fast-math.
+"""Operations on blocks of 64 logits, in vector instructions that every processor has: without intrinsics of one instruction set, and without fast-math.
 
-docs/internals/arithmetic.md, Sampling, says what is computed; `engine.sampling` computes the same in NumPy. Addresses are i64.
+The section Sampling of docs/internals/arithmetic.md defines the results; `engine.sampling` computes the same in NumPy. Addresses are i64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 64
 WIDE = ir.VectorType(I64, LANES)
 DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 ROUNDER = 2.0 ** (52 - WEIGHT_BITS)
-"""Added to a small float64, it leaves a multiple of 2**-WEIGHT_BITS, which multiple is in the low bits."""
+"""Added to a small float64, it rounds it to a multiple of 2**-WEIGHT_BITS, with the multiple in the low bits of the sum."""
 ROUNDER_BITS = struct.unpack("<q", struct.pack("<d", ROUNDER))[0]
 HASH = 0x7FEB352D, 0x846CA68B
 """Factors of the noise's hash (`engine.arithmetic`)."""
@@ -30,7 +30,7 @@ _LOADS = range(0, BLOCK * 4, LANES * 4)
 
 
 def _mask(e: Emit, lanes: Sequence[Value]) -> Value:
-    """Vectors of bits, one a lane, as one i64: bit i is lane i of the block."""
+    """Combine vectors with one bit for each lane into one i64: bit i is lane i of the block."""
     found = e.i64(0)
     for place, bits in enumerate(lanes):
         part = e.b.zext(e.b.bitcast(bits, ir.IntType(LANES)), I64)
@@ -39,12 +39,12 @@ def _mask(e: Emit, lanes: Sequence[Value]) -> Value:
 
 
 def _scaled(e: Emit, x: Value, top: Value, inverse: Value) -> Value:
-    """(x - top) * inverse: F."""
+    """Return (x - top) * inverse, an F."""
     return e.b.fmul(e.b.fsub(x, e.splat(top, F)), e.splat(inverse, F))
 
 
 def _exp(e: Emit, z: Value, least: float) -> Value:
-    """exp(z): F. z * log2(e) counts as `least` where it is below; `least` is a whole number."""
+    """Return exp(z), an F. z * log2(e) is raised to `least`, a whole number, where it is lower."""
     t = e.maximum(e.b.fmul(z, e.const(LOG2E)), e.const(least))
     whole = e.call("llvm.floor.v16f32", F, t)
     rest = e.b.fsub(t, whole)
@@ -64,7 +64,7 @@ def trailing_zeros(_, value):
 
 @intrinsic
 def block_maxima(_, x, n_blocks, out):
-    """Write the largest of each block of float32 at `x`. Returns the largest of all; NaN where one is, and then what was written means nothing."""
+    """Write the largest of each block of float32 at `x`. Returns the largest of all. If any number is NaN, returns NaN, and the blocks are undefined."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         x, n_blocks, out = args
@@ -85,7 +85,7 @@ def block_maxima(_, x, n_blocks, out):
 
 @intrinsic
 def block_weight(_, x, top, inverse):
-    """Sum of the weights of a block of float32 at `x`: int64."""
+    """Return the sum of the weights of a block of float32 at `x`: int64, in units of 2**-WEIGHT_BITS."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         x, top, inverse = args
@@ -100,7 +100,7 @@ def block_weight(_, x, top, inverse):
 
 @intrinsic
 def exp_near(_, x, n, top, inverse, out):
-    """Write exp((x - top) * inverse) of `n` * 16 float32, within 1e-4 of each, never below 2**-126. For bounds alone."""
+    """Write exp((x - top) * inverse) of `n` * 16 float32, within 1e-4 of each, never below 2**-126. Fit only for bounds."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, n, top, inverse, out = args
@@ -113,7 +113,7 @@ def exp_near(_, x, n, top, inverse, out):
 
 @intrinsic
 def at_least(_, x, least):
-    """Which float32 of a block at `x` are at least `least`: a bit each."""
+    """Return a mask of the float32 of a block at `x` that are at least `least`: one bit for each."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         least = e.splat(args[1], F)
@@ -124,12 +124,12 @@ def at_least(_, x, least):
 
 @intrinsic
 def noise_near(_, hashed, low, most):
-    """Which of a block's tokens may have noise bits of at most `most`, by their upper 16 bits: a bit each, where the hash's first product puts them.
+    """Return a mask of a block's tokens that may have noise bits of at most `most`, judged by their upper 16 bits: one bit for each token.
 
     Arguments are int64 that hold 32 bits.
 
     Args:
-        hashed: that product's part which the block's tokens share; `draw_noise.race` has it.
+        hashed: the part of the hash's first product that the block's tokens share (see `draw_filters.race`).
         low: lower word of the noise's key.
     """
 
@@ -150,13 +150,13 @@ def noise_near(_, hashed, low, most):
 
 @inner
 def float_bits(value):
-    """Of a float32: int64 that holds 32 bits, without sign."""
+    """Return the bits of a float32 as an int64 from 0 to 2**32 - 1."""
     return np.int64(np.float32(value).view(np.uint32))
 
 
 @inner
 def bits_float(bits):
-    """The float32 of 32 bits."""
+    """Return the float32 with these 32 bits."""
     return np.uint32(bits).view(np.float32)
 
 

@@ -1,9 +1,10 @@
-"""Mixture of experts: which of them a row goes through, rows brought together by expert, their products, and the sum of what they give.
+"""Mixture of experts: choose each row's experts, bring the rows of each expert together, compute their products, and sum their outputs.
 
-Each expert's weights are read once for `PART` of a batch's rows, and only of those that some row goes through. Rows of an expert lie together, in their order, as if they were a
-batch of their own: which rows share one changes no byte. docs/internals/arithmetic.md says what is computed.
+An expert's weights are read once for `PART` rows of a batch, and not at all if no row chose it. The rows of an expert are stored together, in their
+order, like a batch of their own. So the other rows of an expert change no byte of a row. docs/internals/arithmetic.md defines the results.
 
-Shapes: T rows, E experts, K of them a row, D hidden, F an expert's width. Matrices of all experts lie one behind the other, as one of E x F or E x D outputs.
+Shapes: T rows, E experts, K of them for each row, D hidden, F an expert's width. The matrices of all experts are contiguous, like one matrix of E x F
+or E x D outputs.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ from paceline.backends.cpu.shares import LANES, MOST_SEGMENTS
 from paceline.backends.cpu.simd import I32, I64, Emit, F, Value
 from paceline.backends.cpu.sizes import CHUNK, PART
 
-# Places in a row of COUNTS (int32), of an expert: where its rows begin, how many it has, where the next one goes. Then in one of EXPERT_PARTS: the expert,
-# where its rows begin, the first of the part among them, how many rows the expert has.
+# Places in an expert's row of COUNTS (int32): the first of its rows, their number, the place of the next one. Then places in a row of EXPERT_PARTS: the
+# expert, the first of its rows, the first row of the part counted from there, the number of the expert's rows.
 _FIRST, _COUNT, _NEXT, N_COUNT = range(4)
 _EXPERT, _BEFORE, _ROW, _N_ROWS, N_PART = range(5)
 
 
 @intrinsic
 def _exponentials(_, x, top, n, out):
-    """out = exp2((x - top) * log2(e)): fp32 [n], rounded up to whole vectors."""
+    """Compute out = exp2((x - top) * log2(e)): fp32 [n], with n rounded up to whole vectors."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, top, n, out = args
@@ -82,7 +83,7 @@ def _exponentials(_, x, top, n, out):
 
 @intrinsic(prefer_literal=True)
 def _deal(_, n_bytes, x, x_apart, out, out_apart, n):
-    """Copy `n` groups of `n_bytes`, from one of which to the next it is so far."""
+    """Copy `n` groups of `n_bytes` bytes. Consecutive groups are `x_apart` and `out_apart` bytes apart."""
     kind = ir.IntType(8 * n_bytes.literal_value)
 
     def body(e: Emit, args: Sequence[Value]) -> None:
@@ -95,7 +96,10 @@ def _deal(_, n_bytes, x, x_apart, out, out_apart, n):
 
 @intrinsic
 def _mix(_, outputs, hidden, k, places, shares, choices, segment_of, out):
-    """out = sum of a row's experts' outputs times their shares: in each segment in the order of experts, and segments in their tree. fp32 [hidden]."""
+    """Compute out = the sum of a row's experts' outputs times their shares, fp32 [hidden].
+
+    Each segment's sum is in the order of experts, and segments are added in their tree.
+    """
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         outputs, hidden, k, places, shares, choices, segment_of, out = args
@@ -129,11 +133,11 @@ def _is_among(expert, choices, count):
 
 @inner
 def choose(logits, weights, experts, k, normed, choices, shares):
-    """The K experts of a row, in their order, and their shares: those of the largest logits, of equal ones the first.
+    """Choose the K experts of a row with the largest logits (of equal ones, the first), and compute their shares. Experts are written in their order.
 
     Args:
-        logits: address of fp32 [E], which are lost; `weights`: of room for as many, and both for whole vectors.
-        choices: address for int32 [K]; `shares`: for fp32 [K].
+        logits: address of fp32 [E], which are overwritten. `weights`: address of as much scratch. Both are padded to whole vectors.
+        choices: address for int32 [K]. `shares`: address for fp32 [K].
     """
     lowest = np.float32(-np.inf)
     top = lowest
@@ -147,7 +151,7 @@ def choose(logits, weights, experts, k, normed, choices, shares):
             value = read_float(logits + 4 * expert)
             if value > largest:
                 best, largest = expert, value
-        if best < 0:  # what is left is no number above minus infinity
+        if best < 0:  # all other logits are NaN or minus infinity
             best = 0
             while _is_among(best, choices, j):
                 best += 1
@@ -166,7 +170,7 @@ def choose(logits, weights, experts, k, normed, choices, shares):
 
 @inner
 def _bring_together(sizes, buffers, batch):
-    """Give each row of each expert its place, and cut experts' rows into parts."""
+    """Assign each row of each expert its place, and cut the experts' rows into parts."""
     experts, n, counts = sizes[EXPERTS], batch[ROWS] * sizes[TOP_K], buffers[COUNTS]
     for expert in range(experts):
         write(32, counts + 4 * (N_COUNT * expert + _COUNT), 0)
@@ -197,7 +201,7 @@ def _bring_together(sizes, buffers, batch):
 
 @inner
 def route(task, layer, sizes, weights, buffers, batch, scratch):
-    """Choose the experts of a panel of rows. Whoever ends last brings rows together."""
+    """Choose the experts of a panel of rows. The task that ends last brings the rows of each expert together."""
     experts, k, row = sizes[EXPERTS], sizes[TOP_K], task * PANEL
     blocks, rows = (experts + LANES - 1) // LANES, min(PANEL, batch[ROWS] - row)
     multiply(weights, layer, ROUTER, 0, blocks, H, sizes[HIDDEN], row, rows, scratch, 64 * blocks, buffers[WHOLE_BOUNDS], 1, buffers,
@@ -226,7 +230,7 @@ _INT8_BYTES, _INT16_BYTES, _BF16_BYTES = (GROUP_BYTES[kind] for kind in Inputs)
 
 @inner
 def gather(row, layer, sizes, weights, buffers, batch):
-    """Copy what a row has for products to its place with each of its experts."""
+    """Copy a row's activations to its place in each of its experts."""
     k, groups = sizes[TOP_K], sizes[HIDDEN] // 32
     kinds = 1 << weights[layer, GATE, INPUTS] | 1 << weights[layer, UP, INPUTS]
     panel = row // PANEL * PANEL
@@ -252,7 +256,7 @@ def gather(row, layer, sizes, weights, buffers, batch):
 
 @inner
 def project(unit, down, layer, sizes, weights, buffers, scratch):
-    """One chunk of an expert's outputs for a part of its rows: its inner activations, or (`down`) what it gives."""
+    """Compute one chunk of an expert's outputs for a part of its rows: its inner activations, or with `down` its final outputs."""
     hidden, width, chunks = sizes[HIDDEN], sizes[EXPERT_WIDTH], chunks_of(EXPERTS_DOWN if down else EXPERTS_GATE, sizes)
     part, block = buffers[EXPERT_PARTS] + 4 * N_PART * (unit // chunks), unit % chunks * CHUNK
     expert, before, row, n_rows = (
@@ -284,7 +288,7 @@ def project(unit, down, layer, sizes, weights, buffers, scratch):
 
 @inner
 def mix(row, sizes, buffers, out):
-    """What a row's experts give: fp32 [D] at `out`."""
+    """Write the weighted sum of the outputs of a row's experts to `out`, fp32 [D]."""
     at, k = 4 * sizes[TOP_K] * row, sizes[TOP_K]
     _mix(
         buffers[EXPERT_OUT],

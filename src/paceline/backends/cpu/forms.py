@@ -1,9 +1,9 @@
-"""Forms: how the weights of a matrix lie in memory, and as what the activations that meet them are held.
+"""Forms: the layouts of a matrix's weights in memory, and the kinds of activations that they are multiplied with.
 
-A matrix is cut into blocks of 16 outputs, one a lane of a vector, and each block into records of one or eight groups of 32 inputs.
-A record holds, each field for all of its groups before the next one: low four bits of codes, planes of higher bits, scales. What
-GGUF stores is held bit for bit, in other places: a record takes exactly the bytes of its 16 rows in the file.
-`docs/internals/arithmetic.md` says what each form computes.
+A matrix is cut into blocks of 16 outputs, one for each lane of a vector, and each block into records of one or eight groups of 32 inputs.
+A record holds low four bits of codes, then planes of higher bits, then scales, each for all of its groups. GGUF's bits are all kept, in other
+places: a record takes exactly the bytes of its 16 rows in the file.
+`docs/internals/arithmetic.md` defines what each form computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUPS_OF_SUPERBLOCK = 8
 
 
 class Form(IntEnum):
-    """Under GGML's names. Q4_1 and Q8_0 also hold what is quantised at load (`int4`, `int8`)."""
+    """A form, by GGML's name. Q4_1 and Q8_0 also hold matrices that are quantised at load (`int4`, `int8`)."""
 
     Q4_0 = 0
     Q4_1 = 1
@@ -32,13 +32,13 @@ class Form(IntEnum):
 
 
 PANEL = 8
-"""Rows whose activations lie together, group by group: a tile of them needs one address."""
+"""Rows of a panel. Their activations are stored together, group by group, so that a tile of rows needs one address."""
 
 
 class Inputs(IntEnum):
-    """What a product takes activations as. Integers have a scale a group of 32 (`rows.quantize`).
+    """The kind of activations that a product takes. Integers have one scale for each group of 32 (`rows.quantize`).
 
-    T rows of G groups lie in panels of 8 rows, the last with what is left: [panel][group][row], each a record of `GROUP_BYTES`.
+    T rows of G groups are stored in panels of 8 rows (the last one may have fewer): [panel][group][row], each a record of `GROUP_BYTES`.
     """
 
     INT8 = 0
@@ -47,52 +47,52 @@ class Inputs(IntEnum):
 
 
 GROUP_BYTES = {Inputs.INT8: 48, Inputs.INT16: 72, Inputs.BF16: 64}
-"""A group of a row: its codes; of integers then scale and scale * sum (fp32), of int8 then -32 * the sum of each half's codes (int32)."""
+"""Bytes of a group of a row: its codes, for integers then scale and scale * sum (fp32), for int8 then -32 * the sum of each half's codes (int32)."""
 
 
 POINTS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""What the codes of MXFP4 name, doubled."""
+"""Values of the codes of MXFP4, doubled."""
 
 
 class Scales(Enum):
-    """What turns a group's whole sum into its part of the output."""
+    """The numbers that turn a group's integer sum into its part of the output."""
 
     NONE = auto()
-    """The codes are the weights: bf16."""
+    """No scales: the codes are the weights, in bf16."""
     SCALE = auto()
-    """An fp16 scale a group; the code `zero` means 0."""
+    """An fp16 scale for each group; the code `zero` means 0."""
     SCALE_OFFSET = auto()
-    """An fp16 scale and an fp16 offset a group."""
+    """An fp16 scale and an fp16 offset for each group."""
     SUB_MINIMUMS = auto()
-    """An fp16 scale and an fp16 minimum a superblock, each times a 6-bit whole number a group; the minimum is subtracted."""
+    """An fp16 scale and an fp16 minimum for each superblock, times a 6-bit integer each for every group; the minimum is subtracted."""
     SUB_SCALES = auto()
-    """An fp16 scale a superblock, times an int8 for each half of a group; the code `zero` means 0."""
+    """An fp16 scale for each superblock, times an int8 for each half of a group; the code `zero` means 0."""
     POWER = auto()
-    """A power of two a group, by a byte: the exponent of E8M0. Codes name points of E2M1, which are whole numbers once doubled."""
+    """A power of two for each group, in a byte: the exponent of E8M0. Codes are points of E2M1, which are integers when doubled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the fields of a record lie. Sizes and places are bytes."""
+    """The places of the fields of a record, in bytes."""
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     scales: Scales
     zero: int = 0
 
     @property
     def groups(self) -> int:
-        """Groups a record holds."""
+        """Number of groups in a record."""
         return GROUPS_OF_SUPERBLOCK if self.scales in {Scales.SUB_MINIMUMS, Scales.SUB_SCALES} else 1
 
     @property
     def codes_bytes(self) -> int:
-        """A group's codes; of 5 and 6 bits, their low four."""
+        """Bytes of a group's codes for all 16 outputs; for codes of 5 and 6 bits, of their low four bits."""
         return 256 if self.bits < 8 else 64 * self.bits
 
     @property
     def plane_bytes(self) -> int:
-        """A group's bits above the fourth, where codes have five or six."""
+        """Bytes of a group's bits above the fourth, for codes of five or six bits; otherwise 0."""
         return 64 * (self.bits - 4) if self.bits < 8 else 0
 
     @property
@@ -124,7 +124,7 @@ class Layout:
         return Inputs.BF16 if self.bits == 16 else Inputs.INT16 if self.bits == 8 else Inputs.INT8
 
     def packed_bytes(self, n: int, k: int) -> int:
-        """Bytes that N x K weights take. K is a multiple of 32, and of 256 where records are superblocks."""
+        """Return the bytes of N x K weights. K is a multiple of 32; if records are superblocks, of 256."""
         return -(-n // LANES) * (k // 32) * self.bytes_of_eight_groups // GROUPS_OF_SUPERBLOCK
 
 

@@ -1,4 +1,4 @@
-"""The products of queries, keys and values, and what follows them: bias, norm, rotary embedding, and each head's place. Strides are bytes."""
+"""The products of queries, keys and values, and the steps after them: bias, norm, rotary embedding, and storing each head. Strides are bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from paceline.backends.cpu.sizes import BLOCK, PART
 
 @inner
 def project_low(block, blocks, row, rows, layer, sizes, weights, buffers, scratch):
-    """Outputs of the first products for queries, keys and values: those for queries, then those for keys and values, then what all heads' keys share."""
+    """Compute outputs of the first low-rank products: those for queries, then those for keys and values, then the part that all heads' keys share."""
     place, first, stride = Q_LOW, 0, 4 * sizes[LOW]
     if 16 * block >= sizes[Q_INPUTS]:
         place, first = KV_LOW, sizes[Q_INPUTS] // 16
@@ -74,7 +74,7 @@ def project_low(block, blocks, row, rows, layer, sizes, weights, buffers, scratc
 
 @inner
 def norm_low(row, layer, sizes, weights, buffers, rows, scratch):
-    """Norm what first products gave for a row, and hold it for the second ones."""
+    """Norm a row's outputs of the first products, and store them as inputs of the second ones."""
     x, n_q, n_kv, eps = buffers[TO_NORM] + 4 * sizes[LOW] * row, sizes[Q_INPUTS], sizes[KV_INPUTS], sizes[LOW_EPS]
     rms_norm(x, weights[layer, Q_LOW_NORM, AT], n_q, eps, scratch)
     hold(1 << weights[layer, Q, INPUTS], scratch, n_q, row, 0, n_q, rows, 0, Q_HELD, buffers)
@@ -84,13 +84,13 @@ def norm_low(row, layer, sizes, weights, buffers, rows, scratch):
 
 @inner
 def project_head(task, layer, sizes, weights, buffers, batch, scratch):
-    """One head of the queries, keys or values, for a part of the rows."""
+    """Compute one head of the queries, keys or values for a part of the rows."""
     dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
     n_heads = q_heads + 2 * kv_heads
     head, row = task % n_heads, task // n_heads * PART
     normed = sizes[WHOLE_NORM] and head < q_heads + kv_heads
     out, stride = scratch, 4 * dim
-    if normed:  # once all heads are there
+    if normed:  # a later phase norms it, when all heads are there
         stride = 4 * dim * (q_heads + kv_heads)
         out = buffers[TO_NORM] + stride * row + 4 * dim * head
     if head < q_heads:
@@ -108,7 +108,10 @@ def project_head(task, layer, sizes, weights, buffers, batch, scratch):
 
 @inner
 def _turn(x, shared, position, layer, sizes, weights, out):
-    """out = bf16 of a head (fp32), of which some dimensions turn: the first ones, or, behind first products, the last ones, which a key has at `shared`."""
+    """Write a head (fp32) to `out` as bf16, with some dimensions rotated: the first ones, or with low-rank products the last ones.
+
+    The latter are read from `shared`: for a key, all heads share them.
+    """
     dim, rotary = sizes[HEAD_DIM], sizes[ROTARY]
     at, rest = position * rotary * 2, dim - rotary
     cos, sin = weights[layer, COS, AT] + at, weights[layer, SIN, AT] + at
@@ -123,14 +126,14 @@ def _turn(x, shared, position, layer, sizes, weights, out):
 
 @inner
 def _block_of(row, position, buffers, batch):
-    """The block that holds a row."""
+    """Return the number of the KV block that holds a row."""
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
     return sync.load_int32(table + 4 * (position // BLOCK))
 
 
 @inner
 def norm_heads(row, layer, sizes, weights, buffers, batch, scratch):
-    """What follows the q and k products of a row whose norms are over all heads: bias, norm, rotary embedding; each head goes to its place."""
+    """Finish the queries and keys of a row, for models with norms over all heads: bias, norm, rotary embedding; then store each head."""
     dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
     position = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
     q = buffers[TO_NORM] + 4 * dim * (q_heads + kv_heads) * row
@@ -149,9 +152,9 @@ def norm_heads(row, layer, sizes, weights, buffers, batch, scratch):
 
 @inner
 def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
-    """What follows a task of the q, k, v products, whose outputs are one head of a part of the rows (fp32, in the scratch).
+    """Finish a task of the q, k, v products. Its outputs, one head of a part of the rows, are in the scratch in fp32.
 
-    Bias, head norm, rotary embedding; a query goes to its row, a key or a value to its block.
+    Applies bias, head norm and rotary embedding. Then a query is stored in its row, a key or a value in its block.
     """
     dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
     n_heads = q_heads + 2 * kv_heads

@@ -1,14 +1,14 @@
-"""How the operations of `simd` are said in the instructions of a processor: a class a set of instructions, all with the same bits.
+"""The operations of `simd` in the instructions of x86 processors: one class for each instruction set, all with the same bits.
 
-What LLVM splits by itself, vectors of 16 lanes into two of 8, is written once, in `simd`. Which class applies is `cpu.lowering_in_use`.
-At the end, numbers of some bits at any address, for compiled code that packs weights and reads rows back out of records.
+Operations that LLVM splits automatically, from vectors of 16 lanes into two of 8, are written once, in `simd`. `cpu.lowering_in_use` chooses the class.
+At the end are reads and writes of single numbers at any address, for compiled code that packs weights and reads rows back from records.
 
 avx512bf16   VDPBF16PS, VPDPBUSD, VPDPWSSD, VCVTNEPS2BF16, VREDUCEPS, VSCALEFPS
 avx512vnni   VPDPBUSD, VPDPWSSD; products of bf16 pairs as two fused multiply-adds in fp32, with denormals flushed by MXCSR
 avxvnni      VPDPBUSD and VPDPWSSD on 8 lanes; the rest as avx2
 avx2         VPMADDUBSW, whose sums of two products of codes below 64 do not saturate, and VPMADDWD
 
-Those of ARM are in `neon`.
+The classes of ARM are in `neon`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from paceline.backends.cpu.simd import B16, BYTES, F32, I8, I16, I32, I64, Emit,
 from paceline.backends.instructions import Lowering, is_arm, lowering_in_use
 
 _FLUSH = 0x8040
-"""Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
+"""Bits of MXCSR that make denormal inputs zero, and results that are denormal after rounding."""
 _ALL_LANES, _CURRENT_ROUNDING = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
 _LOW, _HIGH = range(8), range(8, 16)
 _ROUNDER = 1.5 * 2.0**23
-"""Between 2**23 and 2**24 the numbers of fp32 are the whole ones."""
+"""Added to a small number, it rounds it to an integer: between 2**23 and 2**24, the numbers of fp32 are the integers."""
 
 
 class _X86(Emit):
-    """What all of x86 have."""
+    """Instructions that all x86 processors have."""
 
     def flush_denormals(self) -> Value:
         control = self.var(ir.Constant(I32, 0))
@@ -58,15 +58,15 @@ class _X86(Emit):
 
     @abstractmethod
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
+        """Return acc[i] + the sum of the products of the two signed words in lane i of a and b, as VPDPWSSD does. All I."""
         ...
 
 
 class _Halves(_X86):
-    """Eight lanes an instruction."""
+    """Instructions on eight lanes, called once for each half of a vector."""
 
     def halves(self, value: Value) -> list[Value]:
-        """The lower and the upper half of a vector's lanes, of as many bits each."""
+        """Return the lower and the upper half of a vector's lanes."""
         n = value.type.count // 2
         undefined = ir.Constant(value.type, ir.Undefined)
         masks = [ir.Constant(ir.VectorType(I32, n), [ir.Constant(I32, i + first) for i in range(n)]) for first in (0, n)]
@@ -77,12 +77,12 @@ class _Halves(_X86):
         return self.b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, n), [ir.Constant(I32, i) for i in range(n)]))
 
     def by_halves(self, name: str, result: Any, *arguments: Value) -> Value:
-        """A call of an instruction of 256 bits for each half. `result`: the type of one."""
+        """Call an instruction of 256 bits for each half. `result`: the type of one half."""
         return self.whole([self.call(name, result, *part) for part in zip(*map(self.halves, arguments), strict=True)])
 
 
 class _Avx2(_Halves):
-    """Sums of bytes by words of 16 bits."""
+    """AVX2, which sums products of bytes in words of 16 bits."""
 
     rows_at_once = 4
 
@@ -93,7 +93,7 @@ class _Avx2(_Halves):
         return self.b.add(acc, self.add_pairs(*(self.b.bitcast(each, ir.VectorType(I16, 32)) for each in (a, b))))
 
     def add_pairs(self, a: Value, b: Value) -> Value:
-        """Products of signed words, neighbours added: VPMADDWD."""
+        """Multiply signed words, and add neighbouring products, as VPMADDWD does."""
         return self.by_halves("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), a, b)
 
     def to_int(self, value: Value) -> Value:
@@ -112,7 +112,7 @@ class _Avx2(_Halves):
         return self.b.bitcast(self.whole(found), I)
 
     def exp2(self, x: Value) -> Value:
-        """The arithmetic's exp2. Up to 128, n added to the exponent of the power is the product, and that of 128 is infinite.
+        """Compute exp2 as the arithmetic defines it. Up to x = 128, adding n to the exponent multiplies by 2**n, and 128 gives infinity.
 
         Adding `_ROUNDER` rounds x to n, ties to even, and leaves n in the low bits of the sum.
         """
@@ -121,12 +121,12 @@ class _Avx2(_Halves):
         rounded = b.fadd(bounded, self.const(_ROUNDER))
         power = b.bitcast(self.power(b.fsub(bounded, b.fsub(rounded, self.const(_ROUNDER)))), I)
         power = b.bitcast(b.add(power, b.shl(b.bitcast(rounded, I), self.const_i(23))), F)
-        small = b.select(b.fcmp_ordered(">", self.const(0.0), x), self.const(0.0), x)  # also what is not a number
+        small = b.select(b.fcmp_ordered(">", self.const(0.0), x), self.const(0.0), x)  # NaN passes too
         return b.select(b.fcmp_ordered(">=", x, self.const(-126.0)), power, small)
 
 
 class _WordSums:
-    """Sums of bytes that gather in words of 16 bits for as long as none can overflow: VPMADDUBSW."""
+    """Sums of products of bytes, kept in words of 16 bits as long as none can overflow (VPMADDUBSW)."""
 
     def __init__(self, e: _Avx2, acc: Value, most: int) -> None:
         self._e, self._acc, self._words, self._added = e, acc, None, 0
@@ -148,7 +148,7 @@ class _WordSums:
 
 
 class _AvxVnni(_Avx2):
-    """As AVX2, with sums of bytes and of words in one instruction: the VPDPBUSD and VPDPWSSD of 256 bits."""
+    """AVX2 with sums of bytes and of words in one instruction: VPDPBUSD and VPDPWSSD of 256 bits."""
 
     def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:  # noqa: ARG002 - sums of 32 bits
         return [RunningSum(acc, partial(self.by_halves, "llvm.x86.avx512.vpdpbusd.256", ir.VectorType(I32, 8))) for acc in acc_M]
@@ -158,13 +158,13 @@ class _AvxVnni(_Avx2):
 
 
 class _Avx512(_X86):
-    """512 bits and VNNI."""
+    """AVX-512 with VNNI."""
 
     def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:  # noqa: ARG002 - sums of 32 bits
         return [RunningSum(acc, partial(self.call, "llvm.x86.avx512.vpdpbusd.512", I)) for acc in acc_M]
 
     def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
-        # Written out, since LLVM makes two instructions of its intrinsic where sums form chains, at half the speed.
+        # Inline assembly, because LLVM turns its intrinsic into two instructions in chains of sums, at half the speed.
         instruction = ir.InlineAsm(ir.FunctionType(I, [I, I, I]), "vpdpwssd $3, $2, $0", "=v,0,v,v", side_effect=False)
         return self.b.call(instruction, [acc, a, b])
 
@@ -185,7 +185,7 @@ class _Avx512(_X86):
         )
 
     def exp2(self, x: Value) -> Value:
-        """r by VREDUCEPS to the nearest, which is exact, unlike what it gives for n = floor(x), rounding downwards. Times 2**n by VSCALEFPS: exact."""
+        """Compute exp2 with r from VREDUCEPS, rounded to the nearest: that is exact, unlike r for n = floor(x). VSCALEFPS multiplies by 2**n exactly."""
         rest = self.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, ir.Constant(I32, 0), x, _ALL_LANES, _CURRENT_ROUNDING)
         whole, power = self.b.fsub(x, rest), self.power(rest)
         kept = self.b.bitcast(self.b.fcmp_unordered(">=", x, self.const(-126.0)), I16)
@@ -215,13 +215,13 @@ _LOWERINGS: Final[dict[Lowering, type[Emit]]] = {
     Lowering.NEON: Neon,
 }
 EMIT: Final[type[Emit]] = _LOWERINGS[lowering_in_use() or (Lowering.NEON if is_arm() else Lowering.AVX2)]
-"""Where a processor has none, what runs needs no instruction of any: the sampler's kernels."""
+"""Class of the instruction set in use. A processor without any runs only the sampler's kernels, which need no special instruction."""
 
 Body = Callable[[Emit, Sequence[Value]], Value | None]
 
 
 def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-    """What an `@intrinsic` returns: its signature and its code. `body` sees the arguments that are not literals."""
+    """Return the signature and the code of an `@intrinsic`. `body` receives the arguments that are not literals."""
     values = [i for i, kind in enumerate(arguments) if not isinstance(kind, types.IntegerLiteral)]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Any:
@@ -233,7 +233,7 @@ def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[...
 
 @intrinsic(prefer_literal=True)
 def read(_, bits, address):
-    """The unsigned number of `bits` bits at an address."""
+    """Read the unsigned integer of `bits` bits at an address."""
     kind = ir.IntType(bits.literal_value)
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
@@ -254,7 +254,7 @@ def write(_, bits, address, value):
 
 @intrinsic
 def read_half(_, address):
-    """The IEEE half float at an address, as fp32."""
+    """Read the IEEE half float at an address, as fp32."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
@@ -264,7 +264,7 @@ def read_half(_, address):
 
 @intrinsic
 def read_float(_, address):
-    """The fp32 at an address."""
+    """Read the fp32 at an address."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         return e.load(F32, args[0], align=4)

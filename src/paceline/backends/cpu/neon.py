@@ -3,7 +3,7 @@
 neon        SDOT
 neon-i8mm   SMMLA for pairs of four rows or more, SDOT for others
 
-Activations are read sixteen bytes at once and met by one of four words of them, as instructions take a lane of a register.
+Activations are read sixteen bytes at once. An instruction multiplies by one of their four words, which it takes as a lane of a register.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from paceline.backends.cpu.simd import F32, I8, I16, I32, I64, Emit, F, I, Produ
 
 _F4, _I4, _I64_2, _I8_16 = ir.VectorType(F32, 4), ir.VectorType(I32, 4), ir.VectorType(I64, 2), ir.VectorType(I8, 16)
 _FLUSH, _UNDERFLOW = 1 << 24, 1 << 3
-"""Bits of FPCR, denormal inputs are zero and so are results that are denormal before rounding, and of FPSR: some result was flushed."""
+"""Bit of FPCR that makes denormal inputs zero, and results that are denormal before rounding; bit of FPSR that says that a result was flushed."""
 _UP: Final = 2.0**64
-"""A result near 2**-126 times this is none that is flushed, and what it is made of stays far from infinity."""
+"""Factor that keeps a result near 2**-126 from being flushed, while its operands stay far from infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Word:
 
     address: Value
     row: int
-    """Where the row begins."""
+    """Offset of the row's beginning."""
     word: int
 
 
@@ -40,7 +40,7 @@ class Neon(Emit):
     # --- registers
 
     def quarters(self, value: Value) -> list[Value]:
-        """Four registers of a vector of 16 lanes."""
+        """Return the four registers of a vector of 16 lanes."""
         n = value.type.count // 4
         undefined = ir.Constant(value.type, ir.Undefined)
         return [self.b.shuffle_vector(value, undefined, _places(range(i * n, i * n + n))) for i in range(4)]
@@ -54,7 +54,7 @@ class Neon(Emit):
         return self.whole([self.call(name, result, *part) for part in zip(*map(self.quarters, arguments), strict=True)])
 
     def lane(self, register: Value, lane: int) -> Value:
-        """One lane of a register in all of its lanes."""
+        """Return a register with one lane of `register` in all lanes."""
         return self.b.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), _places([lane] * register.type.count))
 
     # --- the processor's state
@@ -146,7 +146,7 @@ class Neon(Emit):
         return self.b.select(self.b.fcmp_ordered("<", value, self.const(2.0**31)), rounded, self.const_i(-(2**31)))
 
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
-        """Lanes that are not asked for read what the first one does."""
+        """Read 32 bits at each offset where `some` is set. The other lanes read at offset 0, which is safe, and become zero."""
         b, zero = self.b, ir.Constant(I, [0] * 16)
         found, safe = ir.Constant(I, ir.Undefined), b.select(some, offsets, zero)
         for i in range(16):
@@ -155,7 +155,9 @@ class Neon(Emit):
         return b.select(some, found, zero)
 
     def exp2(self, x: Value) -> Value:
-        """As the arithmetic has it. Held within -126 and 128, n added to the exponent of the power is the product: no result is denormal, and that of 128 infinite."""
+        """Compute exp2 as the arithmetic defines it. For x from -126 to 128, adding n to the exponent multiplies by 2**n: no result is denormal,
+        and 128 gives infinity.
+        """
         b = self.b
         bounded = self.call("llvm.minimum.v16f32", F, self.call("llvm.maximum.v16f32", F, x, self.const(-126.0)), self.const(128.0))
         whole = self.call("llvm.roundeven.v16f32", F, bounded)
@@ -172,7 +174,7 @@ class Neon(Emit):
 
 class NeonI8mm(Neon):
     def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:
-        # What is won for two rows alone is lost to putting their sums in order.
+        # Two rows alone gain nothing, because their sums must be put in order.
         pairs = [_RowPair(self, acc_M[i : i + 2]) for i in range(0, len(acc_M) - 1, 2)] if len(acc_M) >= 4 else []
         of_pairs = [_OfPair(pair, i) for pair in pairs for i in range(2)]
         return [*of_pairs, *super().byte_sums(acc_M[len(of_pairs) :], most)]

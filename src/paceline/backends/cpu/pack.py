@@ -1,7 +1,7 @@
-"""Rows as GGUF stores them, put into records (`forms.py`): every bit of the file, in another place.
+"""Puts rows from GGUF's layout into records (`forms.py`): every bit of the file is kept, in another place.
 
-Each form has a packer of its own, compiled when it is first needed: sixteen rows at once, a lane each, at the speed of memory. So a model is
-packed at every start, and no packed copy of it is kept.
+Each form has its own packer, compiled when it is first needed. It packs sixteen rows at once, one in each lane, at the speed of memory. So a model is
+packed at every start, and no packed copy is stored.
 
 Shapes: N rows, K inputs.
 """
@@ -28,17 +28,20 @@ _BYTES_16, _HALVES_16 = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 
 
 def row_bytes(form: Form, k: int) -> int:
-    """Bytes of a row of K weights in a file of the form's GGML type; bf16 is plain."""
+    """Return the bytes of a row of K weights in a file of the form's GGML type."""
     return TENSOR_TYPES[form.name].row_bytes(k)
 
 
 def pack_rows(form: Form, rows: npt.NDArray[np.uint8], first: int, out: npt.NDArray[np.uint8]) -> None:
-    """Write rows of a matrix to its records; outputs beyond the last weigh nothing. Lets go of the interpreter's lock.
+    """Write rows of a matrix to its records. Outputs of the last block that lie beyond the last row get zeros. Releases the interpreter's lock.
 
     Args:
-        rows: uint8 [N, `row_bytes`]: GGML's blocks, or bf16 bits. Whole blocks of 16 outputs, or the matrix's last rows.
-        first: which row of the matrix the first of them is; a multiple of 16.
-        out: the whole matrix's records, uint8 in one piece of `Layout.packed_bytes`.
+        rows: uint8 [N, `row_bytes`]: GGML's blocks, or bf16 bits. They are whole blocks of 16 outputs, or the matrix's last rows.
+        first: number in the matrix of the first of these rows; a multiple of 16.
+        out: the whole matrix's records, contiguous uint8 of `Layout.packed_bytes`.
+
+    Raises:
+        ValueError: the arrays don't fit the form, `first`, or each other.
     """
     if rows.ndim != 2 or rows.strides[1] != 1 or not out.flags.c_contiguous:
         raise ValueError("rows of bytes in one piece each, and records in one piece")
@@ -51,7 +54,7 @@ def pack_rows(form: Form, rows: npt.NDArray[np.uint8], first: int, out: npt.NDAr
 
 
 class _Rows:
-    """A block of the file in each of sixteen rows; lanes without a row have zeros."""
+    """One block of the file from each of sixteen rows, one in each lane. Lanes without a row hold zeros."""
 
     def __init__(self, e: Emit, blocks: Value, stride: Value, count: Value) -> None:
         self._e, self._blocks = e, blocks
@@ -62,17 +65,17 @@ class _Rows:
         self._read: dict[int, Value] = {}
 
     def word(self, place: int) -> Value:
-        """The 32 bits at a place of the block: I."""
+        """Return the 32 bits at a place of the block, an I."""
         if place not in self._read:
             self._read[place] = self._e.gather(self._e.at(self._blocks, place), self._at, self._some)
         return self._read[place]
 
     def bits(self, place: int, shift: int) -> Value:
-        """The same, without the lowest `shift`."""
+        """Return the 32 bits at a place of the block, shifted right by `shift`."""
         return self._e.b.lshr(self.word(place), self._e.const_i(shift)) if shift else self.word(place)
 
     def byte(self, place: int, mask: int = 0xFF) -> Value:
-        """The byte at `place`, read with its neighbours of a word: I."""
+        """Return the byte at a place of the block, an I. It is read together with the other bytes of its word."""
         within = place % 4
         return self._e.b.and_(self.bits(place - within, 8 * within), self._e.const_i(mask))
 
@@ -84,7 +87,7 @@ class _Packing:
         self._e, self._layout, self._rows, self._record = e, layout, rows, record
         self._minimums = layout.scales is Scales.SUB_MINIMUMS
         self._offset = layout.scales is Scales.SCALE_OFFSET
-        # Where a block of the file has its low four bits, and those above.
+        # Offsets in a block of the file of the codes' low four bits, and of the bits above them.
         if layout.groups == 1:
             self._upper_at = {Scales.SCALE_OFFSET: 4, Scales.POWER: 1}.get(layout.scales, 2)
             self._codes_at = self._upper_at + (4 if layout.bits == 5 else 0)
@@ -125,7 +128,7 @@ class _Packing:
         elif self._minimums:
             high: list[Value] = []
             for group in range(8):
-                # The six bits of scale and minimum as Q4_K and Q5_K keep them: the low four of both, the high two of both.
+                # Six bits of scale and of minimum, as Q4_K and Q5_K store them: the low four of both, then the high two of both.
                 if group < 4:
                     both = [rows.byte(4 + 4 * i + group, 63) for i in range(2)]
                     low = [b.and_(each, e.const_i(15)) for each in both]
@@ -155,7 +158,7 @@ class _Packing:
         else:
             codes, step, shift = self._codes_at + 64 * (group >> 2) + 32 * (group & 1), 32, 4 * (group >> 1 & 1)
         for pair in range(4):
-            # In blocks of 32 inputs, the second sixteen are the high halves of the first sixteen's bytes.
+            # In blocks of 32 inputs, the second sixteen codes are the high halves of the bytes of the first sixteen.
             at, turn = codes + 8 * pair % step, shift + 8 * pair // step * 4
             first, second = (b.and_(self._rows.bits(at + 4 * i, turn), e.const_i(0x0F0F0F0F)) for i in range(2))
             self._put(layout.codes_bytes * group + 64 * pair, b.or_(first, b.shl(second, e.const_i(4))))
@@ -177,7 +180,7 @@ class _Packing:
                 self._put(target + 64 * half, self._any([b.shl(plane, e.const_i(2 * word)) for word, plane in enumerate(planes)]))
 
     def _spread(self, bits: Value) -> Value:
-        """Bits 0, 4, 8, ... of 32 as the bits of a byte."""
+        """Return bits 0, 4, 8, ... of 32 as the bits of a byte."""
         e = self._e
         b = e.b
         picked = b.and_(bits, e.const_i(0x11111111))
@@ -194,7 +197,7 @@ class _Packing:
 
 @intrinsic(prefer_literal=True)
 def _pack_block(_, form, blocks, stride, count, record):
-    """One block of each of `count` rows (16 at most, `stride` bytes apart) into the record of all."""
+    """Pack one block of each of `count` rows (at most 16, `stride` bytes apart) into their common record."""
     layout = LAYOUT[Form(form.literal_value)]
 
     def body(e: Emit, args: Sequence[Value]) -> None:
@@ -206,7 +209,7 @@ def _pack_block(_, form, blocks, stride, count, record):
 
 @cache
 def packer(form: Form) -> Callable[..., None]:
-    """What packs rows of a form, compiled where it is asked for first."""
+    """Return the function that packs rows of a form. The first call for a form compiles it."""
     kind, record_bytes = int(form), LAYOUT[form].record_bytes
     block_bytes = record_bytes // LANES
 

@@ -1,4 +1,4 @@
-"""Which phases a forward pass has, one after the other, and into how many tasks each is cut. Changes no result."""
+"""The sequence of phases of a forward pass, and the number of tasks of each. Changes no result."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from paceline.backends.cpu.sizes import CHUNK, PART
  PROJECT_HEAD) = range(14)  # fmt: skip
 LAST_BY_ROWS = NORM_LOW
 ROUTE, GATHER, EXPERTS_GATE, EXPERTS_DOWN = range(14, 18)
-"""Of a mixture, in place of gate and down."""
+"""Phases of a mixture of experts, in place of gate and down."""
 
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
 HEAD_CHUNK = 4
-"""`CHUNK`, of the head."""
+"""Blocks of outputs in a chunk of the head, as `CHUNK` for other products."""
 
 TASKS_A_THREAD = 16
-"""Of a product of few rows, at least: a thread's last one may keep the others waiting."""
+"""Least tasks for each thread in a product of few rows. Raising it: threads wait less for the last task, but a task reads less contiguous memory."""
 
 
 @inner
 def chunks_a_task(chunks, rows, team):
-    """How many chunks of outputs, one behind the other in memory, a task of a product takes: of few rows many, since reading begins anew with each task."""
+    """Return the number of contiguous chunks of outputs in a task of a product: many for few rows, because each task starts a new stream of reads."""
     return 1 if rows >= WIDE_FROM else max(1, chunks // (TASKS_A_THREAD * team))
 
 
 @inner
 def _tasks(chunks, rows, team):
-    """Tasks of a product whose outputs are so many chunks."""
+    """Return the number of tasks of a product with outputs of `chunks` chunks."""
     many = chunks_a_task(chunks, rows, team)
     return (chunks + many - 1) // many * ((rows + PART - 1) // PART)
 
 
 @inner
 def chunks_of(kind, sizes):
-    """Chunks of a product's outputs; of experts, of one of them."""
+    """Return the number of chunks of a product's outputs; for experts, those of one expert."""
     if kind == PROJECT_QKV:
         return sizes[Q_HEADS] + 2 * sizes[KV_HEADS]
     if kind == PROJECT_HEAD:
@@ -73,17 +73,17 @@ def chunks_of(kind, sizes):
 
 @inner
 def prepare_batch(sizes, batch):
-    """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
+    """Set how the batch's rows and heads are cut into tasks. Changes no result."""
     rows, pieces, kv_heads = batch[ROWS], batch[N_PIECES], sizes[KV_HEADS]
     batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
-    # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
+    # With few rows, one query head for each task keeps the team evenly busy. With many, one KV head for each task reads its keys once.
     few = pieces * kv_heads < 4 * sizes[TEAM]
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // max(1, kv_heads) if few else 1
 
 
 @inner
 def phase(work, position, sizes, batch):
-    """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
+    """Return (kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
     rows, kv_heads = batch[ROWS], sizes[KV_HEADS]
     if work == HEADS:
         logit_rows, edges = batch[LOGIT_ROWS], sizes[N_LAYERS]
@@ -126,5 +126,5 @@ def phase(work, position, sizes, batch):
 
 @inner
 def is_shared(kind):
-    """Whether all ranks work on what a phase makes."""
+    """Return whether the result of a phase is made by all ranks of a tensor group together."""
     return kind in (PROJECT_OUT, PROJECT_DOWN, PROJECT_HEAD)

@@ -1,6 +1,6 @@
-"""How a batch's attention is cut into pieces: tiles of rows that read keys together, and long tiles by segments of their keys.
+"""Cuts a batch's attention into pieces: tiles of rows that read keys together, and long tiles again by segments of their keys.
 
-Changes no byte (`attention.py`): only how many tasks there are, how even they are, and how often keys are read.
+The cut changes no byte of the result (`attention.py`), but the number of tasks, how even they are, and how often keys are read.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from paceline.backends.cpu.sizes import (
 Int32 = npt.NDArray[np.int32]
 
 MOST_QUERIES = 128
-"""Rows times query heads of a KV head that a piece takes, so that keys out of memory serve many; more would leave the second-level cache."""
+"""Most rows times query heads of a KV head in a piece, so that keys read from memory serve many. Raising it: they no longer fit the second-level cache."""
 
 FEWEST_QUERIES = 8
-"""What products take at once."""
+"""Rows times query heads that products take at once; tiles are not cut smaller."""
 
 TASKS_A_THREAD = 4
-"""Attention is cut finer until a thread has as many tasks: some take longer than others."""
+"""Tasks for each thread that attention is cut into at least, if it can be, because some tasks take longer than others."""
 
 SPLIT_ROWS = 8
-"""Rows of the longest context whose segments may be apart at once. Raising it takes memory for their records."""
+"""Rows of the longest context that may be split by segments at the same time. Raising it: more memory for their records."""
 
 
 _ONE_ROW = np.zeros(N_PIECE, np.int32)
 _ONE_ROW[[PIECE_ROWS, PIECE_STOP, PIECE_OF]] = 1
-"""A row and the one segment it sees."""
+"""The piece of one row that sees one segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Cuts batches of one model for a number of threads."""
+    """Cuts the attention of one model's batches for a number of threads."""
 
     kv_heads: int
     group: int
     """Query heads of a KV head."""
     threads: int
     most_segments: int
-    """Of the longest context."""
+    """Segments of the longest context."""
 
     @property
     def most_queries(self) -> int:
-        """Rows times query heads of a KV head in a piece, at most."""
+        """Most rows times query heads of a KV head in a piece."""
         return max(MOST_QUERIES, self.group)
 
     @property
     def split_records(self) -> int:
-        """Records of a query head that tiles whose segments are apart may have, in all."""
+        """Number of records, for each query head, that all split tiles together may use."""
         return SPLIT_ROWS * self.most_segments if self.threads > 1 else 0
 
     def cut(self, starts: Int32, counts: Int32, firsts: Int32, out: Int32) -> int:
-        """Write a batch's pieces, those with the most work last; returns how many.
+        """Write a batch's pieces, those with the most work last, and return their number.
 
         Args:
-            starts: each sequence's first row in the batch; `counts`: its rows; `firsts`: its first row's position.
-            out: [pieces, N_PIECE].
+            starts: first row of each sequence in the batch. `counts`: number of its rows. `firsts`: position of its first row.
+            out: receives the pieces, [pieces, N_PIECE].
         """
         n = len(starts)
         if int(counts.max()) == 1:
-            if int(firsts.max()) < SEGMENT:  # answers of short contexts, whose steps are short too
+            if int(firsts.max()) < SEGMENT:  # decode with short contexts has short steps, so it gets a short cut here
                 out[:n] = _ONE_ROW
                 out[:n, PIECE_ROW] = starts
                 return n
@@ -96,7 +96,7 @@ class Cutter:
         return n
 
     def _tiles(self, starts: Int32, counts: Int32, firsts: Int32) -> tuple[Int32, Int32, Int32]:
-        """Sequences cut into tiles of rows."""
+        """Cut sequences into tiles of rows. Returns starts, counts and first positions of the tiles."""
         most = int(counts.max())
         rows = max(1, self.most_queries // self.group)
         while (
@@ -117,7 +117,7 @@ class Cutter:
         )
 
     def _split(self, work: Int32, out: Int32, n: int) -> int:
-        """Cut those of `n` tiles by their segments that would keep one thread longer than others have work."""
+        """Cut tiles of the first `n` by their segments if one would take a thread longer than the others have work. Returns the number of pieces."""
         fair = max(1, int(work.sum()) * self.kv_heads // (TASKS_A_THREAD * self.threads))
         whole = out[:n].copy()
         at = used = split = 0

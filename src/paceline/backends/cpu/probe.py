@@ -1,4 +1,7 @@
-"""The numerics id of these kernels on this machine, their exponential included, and a refusal to run where they do not hold the rules (`backends.numerics`)."""
+"""Measures the numerics id of these kernels on this machine, and refuses to run kernels that break the rules (`backends.numerics`).
+
+The id also covers their exponential.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +33,22 @@ _USUAL: Final = (
     (Form.Q4_1, Form.Q8_0, Form.Q4_K, Form.Q6_K),
 )
 _USUAL_ID: Final = "91aa6651afc340a4"
-"""What kernels that conform compute of it, on every processor."""
+"""Numerics id of `_USUAL` that conforming kernels give on every processor."""
 _EXPERT: Final = re.compile(r"\.experts\.\d+")
 BEHIND: Final = 2 * SEGMENT - BLOCK
-"""Keys before the rows that run again: they see two segments, then a third."""
+"""Keys before the second run of the rows: its first rows see two segments, later ones a third."""
 SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
     Form.Q4_0: ((0, 0.04),), Form.Q4_1: ((0, 0.04), (2, -0.3)), Form.Q5_0: ((0, 0.02),), Form.Q5_1: ((0, 0.02), (2, -0.3)),
     Form.Q8_0: ((0, 0.003),), Form.Q4_K: ((0, 0.001), (2, 0.0075)), Form.Q5_K: ((0, 0.0005), (2, 0.0075)), Form.Q6_K: ((208, 0.0002),),
     Form.MXFP4: (),
 }  # fmt: skip
-"""Half-precision numbers of a block, and where they lie, that give random codes the spread of weights."""
+"""Half-precision numbers of a block by form, with their offsets, that give random codes the spread of weights."""
 _POWERS: Final = 120
-"""Of E8M0, the least that blocks have."""
+"""Least exponent (E8M0) of the seeded MXFP4 blocks."""
 
 
 class SeededBlocks(SeededWeights):
-    """Random codes in every form asked for, in turn over the matrices; bf16 is rounded from the seeded numbers."""
+    """Random codes in the given forms, which the matrices take in turn. bf16 is rounded from the seeded numbers."""
 
     def __init__(self, spec: ModelSpec, forms: Collection[Form]) -> None:
         super().__init__(spec)
@@ -75,7 +78,10 @@ class SeededBlocks(SeededWeights):
 
 
 def _digest_of_exponentials() -> bytes:
-    """Of exp2 where softmax and gates of a small layer seldom come: a number of each upper half of fp32, and as many of those whose result is one."""
+    """Return a digest of exp2, for inputs that softmax and gates of a small layer seldom have.
+
+    The inputs are one number for each upper half of fp32, and about as many between -127 and 129, where the result is an ordinary number.
+    """
     random = np.random.Generator(np.random.PCG64(0))
     count = 1 << 16
     of_all = (np.arange(count, dtype=np.uint32) << 16 | random.integers(0, count, count, np.uint32)).view(np.float32)
@@ -84,18 +90,17 @@ def _digest_of_exponentials() -> bytes:
     x = np.concatenate([of_all, random.uniform(-127, 129, count - 3 * len(ends)).astype(np.float32), ends, *beside])
     out = np.empty_like(x)
     exponentials(x.ctypes.data, len(x), out.ctypes.data)
-    out[np.isnan(out)] = np.nan  # which one is the processor's affair
+    out[np.isnan(out)] = np.nan  # processors may give different NaNs
     return hashlib.sha256(out).digest()
 
 
 def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
-    """Hex id of what the kernels compute for a family and the forms of its matrices, on one thread and on as many as are in use.
+    """Return the hex id of the kernels' results for a family and the forms of its matrices, measured on one thread and on `threads` threads.
 
     Raises:
-        PacelineError: batching or threads changed a byte: these kernels can't be trusted here.
+        PacelineError: batching or threads changed a byte, so these kernels can't be trusted here.
     """
-    # Rows of whole superblocks.
-    # The sums of its feed-forward have as many segments as any model's, of unlike lengths.
+    # Rows consist of whole superblocks. The sums of the feed-forward have the most segments that any model has, of different lengths.
     small = numerics.small(spec)
     moe = small.moe and replace(small.moe, ffn=256)
     low = small.low and replace(small.low, queries=512, keys=256)
@@ -120,7 +125,7 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
 
 
 def conforms(threads: int) -> bool:
-    """Whether the kernels compute here what they do on every other processor, in the usual forms.
+    """Return whether the kernels give the same bytes here as on every other processor, in the usual forms.
 
     Raises:
         PacelineError: batching or threads changed a byte.

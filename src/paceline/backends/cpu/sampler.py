@@ -1,4 +1,4 @@
-"""`engine.sampling.Sampler` in compiled kernels, on every processor: rows shared by threads that run without the interpreter."""
+"""`engine.sampling.Sampler` in compiled kernels, for every processor. Threads share the rows, and run without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline.engine.sampling import Drawn, DrawRow, undrawable
 Float32 = npt.NDArray[np.float32]
 
 LOGITS_A_THREAD = 1 << 18
-"""Logits for which a thread is woken: some 60 us of work, and waking one takes half of that. Raising it wakes fewer."""
+"""Logits for which one more thread is woken: about 60 us of work, while waking it takes half of that. Raising it: fewer threads share a batch."""
 
 _ASKED, _TOKEN = Struct("=qQ6q6d"), Struct("=q")
 _IDS, _LOGPROBS = Struct(f"={1 + draw.MAX_TOP}q"), Struct(f"={1 + draw.MAX_TOP}d")
-"""Parts of a row's words, as `draw` has them."""
+"""Parts of a row's words, in the layout of `draw`."""
 _FIRST, _STRIDE = 8 * draw.N_CONTROL, 8 * draw.N_WORDS
-"""Bytes before the words of the rows, and of each."""
+"""Bytes before the words of the first row, and bytes of each row's words."""
 _NOT_ADJUSTED = tuple(np.empty(0, kind) for kind in (np.int32, np.float32, np.bool_, np.float32, np.float32))
 
 _draw_rows: Callable[..., None] = draw.draw_rows
@@ -34,15 +34,15 @@ class CompiledSampler:
     """Draws the tokens that `PlainSampler` draws.
 
     Args:
-        vocab: tokens of the model.
-        threads: that share a batch's rows, the caller's included.
+        vocab: number of tokens of the model.
+        threads: number of threads that share a batch's rows, including the caller's.
     """
 
     def __init__(self, vocab: int, threads: int) -> None:
         self._vocab = vocab
         self._closed = False
         self._arguments: tuple[Any, ...] | None = None
-        """Of the batch that is being drawn."""
+        """Arguments of `draw_rows` for the batch that is being drawn; None: no batch is."""
         self._wake = [threading.Semaphore(0) for _ in range(threads - 1)]
         self._threads = [
             threading.Thread(target=self._serve, args=(wake,), name=f"paceline-draws-{i}", daemon=True) for i, wake in enumerate(self._wake)
@@ -58,14 +58,14 @@ class CompiledSampler:
             logits_RV = np.ascontiguousarray(logits_RV, np.float32)
         buffer, adjusted = _described(rows)
         shared = (logits_RV[0], logits_RV.strides[0], n, np.frombuffer(buffer, np.int64), *adjusted)
-        # A thread that wakes late finds every row claimed, or no batch: it touches no logits of a batch that is over.
+        # A thread that wakes late finds every row claimed, or no batch. So it touches no logits of a batch that is over.
         self._arguments = (*shared, False)
         for wake in self._wake[: max(0, len(rows) * n // LOGITS_A_THREAD - 1)]:
             wake.release()
         try:
             _draw_rows(*shared, True)
         finally:
-            self._arguments = None  # they hold the logits, which may be about to grow or go
+            self._arguments = None  # they refer to the logits, which may soon be resized or freed
         return [_drawn(row, n, buffer, at) for row, at in zip(rows, range(_FIRST, len(buffer), _STRIDE), strict=True)]
 
     def close(self) -> None:
@@ -84,13 +84,16 @@ class CompiledSampler:
             self._take_part()
 
     def _take_part(self) -> None:
-        arguments = self._arguments  # as one: the batch may end meanwhile
+        arguments = self._arguments  # read once, because the batch may end meanwhile
         if arguments is not None:
             _draw_rows(*arguments)
 
 
 def _described(rows: Sequence[DrawRow]) -> tuple[bytearray, tuple[npt.NDArray[Any], ...]]:
-    """What `draw_rows` takes of rows: the words, columns of the adjusted tokens with scratch. Few calls of NumPy: each costs more than a row's words."""
+    """Return the arguments of `draw_rows` for rows: the words, then the columns of the adjusted tokens, and scratch.
+
+    It calls NumPy rarely, because one call takes longer than writing a row's words.
+    """
     buffer = bytearray(_FIRST + len(rows) * _STRIDE)
     start = 0
     for row, at in zip(rows, range(_FIRST, len(buffer), _STRIDE), strict=True):
@@ -128,7 +131,7 @@ def _described(rows: Sequence[DrawRow]) -> tuple[bytearray, tuple[npt.NDArray[An
 
 
 def _drawn(row: DrawRow, n: int, buffer: bytearray, at: int) -> Drawn | DrawFailed:
-    """What the words of a row at `at` say was drawn."""
+    """Return the result of the draw that the words of a row at byte `at` hold."""
     (token,) = _TOKEN.unpack_from(buffer, at + 8 * draw.IDS)
     if token < 0:
         return undrawable(row)

@@ -1,8 +1,8 @@
-"""What each rank of a tensor group computes: whole segments of the sums that ranks share, and how their partial sums become the one of a machine alone.
+"""The shares of the ranks of a tensor group: whole segments of the sums that ranks share, and how partial sums give the same total as on one machine.
 
-A sum over inputs that ranks share (attention output, feed-forward down) runs over S segments, added in one binary tree (docs/internals/arithmetic.md). A rank owns
-neighbouring segments and hands on a partial sum of each largest subtree that is all its own; whoever has those of all ranks adds them as the tree does. So
-how a model is split changes no byte.
+A sum over inputs that ranks share (attention output, feed-forward down) runs over S segments, added in one binary tree
+(docs/internals/arithmetic.md). A rank owns neighbouring segments, and passes on a partial sum for each largest subtree that it owns completely. The
+partial sums of all ranks are then added in the order of the tree. So the split of a model changes no byte.
 
 Importing this imports no kernel. Shapes: S segments, R ranks.
 """
@@ -21,49 +21,49 @@ from paceline.core.weights import GROUP
 MOST_SEGMENTS = 16
 LANES = 16
 RANK_BYTES = 80 << 20
-"""A rank's process beside its share: the interpreter, Numba, kernels that lie compiled. What it maps of files, who started it has mapped too. Source:
-`own_bytes` of ranks of a tiny model (77 MiB), and of the bundled one (128 MiB, 48 of them its half)."""
+"""Memory of a rank's process in addition to its share: the interpreter, Numba, compiled kernels. Files that it maps are mapped by its parent too.
+Source: `own_bytes` of ranks of a tiny model (77 MiB), and of the bundled one (128 MiB, of which 48 are its half)."""
 _SUPERBLOCK = 256
-"""Inputs that K-quants hold together."""
+"""Inputs of a superblock of K-quants."""
 
 
 def segment_bounds(units: int) -> tuple[int, ...]:
-    """Where segments of a sum over `units` that are never divided begin, and where the last ends: [S + 1]."""
-    segments = max(1, min(MOST_SEGMENTS, units))  # of a mixture, whose dense size is none, too
+    """Return the bounds of the segments of a sum over indivisible `units`: the beginning of each, and the end of the last, [S + 1]."""
+    segments = max(1, min(MOST_SEGMENTS, units))  # a mixture of experts has a dense size of zero
     return tuple(i * units // segments for i in range(segments + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of one rank, in every layer and in the head. A range is empty where it has none."""
+    """The share of one rank in every layer and in the head. An empty range: the rank has no part of it."""
 
     kv_heads: range
     out: range
-    """Segments of the attention output's sum: those of its heads."""
+    """Segments of the attention output's sum, which belong to the rank's heads."""
     down: range
     """Segments of the feed-forward down sum."""
     vocab: range
     """Blocks of 16 outputs of the head."""
 
     def inner(self, spec: Divided) -> range:
-        """Inner activations of the feed-forward."""
+        """Return the range of the rank's inner activations of the feed-forward."""
         bounds = segment_bounds(spec.ffn // GROUP)
         return range(bounds[self.down.start] * GROUP, bounds[self.down.stop] * GROUP)
 
     def attended(self, spec: ModelSpec) -> range:
-        """Inputs of the attention output's sum."""
+        """Return the range of the rank's inputs of the attention output's sum."""
         width = spec.n_heads // spec.n_kv_heads * spec.value_dim
         return range(self.kv_heads.start * width, self.kv_heads.stop * width)
 
     def of(self, spec: ModelSpec) -> ModelSpec:
-        """Sizes of a model that had this share and nothing else."""
+        """Return the sizes of a model that consists of this share only."""
         heads = len(self.kv_heads)
         return replace(spec, n_heads=heads * spec.n_heads // spec.n_kv_heads, n_kv_heads=heads, ffn=len(self.inner(spec)))
 
 
 def undivided(spec: ModelSpec) -> str | None:
-    """Why ranks can't share a model's layers; None where they can."""
-    if spec.qk_norm_whole:  # a rank has some of the heads
+    """Return why ranks can't share a model's layers; None if they can."""
+    if spec.qk_norm_whole:  # a rank has only some of the heads
         return "its queries and keys are normed over all heads together"
     if spec.low is not None:
         return "its queries, keys and values are products of products, of which each rank would do the first ones anew"
@@ -73,13 +73,13 @@ def undivided(spec: ModelSpec) -> str | None:
 
 
 def whole(spec: ModelSpec) -> Share:
-    """The share of a machine alone."""
+    """Return the share of a machine that runs a model alone: all of it."""
     (share,) = deal(spec, (1.0,))
     return share
 
 
 class Divided(Protocol):
-    """What is dealt: a `ModelSpec`, or what a card says of one."""
+    """The sizes that shares are computed from: a `ModelSpec`, or a card's description of a model."""
 
     @property
     def n_kv_heads(self) -> int: ...
@@ -90,16 +90,18 @@ class Divided(Protocol):
 
 
 def deal(spec: Divided, speeds: Sequence[float]) -> tuple[Share, ...]:
-    """Shares of ranks of these speeds. Each sum and the head are dealt for themselves, as all ranks wait for the last at the end of each.
+    """Return the shares of ranks with these relative speeds.
+
+    Each sum and the head are divided independently, because all ranks wait for the slowest one at the end of each.
 
     Raises:
-        ValueError: no ranks, or a speed that is none.
+        ValueError: there are no ranks, or a speed is not positive.
     """
     if not speeds or min(speeds) <= 0:
         raise ValueError(f"ranks of speeds {list(speeds)}")
     heads, groups = segment_bounds(spec.n_kv_heads), segment_bounds(spec.ffn // GROUP)
     blocks = -(-spec.vocab // LANES)
-    # The first has some: with the first outputs goes the embedding.
+    # The first rank has at least one block, because the rank with the first outputs also has the embedding.
     ends = [max(1, round(blocks * part / sum(speeds))) for part in accumulate(speeds)]
     return cut(
         spec,
@@ -111,13 +113,13 @@ def deal(spec: Divided, speeds: Sequence[float]) -> tuple[Share, ...]:
 
 
 def cut(spec: Divided, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ...]:
-    """Shares by where they end, one behind the other.
+    """Return consecutive shares from their ends.
 
     Args:
-        stops: segments of both sums, and blocks of the head's outputs.
+        stops: for each rank, its end in the segments of both sums and in the blocks of the head's outputs.
 
     Raises:
-        ValueError: one ends before it begins, the last before the model, or the first has no outputs.
+        ValueError: a share ends before it begins, the last one does not end with the model, or the first has no outputs.
     """
     heads = segment_bounds(spec.n_kv_heads)
     whole = (len(heads) - 1, len(segment_bounds(spec.ffn // GROUP)) - 1, -(-spec.vocab // LANES))
@@ -136,7 +138,10 @@ def cut(spec: Divided, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ..
 
 
 def _deal(bounds: tuple[int, ...], speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """Segments by rank, so that the last rank ends soonest; of such splits the most even one, and of those what hands on the fewest partial sums."""
+    """Return the segments of each rank in the split whose slowest rank ends first.
+
+    Among such splits it takes the most even one, and among those the one with the fewest partial sums.
+    """
     n = len(bounds) - 1
 
     def cost(rank: int, start: int, stop: int) -> tuple[float, float, int]:
@@ -158,11 +163,11 @@ def _deal(bounds: tuple[int, ...], speeds: tuple[float, ...]) -> tuple[range, ..
 
 
 def subtrees(owned: range, segments: int) -> tuple[range, ...]:
-    """The largest subtrees of the tree over `segments` that neighbouring segments hold whole, from left to right."""
+    """Return the largest subtrees of the tree over `segments` that lie completely in the owned segments, from left to right."""
     found, start = list[range](), owned.start
     while start < owned.stop:
         size = 1
-        # A subtree of 2 * size begins at a multiple of that, and ends with the tree where that is no power of two.
+        # A subtree of 2 * size begins at a multiple of 2 * size, and ends early if the tree does (its size may not be a power of two).
         while start % (2 * size) == 0 and size < segments and min(start + 2 * size, segments) <= owned.stop:
             size *= 2
         found.append(range(start, min(start + size, segments)))
@@ -172,11 +177,11 @@ def subtrees(owned: range, segments: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Joins:
-    """How partial sums become the whole.
+    """The additions that turn partial sums into the total.
 
     Attributes:
-        nodes: the ranks' partial sums, from left to right: numbers 0 to N - 1.
-        steps: (left, right, place): add two sums, by their numbers, into a place; number N + i is place i. The last step's is the whole.
+        nodes: the ranks' partial sums, from left to right, with the numbers 0 to N - 1.
+        steps: (left, right, place): add the sums with these two numbers into a place. Number N + i is place i. The last step gives the total.
     """
 
     nodes: tuple[range, ...]
@@ -184,7 +189,7 @@ class Joins:
 
 
 def joins(owned: Sequence[range], segments: int) -> Joins:
-    """Of what ranks own, from left to right."""
+    """Return the additions for ranks that own these segments, from left to right."""
     nodes = tuple(node for part in owned for node in subtrees(part, segments))
     steps, waiting = list[tuple[int, int, int]](), list[tuple[range, int]]()
     for number, node in enumerate(nodes):
@@ -198,13 +203,13 @@ def joins(owned: Sequence[range], segments: int) -> Joins:
 
 
 def _are_siblings(left: range, right: range, segments: int) -> bool:
-    """Whether the tree adds two neighbouring subtrees to one."""
+    """Return whether two neighbouring subtrees are the two halves of one subtree."""
     size = len(left)
     return size & (size - 1) == 0 and left.start % (2 * size) == 0 and right.stop == min(left.start + 2 * size, segments)
 
 
 def covered(inputs: range, k: int) -> range:
-    """The whole superblocks that some of K inputs lie in; of rows that are no whole superblocks, those inputs."""
+    """Return the range of whole superblocks that contain these inputs, of K; the inputs themselves if K is not a multiple of a superblock."""
     if k % _SUPERBLOCK or not inputs:
         return inputs
     return range(inputs.start // _SUPERBLOCK * _SUPERBLOCK, -(-inputs.stop // _SUPERBLOCK) * _SUPERBLOCK)

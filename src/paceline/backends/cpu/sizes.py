@@ -1,4 +1,4 @@
-"""Sizes that kernels are compiled with and memory is planned by, and memory on a cache line. Importing this imports no kernel."""
+"""Sizes that kernels are compiled with and that memory is planned by; and allocation of memory aligned to a cache line. Imports no kernel."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from paceline.backends.cpu.support import MOST_HEAD_DIM
 from paceline.backends.instructions import Lowering
 
 BLOCK = 16
-"""Tokens a KV block: the lanes of a vector."""
+"""Tokens of a KV block: the lanes of a vector."""
 
 NEIGHBOURS = 16
-"""KV blocks of one head that lie side by side, a group's: a pool has whole groups. At a stride of all heads' blocks, a head's would share a part of
-the sets of a cache."""
+"""KV blocks in a group. A head's blocks of a group are contiguous, and a pool has whole groups. Without groups, a head's blocks would be a stride of all
+heads apart, and would use only some of a cache's sets."""
 
 SEGMENT = 512
-"""Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
+"""Keys of a segment; a part of the arithmetic. Keys and values of one, for a head of 128, take 256 KiB: a part of a second-level cache."""
 
 QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
 WEIGHT_STRIDE = 4 * SEGMENT + 64
-"""Bytes between rows of attention's scratch: fixed, so that one address reaches all rows of a tile."""
+"""Bytes between rows of attention's scratch. They are fixed, so that one address reaches all rows of a tile."""
 
 TILE = 8
-"""M rows (query heads of neighbouring positions that share one KV head) a product of attention takes at once."""
+"""Most M rows (query heads of neighbouring positions that share one KV head) that a product of attention takes at once."""
 
 
 class AttentionTile(NamedTuple):
-    """The sums that a product of attention keeps in registers: those of `rows` M rows, each with `blocks` blocks of keys or `slices` slices of 16 values."""
+    """The sums that a product of attention keeps in registers: `rows` M rows, each with `blocks` blocks of keys or `slices` slices of 16 values."""
 
     rows: int
     blocks: int
@@ -37,9 +37,10 @@ class AttentionTile(NamedTuple):
 
 
 _IN_32_WIDE = (AttentionTile(8, 2, 2), AttentionTile(4, 4, 2), AttentionTile(3, 4, 2), AttentionTile(2, 4, 2), AttentionTile(1, 4, 2))
-"""For 32 registers of 512 bits: a sum of 16 lanes takes one."""
+"""Tiles for 32 registers of 512 bits, where a sum of 16 lanes takes one register."""
 _IN_16_WIDE = (AttentionTile(4, 1, 1), AttentionTile(3, 1, 1), AttentionTile(2, 2, 2), AttentionTile(1, 4, 2))
-"""For 16 registers of 256 bits, or 32 of 128: a sum takes an eighth of half of them. More sums at once go through memory, at half the speed."""
+"""Tiles for 16 registers of 256 bits, or 32 of 128, where a sum takes an eighth of all registers. With more sums, some go through memory, at half the
+speed."""
 
 ATTENTION_TILES: Final = {
     Lowering.AVX512_BF16: _IN_32_WIDE,
@@ -49,37 +50,37 @@ ATTENTION_TILES: Final = {
     Lowering.NEON_I8MM: _IN_16_WIDE,
     Lowering.NEON: _IN_16_WIDE,
 }
-"""The tiles of each instruction set, most rows first. `TILE` bounds their rows. They change no byte."""
+"""Tiles of each instruction set, most rows first. `TILE` bounds their rows. They change no byte of the result."""
 
 EXPANDED_BYTES = 704
-"""Of a group of one block of unpacked weights, at most."""
+"""Most bytes of one group of a block of unpacked weights."""
 TILE_BLOCKS = 2
-"""Blocks of outputs that a tile of unpacked weights has at most."""
+"""Most blocks of outputs in a tile of unpacked weights."""
 
 CHUNK = 2
-"""Blocks of 16 outputs a task of a matrix product takes, and of the gate and up products each: few enough not to wait for one thread's
-last. A task of the q, k, v products takes a head; of the head `phases.HEAD_CHUNK`."""
+"""Blocks of 16 outputs in a task of a matrix product (of gate and up, each). Raising it: threads wait longer for the last task. A task of the q, k, v
+products takes one head instead, a task of the output head `phases.HEAD_CHUNK` blocks."""
 
 PART = 192
-"""Rows a task of a matrix product takes at most, whole panels: its inputs stay in the second-level cache."""
+"""Most rows of a task of a matrix product, in whole panels. Raising it: its inputs no longer fit the second-level cache."""
 
-# Places in a row of PIECES (int32): rows of a tile, the segments [start, stop) of their keys, into how many pieces the tile is cut; where it
-# is, its number among such tiles, and how many records of a query head lie before its own.
+# Places in a row of PIECES (int32): rows of a tile, segments [start, stop) of their keys, number of pieces that the tile is cut into. If it is
+# cut: its number among such tiles, and the number of records of a query head before its own.
 PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_OF, PIECE_TILE, PIECE_RECORDS, N_PIECE = range(8)
 
 
 def expanded_bytes(k: int) -> int:
-    """Room for the unpacked weights of K inputs that a product asks for."""
+    """Return the bytes that a product needs for unpacked weights of K inputs."""
     return TILE_BLOCKS * k // 32 * EXPANDED_BYTES
 
 
 def record_bytes(head_dim: int) -> int:
-    """Bytes of what a row has of its segments so far: head_dim sums (fp32), then their maximum and the sum of the weights."""
+    """Return the bytes of a row's record of its segments so far: head_dim sums (fp32), then the maximum and the sum of the weights."""
     return 4 * head_dim + 64
 
 
 def scratch_bytes(m_rows: int, head_dim: int) -> int:
-    """Bytes of a thread that attends with up to `m_rows` M rows at once: their queries, weights of a tile, and a record a row."""
+    """Return the bytes of scratch for a thread's attention with up to `m_rows` M rows at once: queries, the weights of a tile, and records of rows."""
     return m_rows * QUERY_STRIDE + TILE * WEIGHT_STRIDE + (m_rows + TILE) * (4 * head_dim + 64)
 
 
@@ -87,7 +88,7 @@ CACHE_LINE = 64
 
 
 def aligned(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes that start on a cache line."""
+    """Return an array of zeroed bytes that starts on a cache line."""
     raw = np.zeros(n_bytes + CACHE_LINE, np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
     return raw[start : start + n_bytes]

@@ -1,15 +1,15 @@
-"""How threads share one forward pass: a conductor posts phases, the threads that are awake claim their tasks.
+"""Work sharing of threads in a forward pass: a conductor posts phases, and the threads that are awake claim their tasks.
 
-A phase is one 64-bit word: what to do, how many tasks, the next one to claim. Claiming adds one to the word, so a thread that comes
-late or sleeps through phases needs no barrier: it reads the word and takes part in what runs now. Only the conductor waits, and
-only for tasks, never for threads: on a busy machine the others may not be scheduled at all. Who computes a task never changes its bytes.
+A phase is one 64-bit word: its kind, its number of tasks, the next task to claim. Claiming adds one to the word. So a thread that comes
+late or sleeps through phases needs no barrier: it reads the word and takes part in the present phase. Only the conductor waits, and
+only for tasks, never for threads: on a busy machine some may not be scheduled at all. A task gives the same bytes on every thread.
 
-Each group of some threads has a word of its own for its share of the tasks, and a count of those its threads finished: so tasks of many threads meet on
-no common cache line. A thread whose group has no more claims what other groups have left.
+Each group of a few threads has its own word for its share of the tasks, and a count of the tasks that its threads finished. So the threads of different
+groups do not contend for a cache line. When a group has no tasks left, its threads claim those of other groups.
 
-Where memory has nodes (NUMA) a page lies at the node of the thread that first writes to it, and that node's threads read it faster than others: so groups are of one
-node each, threads are bound to it, and pack the weights of the outputs that their groups claim first. KV and activations lie wherever they come to lie: at decode
-they are little beside weights.
+If memory has nodes (NUMA), a page belongs to the node of the thread that first writes to it, and the threads of that node read it faster. So each group
+belongs to one node, its threads are bound to that node, and they pack the weights of the outputs that the group claims first. KV and activations are not
+placed: at decode they are small compared with weights.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from paceline.backends.cpu.simd import I32, I64, Emit, Value
 WORD = 8
 """Words of a cache line."""
 STOP, GROUPS_AT = 0, WORD
-"""Places in the control array (int64): the flag that asks all to stop; then two lines a group, its word and the tasks its threads finished so far (only grows);
-then each thread's parked flag, a line apart."""
+"""Places in the control array (int64): the flag that asks all threads to stop; then two cache lines for each group, its word and the number of tasks
+that its threads have finished (only grows); then the parked flag of each thread, a line apart."""
 
 THREADS_A_GROUP = 8
-"""At most. Raising it: more threads contend for a line. Lowering it: the conductor posts and reads more of them, and more is claimed from other groups."""
+"""Most threads of a group. Raising it: more threads contend for a cache line. Lowering it: the conductor posts and reads more lines, and threads claim
+more tasks from other groups."""
 
 TASK_BITS, LAYER_BITS, KIND_BITS = 20, 12, 8
-"""From the low end of the word: next task, number of tasks, layer, kind. A finished phase has next >= its group's share, a posted one next = 0."""
+"""Bits of a word's fields. From the low end: next task, number of tasks, layer, kind. In a new phase next is 0, in a claimed one at least the share."""
 
 SPINS_BEFORE_YIELD = 4000
 
 give_way = types.ExternalFunction("sched_yield", types.int32())
-"""Let another thread have the processor (POSIX)."""
+"""Yield the processor to another thread (POSIX)."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-"""Number of the system call; 0: none is known."""
+"""Number of the futex system call; 0: unknown here."""
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 1 << 30
 _SLEEP = np.array([0, 1_000_000], np.int64)
-"""How long a thread sleeps at a word at most (struct timespec). Raising it: what else ends its wait, a batch that is given up, is noticed later."""
+"""Longest sleep of a thread at a word (struct timespec, 1 ms). Raising it: a thread notices later that its batch was given up."""
 _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
@@ -89,7 +90,7 @@ def pause(_):
 
 @inner
 def sleep_at(word, seen):
-    """Let the core go until the word at an address is another than `seen`, for a moment. Processes that have the memory in common may wake one another."""
+    """Sleep until the word at an address differs from `seen`, for at most `_SLEEP`. Processes that share the memory can wake one another."""
     if _FUTEX:
         _system_call(_FUTEX, word, _FUTEX_WAIT, seen & 0xFFFFFFFF, _SLEEP.ctypes.data, 0, 0)
     else:
@@ -98,26 +99,26 @@ def sleep_at(word, seen):
 
 @inner
 def wake_at(word):
-    """Wake all who sleep at a word, which was changed."""
+    """Wake all threads that sleep at a word, after a change of it."""
     if _FUTEX:
         _system_call(_FUTEX, word, _FUTEX_WAKE, _ALL, 0, 0, 0)
 
 
 @inner
 def phase_of(control, group):
-    """Address of a group's word."""
+    """Return the address of a group's word."""
     return control + 8 * (GROUPS_AT + 2 * WORD * group)
 
 
 @inner
 def share_of(count, group, groups):
-    """Which of so many tasks are a group's: the first one, and behind the last one. Fewer than there are groups go to the first groups."""
+    """Return a group's range [first, stop) of `count` tasks. If there are fewer tasks than groups, only some groups get one."""
     return (count * group + groups - 1) // groups, (count * (group + 1) + groups - 1) // groups
 
 
 @inner
 def post(control, kind, layer, count, groups):
-    """Start a phase; the one before must be finished."""
+    """Start a phase. The phase before it must be finished."""
     word = ((kind << LAYER_BITS | layer) << TASK_BITS | count) << TASK_BITS
     for group in range(groups):
         store_release(phase_of(control, group), word)
@@ -125,7 +126,7 @@ def post(control, kind, layer, count, groups):
 
 @inner
 def claim(control, own, groups):
-    """Claim a task, of a thread's own group if there is one. Returns (task, its phase's word), or (-1, the own group's word as last seen)."""
+    """Claim a task, first from a thread's own group, then from others. Returns (task, word of its phase), or (-1, word of the own group as last seen)."""
     seen = load_acquire(phase_of(control, own))
     for turn in range(groups):
         group = (own + turn) % groups
@@ -144,7 +145,7 @@ def claim(control, own, groups):
 
 @inner
 def task_of(word):
-    """(next task, number of tasks) of a phase's word."""
+    """Return (next task, number of tasks) of a phase's word."""
     mask = (1 << TASK_BITS) - 1
     return word & mask, word >> TASK_BITS & mask
 
@@ -157,13 +158,13 @@ def kind_and_layer(word):
 
 @inner
 def finish(control, own):
-    """Say that a claimed task is done, by a thread of a group."""
+    """Count a claimed task as finished by a thread of group `own`."""
     fetch_add(phase_of(control, own) + 8 * WORD, 1)
 
 
 @inner
 def wait_for(control, done, groups):
-    """Spin until `done` tasks were finished in all."""
+    """Spin until the groups have finished `done` tasks in all."""
     spins = 0
     while True:
         finished = 0
@@ -180,7 +181,7 @@ def wait_for(control, done, groups):
 
 @intrinsic
 def load_int32(_, address):
-    """An int32 at an address, widened."""
+    """Load the int32 at an address, widened to int64."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         return e.b.sext(e.load(I32, args[0], align=4), I64)
@@ -189,8 +190,9 @@ def load_int32(_, address):
 
 
 def nodes(system: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """The processors of each node that this process may run on; empty where the system tells of less than two nodes, or they are of unlike sizes: as many
-    threads run at each.
+    """Return the processors of each NUMA node that this process may use.
+
+    Empty if the system reports fewer than two nodes, or if they differ in size, because every node runs the same number of threads.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -205,24 +207,24 @@ def nodes(system: Path = Path("/sys/devices/system/node")) -> list[frozenset[int
 
 
 def _processors(text: str) -> set[int]:
-    """Of a list such as 0-3,8."""
+    """Return the processors in a list such as 0-3,8."""
     ranges = [part.split("-") for part in text.strip().split(",") if part]
     return {processor for ends in ranges for processor in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def groups_of(threads: int, n_nodes: int) -> int:
-    """Groups of a team: as many at each node, of eight threads at most."""
+    """Return the number of groups of a team: equally many for each node, with at most `THREADS_A_GROUP` threads each."""
     n_nodes = min(max(1, n_nodes), threads)
     return n_nodes * -(-threads // (n_nodes * THREADS_A_GROUP))
 
 
 def node_of(part: int, parts: int, n_nodes: int) -> int:
-    """The node of a thread among a team's, or of an output among a product's."""
+    """Return the node of a thread, as number `part` of a team's `parts` threads; or of an output, among a product's."""
     return part * n_nodes // parts
 
 
 def bind(node: frozenset[int]) -> None:
-    """Have this thread run on a node's processors alone. Threads that it starts do too."""
+    """Bind this thread, and threads that it starts, to a node's processors."""
     if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):  # it is refused here: then the system places the thread
+        with suppress(OSError):  # if it is refused, the system places the thread
             os.sched_setaffinity(0, node)
