@@ -214,7 +214,10 @@ def _scales(config: JsonObject, kind: Family, hidden: int, n_layers: int) -> Mul
 
 
 def _low(config: JsonObject, value_dim: int) -> LowRank:
-    """Return the ranks of the queries' and of the keys' and values' two matrices, and the size of a value."""
+    """Return the ranks of the queries' and of the keys' and values' two matrices, and the size of a value.
+
+    The norms between the two matrices have their own epsilon in transformers, so the model's is not part of this.
+    """
     if config.fields.get("q_lora_rank") is None:
         raise unsupported(config.path, "its queries are one product, where keys and values are two (q_lora_rank is null)")
     scaling = config.child("rope_parameters") or config.child("rope_scaling")

@@ -138,7 +138,10 @@ class KvFolder:
         return n
 
     def takes(self, key: bytes, parent: bytes | None = None) -> bool:
-        """Return whether `write` would try to store a block: it is absent, and its parent is here. Counts a block that is refused as failed."""
+        """Return whether `write` would try to store a block: it is absent, its parent is here, and no disk error was too recent.
+
+        An absent block that would be refused is counted as failed.
+        """
         if key in self._keys:
             return False
         if self._clock.monotonic() >= self._full_until and (parent is None or parent in self._keys):

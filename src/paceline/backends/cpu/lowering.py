@@ -6,7 +6,7 @@ At the end are reads and writes of single numbers at any address, for compiled c
 avx512bf16   VDPBF16PS, VPDPBUSD, VPDPWSSD, VCVTNEPS2BF16, VREDUCEPS, VSCALEFPS
 avx512vnni   VPDPBUSD, VPDPWSSD; products of bf16 pairs as two fused multiply-adds in fp32, with denormals flushed by MXCSR
 avxvnni      VPDPBUSD and VPDPWSSD on 8 lanes; the rest as avx2
-avx2         VPMADDUBSW, whose sums of two products of codes below 64 do not saturate, and VPMADDWD
+avx2         VPMADDUBSW (its sums of two products of codes below 64 do not saturate), and VPMADDWD
 
 The classes of ARM are in `neon`.
 """

@@ -28,7 +28,7 @@ MOST_QUERIES = 128
 """Most rows times query heads of a KV head in a piece, so that keys read from memory serve many. Raising it: they no longer fit the second-level cache."""
 
 FEWEST_QUERIES = 8
-"""Rows times query heads that products take at once; tiles are not cut smaller."""
+"""Rows times query heads that products take at once. Tiles with no more are not cut further."""
 
 TASKS_A_THREAD = 4
 """Tasks for each thread that attention is cut into at least, if it can be, because some tasks take longer than others."""

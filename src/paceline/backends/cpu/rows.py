@@ -217,7 +217,7 @@ def add_scaled(_, rounded, x, y, n, scale_bits):
 
 @intrinsic
 def multiply_by(_, x, n, scale_bits):
-    """x *= scale: fp32 [n]."""
+    """Compute x *= scale: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, n, scale_bits = args
@@ -230,16 +230,16 @@ def multiply_by(_, x, n, scale_bits):
 
 
 GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED: 2}
-"""As the kernels call them."""
+"""Numbers that stand for the activations in the kernels."""
 GELU = (-0.102943242, -2.30220819)
-"""-2 log2(e) root(2 / pi), times 0.044715 and as it is, in fp32."""
+"""-2 log2(e) root(2 / pi) in fp32: first times 0.044715, then alone."""
 STEEPER, MOST = -2.45546696, 7.0
-"""-1.702 log2(e) in fp32, and where the clamped gate holds its inputs."""
+"""-1.702 log2(e) in fp32, and the bound that the clamped gate clips its inputs to."""
 
 
 @intrinsic(prefer_literal=True)
 def gate(_, kind, x, out):
-    """One group of 32 outputs: out = bf16(silu(g) * u), or by another activation of `GATES`. x: fp32, 32 of g and 32 of u; may be `out`."""
+    """Compute one group of 32 outputs: out = bf16(silu(g) * u), or another activation of `GATES`. x: fp32, 32 of g and 32 of u; may be `out`."""
     gelu, clamped = (kind.literal_value == GATES[each] for each in (Activation.GELU_TANH, Activation.CLAMPED))
 
     def body(e: Emit, args: Sequence[Value]) -> None:

@@ -138,7 +138,7 @@ def cut(spec: Divided, stops: Sequence[tuple[int, int, int]]) -> tuple[Share, ..
 
 
 def _deal(bounds: tuple[int, ...], speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """Return the segments of each rank in the split whose slowest rank ends first.
+    """Return the segments of each rank in the split that lets the slowest rank end soonest.
 
     Among such splits it takes the most even one, and among those the one with the fewest partial sums.
     """

@@ -1,8 +1,8 @@
-"""A thin vocabulary over llvmlite for kernels of 16 lanes: what Numba itself can't say.
+"""A thin vocabulary over llvmlite for kernels of 16 lanes: operations that Numba itself can't express.
 
 An `@intrinsic` body gets an `Emit` and writes straight-line vector code with it. Nothing here knows about models.
-Every operation is the IEEE one named (no fast-math, no reassociation), so a kernel's order of operations is its bytes.
-What is said otherwise on other processors is in `lowering`.
+Every operation is the named IEEE one (no fast-math, no reassociation), so a kernel's order of operations determines its bytes.
+`lowering` has the operations that differ between instruction sets.
 
 Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses are i64.
 """
@@ -173,18 +173,18 @@ class Emit(ABC):
 
     # --- arithmetic
 
-    # What differs from one set of instructions to the next: see `lowering`.
+    # These attributes and operations differ between instruction sets: see `lowering`.
 
     rows_at_once = 8
-    """Rows whose sums of one block of outputs stay in registers."""
+    """Number of rows for which the sums of one block of outputs stay in registers."""
     parts_of_panels = False
-    """Whether tiles have `rows_at_once` rows at most."""
+    """True if tiles have at most `rows_at_once` rows."""
     flushes_early = False
-    """Whether a processor flushes results that are denormal before they are rounded, so that one may have been flushed that is none after."""
+    """True if the processor flushes results that are denormal before rounding. It may then flush one that rounding would have made normal."""
 
     @abstractmethod
     def flush_denormals(self) -> Value:
-        """Treat denormals as zero from here on; returns what `restore_denormals` takes (i32)."""
+        """Treat denormals as zero from here on. Returns the former mode (i32) for `restore_denormals`."""
         ...
 
     @abstractmethod
@@ -192,66 +192,72 @@ class Emit(ABC):
 
     @contextmanager
     def flushed(self) -> Generator[None]:
-        """Within it, `pair_sums` take denormals as zero."""
+        """Make `pair_sums` treat denormals as zero in code that is emitted within this context."""
         before = self.flush_denormals()
         yield
         self.restore_denormals(before)
 
     def watch_underflow(self) -> None:
-        """Forget what was flushed so far."""
+        """Forget results that were flushed so far."""
         return
 
     def has_underflowed(self) -> Value:
-        """Whether a result may have been flushed that rounds up to a normal number: i1. Then all since `watch_underflow` is to be computed again, carefully."""
+        """Return an i1: whether a result may have been flushed that would round up to a normal number.
+
+        If so, everything since `watch_underflow` must be computed again with the careful operations.
+        """
         return ir.Constant(ir.IntType(1), 0)
 
     @abstractmethod
     def pause(self) -> None:
-        """Tell the processor that the thread watches memory."""
+        """Tell the processor that the thread waits for a change of memory."""
         ...
 
     def dp(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1], the odd product first, each fused: VDPBF16PS. Denormals are zero, where `flushed` holds."""
+        """Return acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1], the odd product first, each fused, as VDPBF16PS does. Denormals are zero within `flushed`."""
         (odd, even), (other_odd, other_even) = (self.widened(each) for each in (a, b))
         return self.fma(even, other_even, self.fma(odd, other_odd, acc))
 
     def widened(self, pairs: Value) -> tuple[Value, Value]:
-        """The odd and the even ones of pairs of bf16 (B or I): F."""
+        """Return the odd and the even elements of pairs of bf16 (B or I), an F each."""
         b, line = self.b, self.b.bitcast(pairs, I)
         return b.bitcast(b.and_(line, self.const_i(-0x10000)), F), b.bitcast(b.shl(line, self.const_i(16)), F)
 
     def pair_sums(self, acc: Value, careful: bool) -> ProductSum:  # noqa: ARG002 - as it is
-        """A sum from `acc` (F) on of pairs of bf16, by `dp`; `careful`: right where `has_underflowed` holds, too."""
+        """Return a sum of products of bf16 pairs (`dp`) that begins at `acc` (F). `careful`: it is also right if `has_underflowed` is true."""
         return RunningSum(acc, lambda total, a, b: self.dp(total, self.b.bitcast(a, B), self.b.bitcast(b, B)))
 
     @abstractmethod
     def byte_sums(self, acc_M: list[Value], most: int) -> Sequence[ProductSum]:
-        """For each row a sum from `acc` (I) on of the four bytes a lane of a (unsigned, `most` at most) times those of b (signed).
+        """Return, for each row, a sum that begins at `acc` (I) and adds products of the four bytes in each lane of a (unsigned, at most `most`) and b (signed).
 
-        Words of a row come in order, and each to all rows of `rows_at_once` before the next one.
+        The caller adds the words of a row in order, each to all rows of `rows_at_once` before the next one.
         """
         ...
 
     @abstractmethod
     def word_sums(self, acc: Value) -> ProductSum:
-        """A sum from `acc` (I) on of two signed words a lane of a (`words`) times those of b; words of a row come in order, all of its group."""
+        """Return a sum that begins at `acc` (I) and adds products of the two signed words in each lane of a (from `words`) and b.
+
+        The caller adds all words of a row's group, in order.
+        """
         ...
 
     def words(self, codes: Value) -> Value:
-        """Signed bytes (32 x i8), two a lane, as `word_sums` takes them: here words of 16 bits, I."""
+        """Return signed bytes (32 x i8, two for each lane) in the form that `word_sums` takes: here as words of 16 bits, I."""
         return self.b.bitcast(self.b.sext(codes, H), I)
 
     def nibbles(self, line: Value, high: bool) -> Value:
-        """The low or the high four bits of each byte: I."""
+        """Return the low or the high four bits of each byte, an I."""
         return self.b.and_(self.b.lshr(line, self.const_i(4)) if high else line, self.const_i(0x0F0F0F0F))
 
     @abstractmethod
     def look_up(self, table: Sequence[int], codes: Value) -> Value:
-        """What a table of sixteen bytes has for each byte of the codes (below 16): I."""
+        """Return the entry of a table of sixteen bytes for each byte of the codes (all below 16), an I."""
         ...
 
     def to_bf16(self, value: Value) -> Value:
-        """F rounded to nearest even, denormals to a zero of their sign, 16 x i16: VCVTNEPS2BF16. Here in whole numbers."""
+        """Return F rounded to the nearest bf16, ties to even, denormals to a zero of their sign: 16 x i16, as VCVTNEPS2BF16. Here in integer arithmetic."""
         b = self.b
         bits = b.bitcast(value, I)
         upper = b.lshr(bits, self.const_i(16))
@@ -262,7 +268,7 @@ class Emit(ABC):
         return b.trunc(rounded, ir.VectorType(I16, 16))
 
     def widened_weight(self, value: Value) -> Value:
-        """What `exp2` gave, rounded as by `to_bf16` and widened again: I. It is zero, or normal, or infinite, or not a number: rounding needs no cases."""
+        """Return a result of `exp2`, rounded as by `to_bf16` and widened again, an I. Such a result is never denormal, so rounding needs no cases."""
         b = self.b
         bits = b.bitcast(value, I)
         odd = b.and_(b.lshr(bits, self.const_i(16)), self.const_i(1))
@@ -270,11 +276,11 @@ class Emit(ABC):
 
     @abstractmethod
     def to_int(self, value: Value) -> Value:
-        """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
+        """Return F rounded to the nearest integer, ties to even, an I (VCVTPS2DQ). NaN and numbers out of range give the least integer."""
         ...
 
     def narrow(self, value: Value, bits: int) -> Value:
-        """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
+        """Return I saturated to 16 x i8 or 16 x i16 (VPMOVSDB, VPMOVSDW)."""
         most = 2 ** (bits - 1) - 1
         for limit, beyond in ((most, ">"), (-most - 1, "<")):
             value = self.b.select(self.b.icmp_signed(beyond, value, self.const_i(limit)), self.const_i(limit), value)
@@ -282,16 +288,16 @@ class Emit(ABC):
 
     @abstractmethod
     def gather(self, base: Value, offsets: Value, some: Value) -> Value:
-        """The 32 bits at `base` + each offset (I, bytes); zero where `some` is not set: I."""
+        """Read the 32 bits at `base` + each offset (I, bytes); zero in lanes where `some` is not set. Returns an I."""
         ...
 
     @abstractmethod
     def exp2(self, x: Value) -> Value:
-        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/internals/arithmetic.md)."""
+        """Return 2**x within 3 ulp, zero where x < -126; a NaN stays a NaN. Part of the arithmetic (docs/internals/arithmetic.md)."""
         ...
 
     def careful_fma(self, a: Value, b: Value, c: Value) -> Value:
-        """`fma`, `careful_mul`: right where `has_underflowed` holds, too."""
+        """Compute `fma` so that it is also right if `has_underflowed` is true. `careful_mul` does the same for a product."""
         return self.fma(a, b, c)
 
     def careful_mul(self, a: Value, b: Value) -> Value:
@@ -304,7 +310,7 @@ class Emit(ABC):
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
     def power(self, rest: Value) -> Value:
-        """2**r on [-0.5, 0.5] by a minimax polynomial: F."""
+        """Return 2**r for r in [-0.5, 0.5], computed by a minimax polynomial, an F."""
         power = self.const(_EXP2[0])
         for coefficient in (*_EXP2[1:], 1.0):
             power = self.fma(power, rest, self.const(coefficient))
@@ -318,7 +324,7 @@ class Emit(ABC):
         return self.b.extract_element(value, ir.Constant(I32, 0))
 
     def sum(self, value: Value) -> Value:
-        """All lanes added as a tree of halves: float."""
+        """Add all lanes in a tree of halves. Returns a float."""
         return self._fold(value, self.b.fadd)
 
     def max(self, value: Value) -> Value:

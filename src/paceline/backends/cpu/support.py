@@ -7,7 +7,7 @@ from paceline.core.model import ModelSpec, rotary_dims
 MOST_HEAD_DIM = 256
 """Largest head that attention's scratch has room for."""
 MOST_EXPERTS = 512
-"""Most experts: a product's scratch has room for the router's logits of so many, for a panel of rows."""
+"""Most experts of a layer: a product's scratch has room for their router's logits for a panel of rows."""
 
 
 def refuses(spec: ModelSpec) -> str | None:

@@ -1,7 +1,7 @@
 """One tile of a matrix product, for weights of any form: some rows by some blocks of 16 outputs, all inputs.
 
-The order of operations on one row and one output is the same in every tile (`docs/internals/arithmetic.md`), so a row's bits depend on nothing but the row.
-Inputs go in segments of whole groups; sums of segments are added in a binary tree of neighbours, an odd last one passing up.
+The order of operations on one row and one output is the same in every tile (`docs/internals/arithmetic.md`), so a row's bits depend only on the row.
+Inputs are cut into segments of whole groups. The sums of segments are added in a binary tree of neighbours; an odd last one passes up unchanged.
 
 Strides and offsets are bytes. Shapes: M rows, NB blocks of 16 outputs, G groups of 32 inputs, S segments.
 """
@@ -23,10 +23,10 @@ from paceline.backends.cpu.simd import I8, I32, I64, Emit, F, I, ProductSum, Val
 from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
-"""Bytes ahead that records are asked for; without it, 16 rows ran at 0.7 of their speed out of memory."""
+"""Bytes ahead of use at which records are prefetched. Without prefetching, 16 rows ran at 0.7 of their speed from memory."""
 
 _LEVELS = MOST_SEGMENTS.bit_length()
-"""Sums that wait for their neighbour, at most."""
+"""Most sums that wait for their neighbour."""
 
 _WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
 """32-bit words of a row's group: one dot product of four or two inputs each."""
@@ -34,7 +34,7 @@ _WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
 _BYTES_16 = ir.VectorType(I8, LANES)
 
 _RAISE = 32
-"""Added to MXFP4's points, since bytes of codes have no sign; that many sums of the activations are taken away beforehand, as rows have them."""
+"""Added to MXFP4's points, because bytes of codes are unsigned. `rows.quantize` stores -32 times the sum of the activations to compensate for it."""
 
 
 class _Record:
@@ -53,7 +53,7 @@ class _Record:
         self._plane = e.at(self._base, b.add(e.mul(self._group, layout.plane_bytes), e.i64(layout.plane_at)))
 
     def codes(self, word: int) -> Value:
-        """What word `word` of a row is multiplied with, for 16 outputs: I."""
+        """Return the codes of 16 outputs that word `word` of a row is multiplied with, an I."""
         e, bits = self._e, self._layout.bits
         b = e.b
         if bits == 8:
@@ -77,11 +77,11 @@ class _Record:
         return self._e.load_half(self._base, self._layout.scales_at + place)
 
     def _bytes(self, place: int, index: Value) -> Value:
-        """Sixteen bytes of the scales, as they are: 16 x i8."""
+        """Load sixteen bytes of the scales: 16 x i8."""
         return self._e.load(_BYTES_16, self._base, self._e.b.add(self._e.mul(index, 16), self._e.i64(self._layout.scales_at + place)))
 
     def scale_offset(self) -> tuple[Value, Value | None]:
-        """What a group's whole sum, and its activations' sum, are multiplied with: F each, exact in fp32."""
+        """Return the factors of a group's integer sum and of its activations' sum (None: it does not count). An F each, exact in fp32."""
         e = self._e
         b = e.b
         match self._layout.scales:
@@ -93,13 +93,13 @@ class _Record:
             case Scales.SUB_SCALES:
                 return self._half(256), None
             case Scales.POWER:
-                # 2**(exponent - 128), as points are doubled: a denormal for the least two.
+                # 2**(exponent - 128), because points are doubled. It is denormal for the two lowest exponents.
                 exponent = b.zext(self._bytes(0, e.i64(0)), I)
                 normal = b.shl(b.sub(exponent, e.const_i(1)), e.const_i(23))
                 denormal = b.icmp_unsigned("<", exponent, e.const_i(2))
                 return b.bitcast(b.select(denormal, b.shl(e.const_i(1 << 21), exponent), normal), F), None
             case _:
-                # A byte a group has the low four bits of both; a byte two groups, their high two.
+                # One byte for each group holds the low four bits of both; one byte for two groups holds their high two bits.
                 low = b.zext(self._bytes(0, self._group), I)
                 shift = e.splat(b.trunc(e.mul(b.and_(self._group, e.i64(1)), 4), I32), I)
                 high = b.lshr(b.zext(self._bytes(128, b.lshr(self._group, e.i64(1))), I), shift)
@@ -109,15 +109,15 @@ class _Record:
                 return b.fmul(self._half(192), b.sitofp(scale, F)), b.fmul(least, b.sitofp(minimum, F))
 
     def sub_scale(self, half: int) -> Value:
-        """Of a half of the group: F."""
+        """Return the scale of a half of the group, an F."""
         e = self._e
         return e.b.sitofp(e.b.sext(self._bytes(0, e.b.add(e.mul(self._group, 2), e.i64(half))), I), F)
 
 
 class _Expanded:
-    """What a group of one block of outputs has for a tile, in a form that takes no unpacking: codes as bytes, scales as fp32.
+    """One group of one block of outputs, already unpacked for tiles: codes as bytes, scales as fp32.
 
-    Codes by word (8 x 64 bytes); scales of the halves where there are (2 x 64), scale (64), offset (64).
+    Codes by word (8 x 64 bytes), then scales of the halves if the form has them (2 x 64), scale (64), offset (64).
     """
 
     def __init__(self, e: Emit, layout: Layout, block: Value, group: Value) -> None:
@@ -140,8 +140,8 @@ class _Tile:
     """Writes the code of one tile.
 
     Args:
-        panel: rows that lie together, of which the tile has some. None: those of the tile.
-        careful: it is right where results were flushed before they were rounded.
+        panel: number of rows stored together, of which the tile takes some. None: the tile takes all of them.
+        careful: the tile is also right if the processor flushes results before they are rounded.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _Tile:
         b = e.b
         w, w_stride, x, out, out_stride, bounds, segments = args
         w_n = [e.at(w, e.mul(w_stride, n)) for n in self._blocks]
-        # Not zeroed, as Numba's `alloca_once` would do: zeroes for all tiles of a product, 16 KB, cost each call of it some 300 cycles.
+        # Not Numba's `alloca_once`, which zeroes: the zeros for all tiles of a product, 16 KB, cost about 300 cycles in each call.
         with b.goto_entry_block():
             waiting = b.alloca(ir.ArrayType(F, _LEVELS * len(self._rows) * len(self._blocks)))
         waiting.align = 64
@@ -180,7 +180,7 @@ class _Tile:
             first, stop = (e.load(I64, bounds, b.add(e.mul(s, 8), e.i64(8 * end)), align=8) for end in range(2))
             with e.flushed() if self._layout.inputs is Inputs.BF16 else nullcontext(), e.loop(stop, first) as group:
                 self._add_group(w_n, x, group)
-            # The segments so far form whole subtrees; what this one completes are as many as its number ends in ones.
+            # The segments so far form whole subtrees. This one completes as many as the number of ones that its number ends in.
             with e.loop(b.cttz(b.add(s, e.i64(1)), ir.Constant(ir.IntType(1), 1))):
                 self._join(waiting, depth)
             at = b.load(depth)
@@ -203,7 +203,7 @@ class _Tile:
         return e.b.gep(waiting, [ir.Constant(I32, 0), place], inbounds=True)
 
     def _join(self, waiting: Value, depth: Value) -> None:
-        """Add the sum that waits last to the left of the totals."""
+        """Add the sums that were stored last to the totals, as the left operands."""
         e = self._e
         at = e.b.sub(e.b.load(depth), e.i64(1))
         for i, total in enumerate(self._totals()):
@@ -226,7 +226,7 @@ class _Tile:
             return
         after_codes = 4 * self._words
         if layout.scales is Scales.SUB_SCALES:
-            # Exact: below 2**24 whichever way it is formed.
+            # Exact in fp32: below 2**24 in any order of operations.
             value: list[list[Value]] = []
             for half in range(2):
                 acc = [[e.splat(e.load(I32, x_g, self._at(m, after_codes + 8 + 4 * half)), I)] * len(w_n) for m in self._rows]
@@ -252,18 +252,18 @@ class _Tile:
                 b.store(y, total)
 
     def _first_sum(self, x_g: Value, row: int, after_codes: int) -> Value:
-        """What a group's whole sum begins at: I."""
+        """Return the start value of a group's integer sum, an I: zero, or the compensation for `_RAISE`."""
         e = self._e
         if self._layout.scales is not Scales.POWER:
             return e.const_i(0)
         return e.splat(e.b.add(*(e.load(I32, x_g, self._at(row, after_codes + 8 + 4 * half)) for half in range(2))), I)
 
     def _at(self, row: int, place: int) -> int:
-        """Where something of a row's group lies behind the first row's."""
+        """Return the offset of a place in a row's group, counted from the first row's group."""
         return self._row_bytes * row + place
 
     def _sums(self, record_n: list[_Record] | list[_Expanded], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
-        """`acc` plus the products of some words, [M][NB]."""
+        """Return `acc` plus the products of some words, [M][NB]."""
         e = self._e
         columns = [self._sums_from([row[n] for row in acc]) for n in self._blocks]
         sums = [[column[m] for column in columns] for m in self._rows]
@@ -290,7 +290,7 @@ class _Tile:
 
 @intrinsic(prefer_literal=True)
 def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
-    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
+    """Compute out[M, 16 * NB] for a panel of `rows` rows and `blocks` blocks of outputs. Segment s is the groups from bounds[s] to bounds[s + 1]."""
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
     record = _Expanded if expanded.literal_value else _Record
@@ -303,7 +303,10 @@ def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bound
 
 @intrinsic(prefer_literal=True)
 def part_of_panel(_, form, expanded, careful, rows, panel, w, x, out, out_stride, bounds, segments):
-    """A tile of `rows` rows of the `panel` that lie together, and one block of outputs: as `tile`, or right where that is to be computed again."""
+    """Compute a tile of `rows` of the `panel` rows that are stored together, for one block of outputs.
+
+    Returns whether it must be computed again with `careful`, because a result may have been flushed before it was rounded.
+    """
     layout, n_rows = LAYOUT[Form(form.literal_value)], rows.literal_value
     record, is_careful = _Expanded if expanded.literal_value else _Record, bool(careful.literal_value)
 
@@ -320,7 +323,7 @@ def part_of_panel(_, form, expanded, careful, rows, panel, w, x, out, out_stride
 
 @intrinsic(prefer_literal=True)
 def expand(_, form, w, groups, out):
-    """Unpack the groups of one block of outputs, for tiles to read many times."""
+    """Unpack the groups of one block of outputs, so that many tiles can read them."""
     layout = LAYOUT[Form(form.literal_value)]
 
     def body(e: Emit, args: Sequence[Value]) -> None:

@@ -1,4 +1,4 @@
-"""A range of layers, packed for the kernels: one array of records a matrix, reached by address."""
+"""Packs a range of layers for the kernels: one array of records for each matrix, which kernels find by its address."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class PackedModel:
     """Weights of a range of layers in the kernels' layout. Arrays are kept alive in `arrays`."""
 
     spec: ModelSpec
-    """Of the whole model."""
+    """Sizes of the whole model."""
     share: Share
-    """Of it, what is here."""
+    """The part of the model that this object holds."""
     attended: range
-    """Inputs of the attention output's matrices that are held: the share's, in whole superblocks where a file has such."""
+    """Inputs of the attention output's matrices that are held: those of the share, extended to whole superblocks if the file has them."""
     inner: range
-    """Likewise, of the feed-forward down matrices."""
+    """Inputs of the feed-forward down matrices that are held, extended in the same way."""
     layers: LayerRange
     addresses: npt.NDArray[np.int64]
-    """[layer, place] as `places` names them; the row after the last layer has the edges."""
+    """Addresses, [layer, place], with the places of `places`. The row after the last layer holds the final norm and the head."""
     forms: npt.NDArray[np.int64]
-    """[layer, place]: the `Form` of each matrix, -1 elsewhere."""
+    """`Form` of each matrix, [layer, place]; -1 for places without one."""
     embedding: int
     """Address of the embedding's records; 0 without it."""
     embedding_form: Form | None
@@ -66,7 +66,7 @@ class PackedModel:
 
 
 class _Arena:
-    """One array for all records, so that large pages can back it. Its pages are first touched by the threads that pack."""
+    """One array for all records, so that large pages can back it. The threads that pack are the first to touch its pages."""
 
     def __init__(self, n_bytes: int) -> None:
         self.bytes = aligned(n_bytes)
@@ -80,14 +80,14 @@ class _Arena:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a share has of a matrix."""
+    """The part of a matrix that a share holds."""
 
     outputs: range
     inputs: range | None = None
-    """None: all."""
+    """None: all inputs."""
 
     def shape(self, k: int) -> Shape:
-        """Of a matrix of K inputs."""
+        """Return (N, K) of the part, for a matrix of K inputs."""
         return len(self.outputs), k if self.inputs is None else len(self.inputs)
 
 
@@ -98,14 +98,14 @@ class _Slab:
     name: str
     part: _Part
     rows: slice
-    """Of the part."""
+    """Rows, counted in the part."""
     form: Form
     first: int
     """Row of the records at which the part begins."""
     records: npt.NDArray[np.uint8]
-    """Of the whole part, or of several that lie one behind the other."""
+    """Records of the whole part, or of several contiguous parts."""
     node: int
-    """Of memory, whose threads will read it."""
+    """Memory node of the threads that will read these rows."""
 
     def read(self, source: WeightSource) -> StoredTensor:
         first, inputs = self.part.outputs.start, self.part.inputs
@@ -114,7 +114,7 @@ class _Slab:
 
 
 def _pack(source: WeightSource, slab: _Slab) -> int:
-    """Read rows and write their records. Returns the bytes that were wanted, of the file's."""
+    """Read rows and write their records. Returns the bytes that the rows take in the file."""
     tensor = slab.read(source)
     whole = slice(0, slab.rows.stop - slab.rows.start)
     match slab.form.name:
@@ -134,7 +134,7 @@ def _pack(source: WeightSource, slab: _Slab) -> int:
 def _pack_all(
     source: WeightSource, todo: Sequence[_Slab], threads: int, nodes: Sequence[frozenset[int]], progress: Callable[[int], None]
 ) -> None:
-    """Pack all slabs on so many threads, each by one of the node that will read it, telling the bytes of each in the calling thread."""
+    """Pack all slabs on `threads` threads, each slab on the memory node that will read it. Calls `progress` with the bytes of each, in this thread."""
     if threads == 1:
         for slab in todo:
             progress(_pack(source, slab))
@@ -143,7 +143,7 @@ def _pack_all(
         packed = list[Iterable[int]]()
         for number in range(max(1, len(nodes))):
             pool = ThreadPoolExecutor(-(-threads // max(1, len(nodes))), "pack", partial(sync.bind, nodes[number]) if nodes else None)
-            # What is left is cancelled where one fails, or `progress` gives up.
+            # The remaining slabs are cancelled if one fails, or if `progress` raises.
             pools.callback(pool.shutdown, cancel_futures=True)
             packed.append(pool.map(partial(_pack, source), [slab for slab in todo if slab.node == number]))
         for n_bytes in chain(*packed):
@@ -151,7 +151,10 @@ def _pack_all(
 
 
 def _among(rows: Sequence[Mapping[int, list[str]]], outputs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Of each matrix: where its outputs begin among those of its product, and how many these are. Queries, keys and values are one product, or two."""
+    """Return, for each matrix, the place of its first output in its product, and the product's number of outputs.
+
+    Queries, keys and values are one product, or with low ranks two; every other matrix is a product alone.
+    """
     among = {name: (0, n) for name, n in outputs.items()}
     for row, together in product(rows, ((places.Q, places.K, places.V), (places.Q_LOW, places.KV_LOW))):
         names = [row[place][0] for place in together if place in row]
@@ -170,14 +173,17 @@ def pack_model(
     progress: LoadProgress | None = None,
     share: Share | None = None,
 ) -> PackedModel:
-    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head. Nothing but the records is ever held whole.
+    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head. Only the records are ever held completely.
 
     Args:
-        form_of: the form of a matrix. A tied head is held once, as the embedding.
-        edges: with embedding, final norm and head.
-        threads: that read and pack side by side.
-        progress: called in this thread with bytes of the file.
-        share: of each layer and the head, what one rank of a tensor group has; the embedding is the first rank's. None: all.
+        form_of: returns the form of a matrix. A tied head is held once, as the embedding.
+        edges: also pack embedding, final norm and head.
+        threads: number of threads that read and pack at the same time.
+        progress: called in this thread with (bytes read, bytes in all) of the file.
+        share: the part of each layer and of the head that one rank of a tensor group has. The first rank has the embedding. None: all.
+
+    Raises:
+        UnsupportedModel: a matrix can't be held in its form.
     """
     spec, share = source.spec, whole(source.spec) if share is None else share
     shapes = tensor_shapes(spec)
@@ -240,7 +246,7 @@ def pack_model(
                 if place == places.SINKS:
                     heads = share.attended(spec)
                     values = [sink_records(values[0][heads.start // spec.head_dim : heads.stop // spec.head_dim], spec.head_dim)]
-                # To whole vectors.
+                # Zeros fill the last vector.
                 kept.append(np.concatenate([*values, np.zeros(-sum(map(len, values)) % LANES, np.float32)]))
                 row[place] = kept[-1].ctypes.data
                 tell(sum(map(source.nbytes, names)))
@@ -260,7 +266,7 @@ def pack_model(
 
 
 def sink_records(sinks: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Sinks of heads as records of a segment: the score times log2(e), a weight of one, and no values."""
+    """Return the sinks of heads as records of a segment: the score times log2(e), a weight of one, and zeros for the values."""
     records = np.zeros((len(sinks), record_bytes(head_dim) // 4), np.float32)
     records[:, head_dim] = sinks * np.float32(math.log2(math.e))
     records[:, head_dim + 1] = 1
@@ -268,7 +274,7 @@ def sink_records(sinks: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[n
 
 
 def _stacks(rows: Sequence[Mapping[int, Sequence[str]]], form_by_name: Mapping[str, Form]) -> list[Sequence[str]]:
-    """Names of matrices whose records lie one behind the other: of all experts at one place. Others are alone."""
+    """Return groups of names of matrices with contiguous records: all experts of one place form a group, any other matrix is alone."""
     stacks = [names for row in rows for place, names in row.items() if place in MATRICES and names[0] in form_by_name]
     for names in stacks:
         if len({form_by_name[name] for name in names}) > 1:
@@ -282,15 +288,15 @@ def _has_embedding(share: Share) -> bool:
 
 
 def _is_undivided(name: str) -> bool:
-    """An expert's matrix, a router, or one of two products that make queries, keys and values: shares have all of it."""
+    """Return whether every share has all of a matrix: an expert's, a router, or one of the low-rank matrices of queries, keys and values."""
     return ".mlp.experts." in name or name.endswith((ROUTER, *_OF_TWO.values()))
 
 
 def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: range) -> _Part:
-    """What a share has of a matrix. The first rank has all of the embedding, whose first outputs are its part of a tied head.
+    """Return the part of a matrix that a share has. The first rank has all of the embedding: its first outputs are that rank's part of a tied head.
 
     Args:
-        attended: inputs of the attention output that are held; `inner`: of feed-forward down.
+        attended: inputs of the attention output that are held. `inner`: those of feed-forward down.
     """
     heads = range(share.kv_heads.start * spec.head_dim, share.kv_heads.stop * spec.head_dim)
     match name.split(".")[-2]:
@@ -311,29 +317,29 @@ def _part_of(name: str, spec: ModelSpec, share: Share, attended: range, inner: r
 
 
 def _stored_bytes(source: WeightSource, name: str, part: _Part, n: int, k: int) -> int:
-    """Bytes that a part of N x K weights takes in its file."""
+    """Return the bytes that a part of a matrix of N x K weights takes in its file."""
     outputs, inputs = part.shape(k)
     return source.nbytes(name) * outputs * inputs // (n * k)
 
 
 _SHARED = ("o_proj.weight", "down_proj.weight")
-"""Matrices whose inputs ranks share."""
+"""Endings of the names of matrices with inputs that ranks share."""
 
 MATRICES = {
     places.Q: "self_attn.q_proj", places.K: "self_attn.k_proj", places.V: "self_attn.v_proj", places.OUT: "self_attn.o_proj",
     places.GATE: "mlp.gate_proj", places.UP: "mlp.up_proj", places.DOWN: "mlp.down_proj", places.ROUTER: "mlp.gate", places.HEAD: "lm_head",
     places.Q_LOW: "self_attn.q_a_proj", places.KV_LOW: "self_attn.kv_a_proj_with_mqa",
 }  # fmt: skip
-"""Places that hold a matrix, and its name."""
+"""Names of the matrices, by their places."""
 _OF_TWO = {
     places.Q_LOW: "self_attn.q_a_proj.weight", places.KV_LOW: "self_attn.kv_a_proj_with_mqa.weight", places.Q: "self_attn.q_b_proj.weight",
     places.K: "self_attn.kv_b_proj.weight",
 }  # fmt: skip
-"""Where queries, keys and values are products of products. Keys and values are in one matrix, of each head the key's outputs first."""
+"""Names of the low-rank matrices of queries, keys and values, by their places. Keys and values are in one matrix, for each head the key's outputs first."""
 
 
 def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
-    """Tensor names by place; vectors that lie one after the other are several."""
+    """Return the tensor names of a layer by place. A place with several names holds vectors, or experts' matrices, one after the other."""
     stems = {
         place: [f"{MATRICES[place]}.weight"] for place in (places.Q, places.K, places.V, places.OUT, places.GATE, places.UP, places.DOWN)
     }

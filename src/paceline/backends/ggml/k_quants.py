@@ -1,4 +1,5 @@
-"""GGML's blocks of 256 with more than one scale, to float32: K-quants, with scales for every 16 or 32 weights, and I-quants, whose codes name points of a grid.
+"""Converts GGML's blocks of 256 with several scales to float32: K-quants, with a scale for every 16 or 32 weights, and I-quants, with codes for points
+of a grid.
 
 Each function writes out_NK [N, K] from rows_NB, uint8 [N, row bytes]; `grid` is float32 [points, weights a point], and `signs` holds the
 eight signs that a 7-bit index stands for. Both come from gguf-py. The arithmetic is gguf-py's, rounding for rounding.

@@ -1,5 +1,5 @@
-"""GGML's blocks of one scale: Q4_0 to Q8_0, IQ4_NL, the microscaling types, ternary codes; to float32. First, small numbers to float32 and back, in integer
-arithmetic that every processor has.
+"""Converts GGML's blocks of one scale to float32: Q4_0 to Q8_0, IQ4_NL, the microscaling types, ternary codes. Before them come conversions of small
+numbers to float32 and back, in integer arithmetic that every processor has.
 
 Each function of a type writes out_NK [N, K] from rows_NB, uint8 [N, row bytes]. The arithmetic is gguf-py's, rounding for rounding.
 """
@@ -13,9 +13,9 @@ from paceline.backends.compiling import inner
 from paceline.backends.kernel_cache import in_use
 
 TO_SINGLE = np.float32(2.0**112)
-"""Between a half's exponent moved to a float32's place, and what it stands for."""
+"""Factor that corrects a half's exponent after it was moved to the place of a float32's exponent."""
 ROUND = np.float32(1.5 * 2**23)
-"""Added and taken away again, it rounds |x| < 2^22 to the nearest whole number, ties to even."""
+"""Added and subtracted again, it rounds |x| < 2^22 to the nearest integer, ties to even."""
 HALF_MAX = np.float32(65504.0)
 
 
@@ -58,7 +58,7 @@ def half_bits(value):
 
 @inner
 def bf16_bits(value):
-    """Bits of the bf16 nearest to a float32, ties to even; a NaN stays one. uint16."""
+    """Return the bits (uint16) of the bf16 nearest to a float32, ties to even; a NaN stays a NaN."""
     bits = np.float32(value).view(np.uint32)
     rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16
     return np.uint16(rounded if (bits & 0x7FFFFFFF) <= 0x7F800000 else 0x7FC0)
@@ -66,9 +66,9 @@ def bf16_bits(value):
 
 F = np.float32
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""What a 4-bit float stands for, twice."""
+"""Values of the 16 codes of a 4-bit float, doubled."""
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-"""What IQ4's codes stand for."""
+"""Values of IQ4's 16 codes."""
 
 
 @njit(nogil=True, cache=in_use())

@@ -1,4 +1,4 @@
-"""Layers through MLX: Metal on a Mac, processors elsewhere, by mlx-lm's models (ADR 30). Importing this package does not import mlx: `load` does."""
+"""Runs layers with MLX and mlx-lm's models (ADR 30): on Metal on a Mac, elsewhere on processors. Importing this package does not import mlx; `load` does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     """Load a range of layers.
 
     Raises:
-        ModelFileError: from the source.
-        UnsupportedModel: a family that does not run there.
-        ConfigError: an impossible block size.
+        ModelFileError: the source can't be read.
+        UnsupportedModel: MLX does not run this family.
+        ConfigError: the block size is impossible.
         OutOfMemory: the KV pool does not fit.
     """
-    # What reads a GGUF file's blocks is compiled: before the modules that hold it.
+    # The code that reads a GGUF file's blocks is compiled, so the cache must be set up before its modules are imported.
     compiled = kernel_cache.use(options.kernel_cache)
     from paceline.backends.mlx.loading import load_mlx
 

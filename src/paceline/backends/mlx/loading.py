@@ -1,8 +1,7 @@
-"""From a source of weights to a runner: which module of mlx-lm, its weights, a KV pool, and what MLX was measured to compute here.
+"""Loads a source of weights into a runner: a module of mlx-lm, its weights, a KV pool, and the measured numerics of MLX on this machine.
 
-mlx-lm's modules are imported without its own `__init__`, which imports transformers: a second and a hundred megabytes that serving has no use for. A module
-is made with as many layers as are loaded, and what it was made with at random is a promise that nothing ever keeps: no memory is taken by
-layers or edges that another stage has.
+mlx-lm's modules are imported without its own `__init__`, which imports transformers: one second and a hundred megabytes that serving does not need.
+A module is created with as many layers as are loaded. Its random initial weights are never evaluated, so layers or edges of other stages take no memory.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from paceline.core.weights import EMBEDDING, FINAL_NORM, GROUP, HEAD, DenseTenso
 from paceline.engine.local import LayerRunner
 
 BITS = {WeightsFormat.INT4: 4, WeightsFormat.INT8: 8}
-"""Of a code, in groups of 32 inputs with a scale and an offset each, as `mx.quantize` makes them."""
+"""Bits of a code. Each group of 32 inputs has a scale and an offset, as `mx.quantize` makes them."""
 CACHE_BYTES = 1 << 30
-"""Freed buffers that MLX keeps for the next step. Unasked, it keeps as much as the machine has."""
+"""Bytes of freed buffers that MLX keeps for the next step. Without this limit it may keep all of the machine's memory."""
 LONGER_CUTS = ((300,), (150, 150), (1, 2, 4, 8, 285))
-"""On a GPU more rows have kernels of their own."""
+"""Rows of each piece in the cuts that are compared on a GPU, which has other kernels for many rows."""
 
 
 def load_mlx(
     source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, group: mx.distributed.Group | None = None
 ) -> MlxRunner:
-    """A runner on MLX's default device.
+    """Load a runner on MLX's default device.
 
     Args:
-        group: ranks that share each layer, all of which load it; None: this one has all of it.
+        group: the ranks that share each layer; each of them must call this. None: this rank has all of every layer.
 
     Raises:
-        ModelFileError, UnsupportedModel: from the source, or what MLX does not run.
-        ConfigError: an impossible block size, or heads that ranks can't share.
+        ModelFileError, UnsupportedModel: the source can't be read, or MLX does not run the model.
+        ConfigError: the block size is impossible, or ranks can't share the model's heads.
         OutOfMemory: the KV pool does not fit.
     """
     if KEYS % options.block_size:
@@ -78,7 +77,7 @@ def _runner(model: MlxModel, options: LoadOptions, numerics: Numerics, group: mx
 def load_model(
     source: WeightSource, options: LoadOptions, progress: LoadProgress | None, group: mx.distributed.Group | None = None
 ) -> MlxModel:
-    """Read the layers asked for, and nothing else.
+    """Read only the layers that `options` names.
 
     Raises:
         UnsupportedModel: MLX does not run the model.
@@ -116,7 +115,7 @@ def load_model(
 
 
 def _share(whole: Any, spec: ModelSpec, group: mx.distributed.Group) -> None:
-    """Leave a rank its share of each layer."""
+    """Reduce the model to this rank's share of each layer. Raises ConfigError if ranks can't have equal shares."""
     ranks = group.size()
     width = spec.ffn_width
     if spec.n_kv_heads % ranks or width % ranks or not hasattr(whole, "shard"):
@@ -128,11 +127,11 @@ def _share(whole: Any, spec: ModelSpec, group: mx.distributed.Group) -> None:
 
 
 def config_of(spec: ModelSpec, n_layers: int) -> dict[str, Any]:
-    """What mlx-lm's modules are made of, under the names of config.json. Windows are this backend's to see to."""
+    """Return the arguments of mlx-lm's modules, under the names of config.json. Windows are left out, because this backend applies them."""
     config: dict[str, Any] = {
         "model_type": spec.model_type,
         "hidden_size": spec.hidden,
-        "num_hidden_layers": max(1, n_layers),  # none would be asked for its first
+        "num_hidden_layers": max(1, n_layers),  # mlx-lm reads the first layer, so at least one is made
         "intermediate_size": spec.ffn,
         "num_attention_heads": spec.n_heads,
         "num_key_value_heads": spec.n_kv_heads,
@@ -176,7 +175,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def _read(
     source: WeightSource, formats: Mapping[str, WeightsFormat], options: LoadOptions, progress: LoadProgress | None
 ) -> tuple[dict[str, mx.array], dict[str, int]]:
-    """Arrays by mlx-lm's names, layers counted from the first that is loaded; and the bits of those modules that are quantised."""
+    """Read the arrays by mlx-lm's names, with layers counted from the first loaded one. Also return the bits of each quantised module."""
     layers, spec = options.layers, source.spec
     outside = {EMBEDDING, FINAL_NORM, *([] if spec.tied_head else [HEAD])} if options.edges else set[str]()
     names = [name for name in source.names() if name in outside or ((at := _LAYER.match(name)) and int(at[1]) in layers)]
@@ -227,7 +226,7 @@ def _measured(model: MlxModel, source: WeightSource, options: LoadOptions, group
     spec = model.spec
     label = f"mlx {version('mlx')} {version('mlx-lm')} {device_name()}" + ("" if group is None else f" {group.size()} ranks")
     few = small(spec)
-    seeded = SeededWeights(replace(few, hidden=few.n_heads * spec.head_dim))  # some of mlx-lm's families know no other
+    seeded = SeededWeights(replace(few, hidden=few.n_heads * spec.head_dim))  # some mlx-lm families need hidden = heads * head_dim
     formats = formats_of_products(mlx_formats(spec, options.weights, source.type_of))
     found = [measure(partial(make, weights), seeded, {1}, _bytes, f"{label} {weights}") for weights in formats]
     return Numerics(
@@ -236,7 +235,7 @@ def _measured(model: MlxModel, source: WeightSource, options: LoadOptions, group
 
 
 def _first_layer_holds(model: MlxModel, options: LoadOptions) -> bool:
-    """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
+    """Return whether whole and cut runs of the first loaded layer, in its real sizes, give the same bytes."""
     if not model.layers:
         return True
     cuts = LONGER_CUTS if on_gpu() else CUTS
@@ -253,11 +252,11 @@ def _bytes(x_TD: mx.array) -> bytes:
 
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a GPU here."""
+    """Return whether MLX computes on a GPU here."""
     return mx.default_device().type == mx.DeviceType.gpu
 
 
 def device_name() -> str:
-    """What MLX's default device calls itself."""
+    """Return the name of MLX's default device."""
     info: dict[str, Any] = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or platform.machine())

@@ -1,9 +1,9 @@
 """Paged attention for mlx-lm's models: blocks of keys and values, and one batch of rows over them.
 
-A batch's rows run as so many sequences of one row, [T, 1, D], each turned by its own position: products see all rows at once, and a model's layers are
-called as mlx-lm calls them, with a `LayerCache` in the place of its own. Where such a layer comes to attend, `attends` has its cache do it: it gathers each
-sequence's blocks. Keys count in whole blocks of 128 from position 0, and masked ones weigh exactly zero, so that a row's sums
-never depend on how long the others' contexts are. Values beyond a sequence's end are zeroed: a stale NaN can't leak in.
+The rows of a batch run as T sequences of one row, [T, 1, D], each rotated by its own position. So products see all rows at once, and layers are
+called as mlx-lm calls them, with a `LayerCache` in place of mlx-lm's cache. `attends` makes such a layer call its cache for attention, which gathers each
+sequence's blocks. Keys are read in whole blocks of 128 from position 0, and masked ones weigh exactly zero, so a row's sums
+never depend on the length of other contexts. Values beyond a sequence's end are zeroed, so that a stale NaN can't leak in.
 
 Shapes: T rows, S sequences of one group, R rows each, H query heads, N KV heads, D head dimension, K keys, B blocks of the longest table.
 """
@@ -23,20 +23,20 @@ import numpy.typing as npt
 from paceline.engine.local import RowPlan
 
 KEYS = 128
-"""Keys an attention block holds: a multiple of every block size."""
+"""Keys of an attention block, a multiple of every block size."""
 TILE = 256
-"""Rows of a sequence that attend together. Raising it takes memory for scores where attention is not fused."""
+"""Rows of a sequence that attend together. Raising it: more memory for scores where attention is not fused."""
 TOGETHER = 16
-"""Sequences with at most this many rows are batched with others of as many rows."""
+"""Most rows of a sequence that attends in one batch with other sequences of equally many rows. Longer ones attend alone."""
 
 Ints = npt.NDArray[np.int64]
 
 
 class MlxPool:
-    """Keys and values of a range of layers: of each, bf16 [blocks * N * block_size, D].
+    """Keys and values of a range of layers, each bf16 [blocks * N * block_size, D].
 
-    A block's keys of one head lie together, so that gathering a sequence's keys copies whole pieces. Arrays are written in place as long as nothing else
-    holds them, so no one keeps them.
+    A block's keys of one head are contiguous, so that gathering a sequence's keys copies whole pieces. MLX writes an array in place only if nothing else
+    refers to it, so callers must not keep these arrays.
     """
 
     def __init__(self, n_layers: int, n_blocks: int, block_size: int, n_kv: int, head_dim: int) -> None:
@@ -51,17 +51,17 @@ class MlxPool:
             self.layers[layer][which][slots] = x_TND.reshape(-1, self.head_dim)
 
     def gather(self, layer: int, which: int, pieces: mx.array) -> mx.array:
-        """Keys (0) or values (1) of a group, [S, N, K, D]; `pieces` [S, N, B]."""
+        """Return keys (`which` 0) or values (1) of a group, [S, N, K, D]. `pieces`: [S, N, B]."""
         by_piece = self.layers[layer][which].reshape(-1, self.block_size * self.head_dim)
         return by_piece[pieces].reshape(pieces.shape[0], self.n_kv, -1, self.head_dim)
 
     @property
     def piece_bytes(self) -> int:
-        """Of one block's keys, or values, in one layer."""
+        """Bytes of one block's keys, or of its values, in one layer."""
         return 2 * self.n_kv * self.block_size * self.head_dim
 
     def block(self, block: int) -> slice:
-        """Where a block lies in each layer."""
+        """Return the rows of a block in the arrays of each layer."""
         rows = self.n_kv * self.block_size
         return slice(block * rows, (block + 1) * rows)
 
@@ -71,36 +71,36 @@ class _Tile:
     """Rows [first, first + R) of each sequence of a group."""
 
     rows: mx.array
-    """Of the batch, [S * R]."""
+    """Row numbers in the batch, [S * R]."""
     behind: mx.array
-    """How far each key is behind a row, int32 [S, 1, R, K]."""
+    """Distance from each key to each row, in positions, int32 [S, 1, R, K]; negative for later keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     pieces: mx.array
     held: mx.array
-    """Keys that are a sequence's own, bool [S, 1, K, 1]."""
+    """True for the keys that belong to a sequence, bool [S, 1, K, 1]."""
     tiles: tuple[_Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MlxStep:
-    """Where one batch's rows stand."""
+    """The positions, slots and groups of one batch's rows."""
 
     pool: MlxPool
     positions: mx.array
-    """int32 [T]."""
+    """Position of each row, int32 [T]."""
     slots: mx.array
-    """Where each row's key of each head lies, [T * N]."""
+    """Row in the pool's arrays of each batch row's key, for each head, [T * N]."""
     groups: tuple[_Group, ...]
     back: mx.array
-    """The place, among all groups' rows, of each of the batch's."""
+    """For each row of the batch, its place among the rows of all groups."""
     seen: dict[tuple[int, int], mx.array] = field(default_factory=dict[tuple[int, int], mx.array])
     """Masks, by tile and window."""
 
     def attend(self, layer: int, queries_TH1D: mx.array, scale: float, window: int) -> mx.array:
-        """Causal attention of every row, [T, H, 1, D]."""
+        """Return causal attention of every row, [T, H, 1, D]."""
         heads, head_dim = queries_TH1D.shape[1], queries_TH1D.shape[3]
         parts: list[mx.array] = []
         for group in self.groups:
@@ -124,26 +124,26 @@ class MlxStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What a layer of mlx-lm's takes as its cache."""
+    """The cache of one layer, in place of mlx-lm's own."""
 
     step: MlxStep
     layer: int
-    """From the runner's first."""
+    """Layer number, counted from the runner's first."""
     window: int
-    """Keys that a row sees; 0: all before it."""
+    """Number of keys that a row sees; 0: all up to its own."""
 
     @property
     def offset(self) -> mx.array:
         return self.step.positions
 
     def update_and_fetch(self, keys_TN1D: mx.array, values_TN1D: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' own, and give them back: `attend` gathers all."""
+        """Write the rows' keys and values into the pool, and return them unchanged. `attend` gathers the others."""
         self.step.pool.write(self.layer, self.step.slots, (keys_TN1D, values_TN1D))
         return keys_TN1D, values_TN1D
 
 
 def attends(module: ModuleType) -> None:
-    """Have a module of mlx-lm's attend as its cache does, where that is a `LayerCache`. Idempotent."""
+    """Make an mlx-lm module use the cache's attention if the cache is a `LayerCache`. Idempotent."""
     theirs: Callable[..., Any] = module.scaled_dot_product_attention
     if hasattr(theirs, "__wrapped__"):
         return
@@ -158,7 +158,7 @@ def attends(module: ModuleType) -> None:
 
 
 def step_of(plan: RowPlan, pool: MlxPool) -> MlxStep:
-    """A batch, as its layers take it."""
+    """Return the step of a batch, from which its layers' caches are made."""
     n_rows = plan.n_rows_S.astype(np.int64)
     within = np.arange(n_rows.sum()) - np.repeat(np.cumsum(n_rows) - n_rows, n_rows)
     positions = within + np.repeat(plan.first_position_S.astype(np.int64), n_rows)
@@ -175,7 +175,7 @@ def _ints(numbers: npt.NDArray[np.integer[Any]]) -> mx.array:
 
 
 def _alike(plan: RowPlan) -> Iterator[npt.NDArray[np.intp]]:
-    """Sequences that attend together: few rows each, and equally many; others alone."""
+    """Yield the sequences that attend together: those with few and equally many rows. Each other sequence is alone."""
     for count in np.unique(plan.n_rows_S):
         members = np.flatnonzero(plan.n_rows_S == count)
         if count <= TOGETHER:
@@ -185,11 +185,11 @@ def _alike(plan: RowPlan) -> Iterator[npt.NDArray[np.intp]]:
 
 
 def _group(plan: RowPlan, members: npt.NDArray[np.intp], pool: MlxPool) -> tuple[_Group, Ints]:
-    """A group, and its rows of the batch in the order that tiles have them."""
+    """Return a group, and the numbers of its rows in the batch, in the order of its tiles."""
     count = int(plan.n_rows_S[members[0]])
     firsts = plan.first_position_S[members].astype(np.int64)
     keys = -(-int(firsts.max() + count) // KEYS) * KEYS
-    # Entries past a table's end are never weighed; block 0 stands in.
+    # Entries past a table's end have no weight, so block 0 fills them.
     tables = np.zeros((len(members), keys // pool.block_size), np.int64)
     width = min(tables.shape[1], plan.tables_SB.shape[1])
     tables[:, :width] = np.maximum(plan.tables_SB[members, :width], 0)

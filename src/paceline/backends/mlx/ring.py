@@ -1,8 +1,8 @@
-"""Layers shared over MLX's ring: every rank holds a share of each layer's heads and feed-forward columns, as mlx-lm's `shard` deals them, and of KV.
+"""Layers shared over MLX's ring: each rank holds an equal share of every layer's heads and feed-forward columns (mlx-lm's `shard`), and of KV.
 
-All ranks load alike. The first is a `LayerRunner` like any other: it says each step to the rest, and all run it, meeting in `all_sum` twice a layer. What it
-says travels over the ring too, as a sum to which the others add zeros. A step that began is never given up, since the others would wait.
-MLX bounds no wait: a rank that is lost is found by whoever started the ranks.
+All ranks load in the same way. The first is a `LayerRunner` like any other. It sends each step to the other ranks, and all run it, with two `all_sum` in
+each layer. Commands travel over the ring as well, as a sum to which the other ranks add zeros. A step that has begun is never given up, because the other
+ranks would wait. MLX has no timeouts: the process that started the ranks must notice that one is lost.
 
 Shapes: T rows, D hidden, S sequences, B blocks of the longest table, W ranks, L layers.
 """
@@ -28,7 +28,7 @@ from paceline.engine.local import Int32, RowPlan
 
 
 class RingCommand(IntEnum):
-    """What the first rank says."""
+    """A command that the first rank sends to the others."""
 
     STEP = 1
     EXPORT = 2
@@ -37,7 +37,7 @@ class RingCommand(IntEnum):
 
 
 class RingRunner(MlxRunner):
-    """One rank's share of layers. The first is driven from outside; the others `follow` it."""
+    """One rank's share of layers. The first rank is called like any runner; the others run `follow`."""
 
     def __init__(self, model: MlxModel, pool: MlxPool, numerics: Numerics, group: mx.distributed.Group) -> None:
         super().__init__(model, pool, numerics)
@@ -76,7 +76,7 @@ class RingRunner(MlxRunner):
             self._take(block, part, bits)
 
     def close(self) -> None:
-        """Free weights and KV, and have the other ranks do so. Idempotent."""
+        """Free weights and KV; on the first rank, make the other ranks do so too. Idempotent."""
         with self._turn:
             if not self._closed and self._group.rank() == 0:
                 self._tell(RingCommand.CLOSE, [])
@@ -84,7 +84,7 @@ class RingRunner(MlxRunner):
         super().close()
 
     def follow(self) -> None:
-        """Run what the first rank says, until it closes."""
+        """Run the commands of the first rank until it closes."""
         while True:
             kind, n, size = self._sum(None, 3, mx.int32).tolist()
             said, bits = self._sum(None, n, mx.int32), self._sum(None, size, mx.uint16)
@@ -109,7 +109,7 @@ class RingRunner(MlxRunner):
         self._sum(words, len(words), mx.uint16)
 
     def _sum(self, own: Any, size: int, dtype: mx.Dtype) -> npt.NDArray[Any]:
-        """What the first rank gave, to which the others add zeros."""
+        """Return the numbers of the first rank, which gives them as `own`; the other ranks give None and add zeros."""
         if not size:
             return np.zeros(0, np.int32)
         return np.array(mx.distributed.all_sum(mx.zeros(size, dtype) if own is None else mx.array(own), group=self._group))

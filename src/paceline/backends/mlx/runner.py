@@ -1,7 +1,7 @@
-"""A range of a model's layers in MLX: mlx-lm's layers, one after the other, over a KV pool of this backend's.
+"""A range of a model's layers in MLX: mlx-lm's layers in order, over this backend's KV pool.
 
-Arrays of MLX are promises until they are evaluated, by the thread that made them: each method ends with its own evaluated. A lock keeps who copies blocks
-apart from a batch, since the pool is written in place only while one holds it.
+MLX computes an array only when it is evaluated, by the thread that made it, so each method evaluates its results. A lock separates copies of blocks
+from batches, because the pool is written in place only while a single thread refers to it.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
@@ -24,12 +24,12 @@ from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.local import Int32, RowPlan, WireBits
 
 FEW = 32
-"""Up to so many rows a step is short, and layers are handed over without waiting for each: a `StepWatch` is then ahead of what was computed."""
+"""Most rows of a short step. Its layers are submitted without waiting for each, so its `StepWatch` is ahead of the computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlxModel:
-    """Modules of mlx-lm's, their weights loaded."""
+    """mlx-lm's modules with loaded weights."""
 
     spec: ModelSpec
     held: LayerRange
@@ -37,7 +37,7 @@ class MlxModel:
     edges: Any | None
     """mlx-lm's whole model, of which embedding, norm and head are used; None: this runner has none of them."""
     n_kv_heads: int
-    """That this machine holds of each layer."""
+    """KV heads of each layer that this rank holds."""
 
     def embed(self, ids_T: mx.array) -> mx.array:
         return self._edges.model.embed_tokens(ids_T)
@@ -54,10 +54,10 @@ class MlxModel:
 
 
 class MlxRunner:
-    """A `LayerRunner` whose activations are bf16 arrays [T, D].
+    """A `LayerRunner` with bf16 MLX arrays [T, D] as activations.
 
     Args:
-        numerics: what MLX was measured to compute here.
+        numerics: the measured numerics of MLX on this machine.
     """
 
     one_path = True
@@ -99,7 +99,7 @@ class MlxRunner:
         return _evaluated(mx.array(np.ascontiguousarray(x_TD)).view(mx.bfloat16))
 
     def logits(self, x_TD: mx.array, rows_R: Int32) -> npt.NDArray[np.float32]:
-        """Final norm and head of the rows named, float32 [R, V] on the host."""
+        """Apply final norm and head to rows `rows_R`. Returns float32 [R, V] on the host."""
         if not len(rows_R):
             return np.zeros((0, self._model.spec.vocab), np.float32)
         return np.array(self._model.head(x_TD[mx.array(rows_R)]).astype(mx.float32))
@@ -140,7 +140,7 @@ class MlxRunner:
 
 
 def at_rows(pool: MlxPool) -> int:
-    """Rows of a layer's keys that a block takes."""
+    """Return the rows of a layer's array that a block takes."""
     return pool.n_kv * pool.block_size
 
 

@@ -1,4 +1,4 @@
-"""Layers through torch: any CPU it runs on, and CUDA. Importing this package does not import torch: `load` does."""
+"""Runs layers with torch: on any CPU that it supports, and on CUDA. Importing this package does not import torch; `load` does."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def load(
     """Load a range of layers.
 
     Raises:
-        ModelFileError: from the source.
-        UnsupportedModel: a family or format that does not run there.
-        ConfigError: what was asked for can't be.
+        ModelFileError: the source can't be read.
+        UnsupportedModel: torch does not run this family or format on the device.
+        ConfigError: the options are impossible on the device.
         OutOfMemory: the KV pool does not fit.
     """
     from paceline.backends import kernel_cache
 
-    # Before the modules that hold compiled functions.
+    # The cache is set up before modules with compiled functions are imported.
     compiled = kernel_cache.use(options.kernel_cache)
-    # They are compiled where they are first called, so the first load of all is alone.
+    # Functions are compiled at their first call, so the very first load must run alone.
     with nullcontext() if compiled else kernel_cache.alone():
         if device is DeviceKind.CUDA:
             import_cuda()
@@ -44,7 +44,7 @@ def load(
 
 
 def import_cuda() -> Any:
-    """`torch.cuda`, with cuBLASLt for its products (`cuda.py` says why). torch reads the choice where it is imported, and warns of a later one."""
+    """Import and return `torch.cuda`, with cuBLASLt for its products (`cuda.py` says why). torch reads this setting at import, and warns of a later one."""
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     import torch
 

@@ -1,10 +1,10 @@
-"""What a layer needs to know of one batch (how heads turn, attention over paged keys), and paged attention on a CPU, out of plain
-torch operations, invariant to rows, chunks, batch and threads.
+"""The interface of a layer to one batch (rotary embedding, attention over paged keys), and its implementation on a CPU with plain torch operations.
+Results do not depend on the rows, chunks, batch or threads that run together.
 
-Keys count in absolute blocks of 128 from position 0. Every product has 128 keys or one head's width as its inner length, so a row's
-sums never depend on how long the others' contexts are; blocks are added one after the other in float32; masked keys weigh exactly
-zero, so trailing blocks add nothing. Where the processor does not multiply bf16 the products are float32's, always of `ROWS` rows. Values
-beyond a sequence's end are zeroed: a stale NaN of another sequence can't leak in.
+Keys are read in absolute blocks of 128 from position 0. Every product has 128 keys or one head's width as its inner length, so a row's
+sums never depend on the length of other contexts. Blocks are added one after the other in float32. Masked keys weigh exactly
+zero, so trailing blocks add nothing. On a processor without products of bf16, products are in float32, always of `ROWS` rows. Values
+beyond a sequence's end are zeroed, so that a stale NaN of another sequence can't leak in.
 
 Shapes: T rows, S sequences of one group, R rows each, H query heads (in `Step` and `Rope`, of keys too), N KV heads, G = H / N, D head dimension, B keys in
 whole blocks.
@@ -33,13 +33,13 @@ class Step(Protocol):
     """One batch of rows."""
 
     def rotate(self, x_THD: Tensor) -> Tensor:
-        """Rotary embedding of bf16 heads, computed in float32."""
+        """Apply the rotary embedding to bf16 heads, in float32. Returns bf16."""
         ...
 
     def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, window: int = 0) -> Tensor:
-        """Write keys and values into their blocks, then causal attention of every row: bf16 [T, H * D].
+        """Write keys and values into their blocks, then return causal attention of every row, bf16 [T, H * D].
 
-        `layer` counts from the first layer of the runner's range. `window`: keys that a row sees, its own included; 0: all before it.
+        `layer` counts from the first layer of the runner's range. `window`: number of keys that a row sees, including its own; 0: all up to its own.
         """
         ...
 
@@ -54,42 +54,43 @@ class Rope:
         self._half = head_dim // 2
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of the tables, [T, 1, D]."""
+        """Return the rows of both tables at positions, [T, 1, D] each."""
         return self.cos_CD[positions_T][:, None], self.sin_CD[positions_T][:, None]
 
     def rotate(self, x_THD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Two products and a sum, each rounded by itself: a fused multiply-add would depend on how a loop was vectorised."""
+        """Rotate heads with two products and a sum, each rounded separately: a fused multiply-add would depend on how a loop was vectorised."""
         wide = x_THD.float()
         return (wide * turn[0]).add_(wide.roll(self._half, -1).mul_(turn[1])).bfloat16()
 
 
 def row_positions(plan: RowPlan) -> npt.NDArray[np.int64]:
-    """Position of every row, int64 [T]."""
+    """Return the position of every row, int64 [T]."""
     n_rows = plan.n_rows_S.astype(np.int64)
     within = np.arange(n_rows.sum()) - np.repeat(np.cumsum(n_rows) - n_rows, n_rows)
     return within + np.repeat(plan.first_position_S.astype(np.int64), n_rows)
 
 
 def row_blocks(plan: RowPlan, positions_T: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    """Block that holds every row, int64 [T]."""
+    """Return the number of the block that holds each row, int64 [T]."""
     sequences_T = np.repeat(np.arange(len(plan.n_rows_S)), plan.n_rows_S)
     return plan.tables_SB[sequences_T, positions_T // block_size].astype(np.int64)
 
 
 KEYS = 128
-"""Keys an attention block holds: a multiple of every block size."""
+"""Keys of an attention block, a multiple of every block size."""
 TILE = 128
-"""Rows of a sequence that attend together. Raising it computes more masked products; lowering it, more small ones."""
+"""Rows of a sequence that attend together. Raising it: more masked products; lowering it: more small products."""
 ROWS = 16
-"""Of one float32 product. With 16 every library seen gives a row the same bits in each place, with 64 not under AVX2; fewer are slower."""
+"""Rows of one float32 product. With 16, every known library gives a row the same bits in each place. Raising it: with 64, not under AVX2; lowering it:
+slower."""
 TOGETHER = 16
-"""Sequences with at most this many rows are batched with others of as many rows."""
+"""Most rows of a sequence that attends in one batch with other sequences of equally many rows. Longer ones attend alone."""
 
 
 class KvPool:
     """Keys and values of a range of layers, bf16 [layers, 2, blocks, N, block_size, D].
 
-    A block's keys of one head lie together, so that gathering a sequence's keys copies whole pieces.
+    A block's keys of one head are contiguous, so that gathering a sequence's keys copies whole pieces.
     """
 
     def __init__(self, n_layers: int, n_blocks: int, block_size: int, n_kv: int, head_dim: int) -> None:
@@ -103,12 +104,12 @@ class KvPool:
             pool.view(-1, self.head_dim).index_copy_(0, slots, rows.reshape(-1, self.head_dim))
 
     def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
-        """A block's keys and values in each layer, or in some, [N, block_size * D]."""
+        """Return a block's keys and values in each layer, or in some layers, [N, block_size * D] each."""
         own = slice(block * self.n_kv, (block + 1) * self.n_kv)
         return [piece[own] for layer in self.pieces[layers] for piece in layer]
 
     def gather(self, layer: int, pieces: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys, values) of a group, [S * N, B, D]; `pieces` [S, N, blocks]."""
+        """Return (keys, values) of a group, [S * N, B, D] each. `pieces`: [S, N, blocks]."""
         shape = (pieces.shape[0] * self.n_kv, -1, self.head_dim)
         k, v = self.pieces[layer]
         flat = pieces.flatten()
@@ -120,14 +121,14 @@ class _Tile:
     """Rows [first, first + R) of each sequence of a group."""
 
     rows: Tensor | slice
-    """Of the batch, S * R of them."""
+    """The S * R rows in the batch."""
     n_rows: int
     keys: int
     behind: Tensor
-    """How far each key is behind a row, int64 [S, 1, R, 1, B]."""
+    """Distance from each key to each row, in positions, int64 [S, 1, R, 1, B]; negative for later keys."""
 
     def hidden_of(self, window: int) -> Tensor:
-        """Keys a row does not see."""
+        """Return the mask of keys that a row does not see: later ones, and those before the window (0: no window)."""
         later = self.behind < 0
         return later.logical_or_(self.behind >= window) if window else later
 
@@ -136,9 +137,9 @@ class _Tile:
 class _Group:
     pieces: Tensor
     ending: int
-    """Keys before this one are every sequence's own."""
+    """Number of keys of the shortest sequence: all keys before this one belong to their sequence."""
     beyond: Tensor
-    """Keys from `ending` on that are past a sequence's end, bool [S, 1, keys, 1]."""
+    """True for keys from `ending` on that are past a sequence's end, bool [S, 1, keys, 1]."""
     tiles: tuple[_Tile, ...]
 
 
@@ -190,13 +191,13 @@ class CpuStep:
 
 
 def _wide_bmm(x_PTK: Tensor, y_PKN: Tensor) -> Tensor:
-    """`torch.bmm` of bf16, in float32 and `ROWS` rows at a time."""
+    """Compute `torch.bmm` of bf16 in float32, `ROWS` rows at a time."""
     rows = F.pad(x_PTK.float(), (0, 0, 0, -x_PTK.shape[1] % ROWS)).unflatten(1, (-1, ROWS))
     return torch.matmul(rows, y_PKN.float()[:, None]).flatten(1, 2)[:, : x_PTK.shape[1]]
 
 
 def _alike(plan: RowPlan) -> Iterator[np.ndarray[tuple[int], np.dtype[np.intp]]]:
-    """Sequences that attend together: few rows each, and equally many; others alone."""
+    """Yield the sequences that attend together: those with few and equally many rows. Each other sequence is alone."""
     for count in np.unique(plan.n_rows_S):
         members = np.flatnonzero(plan.n_rows_S == count)
         if count <= TOGETHER:
@@ -213,7 +214,7 @@ def _group(plan: RowPlan, members: np.ndarray[tuple[int], np.dtype[np.intp]], po
     n_blocks = keys // pool.block_size
     tables = np.zeros((len(members), n_blocks), np.int64)
     width = min(n_blocks, plan.tables_SB.shape[1])
-    # Entries past a table's end are never weighed; block 0 stands in.
+    # Entries past a table's end have no weight, so block 0 fills them.
     tables[:, :width] = np.maximum(plan.tables_SB[members, :width], 0)
     pieces = tables[:, None] * pool.n_kv + np.arange(pool.n_kv)[:, None]
     key_B = np.arange(keys)

@@ -1,12 +1,14 @@
 """A range of layers on an NVIDIA GPU: bf16, paged flash attention, CUDA graphs for decode.
 
-Matrix libraries choose kernels by the number of rows there. What they add in is one order all the same where no sum is split between blocks of the GPU
-(cuBLASLt can be told), and where there are never few rows (`LEAST_ROWS`; grouped products of experts are another library's): on an H200 no product of 1 to 2048 rows gave a row other bytes than another
-did. That is not promised but measured at load: `holds_identity` says what was seen. Blocks are 256 tokens, whatever was asked for: as many as hold the tokens asked for, and one of the runner's own.
+On a GPU, matrix libraries choose kernels by the number of rows. The order of sums is still the same if no sum is split between blocks of the GPU
+(cuBLASLt has a setting for it), and if there are never few rows (`LEAST_ROWS`; grouped products of experts come from another library). On an H200, no
+product of 1 to 2048 rows gave a row other bytes than another did. No library promises this, so it is measured at load (`holds_identity`). Blocks always
+have 256 tokens, whatever the options say: as many blocks as hold the requested tokens, and one for the runner's own use.
 
-Batches of few rows are one launch, of a CUDA graph of `GRAPH_ROWS` rows. A graph replays fixed addresses, so it has its own inputs, and a batch
-is copied into them. Each row is a sequence of its own to it, whose keys are those up to the row. Padding rows are sequences of one token whose table names a
-block that no sequence owns. There is a graph for each power of two of segments of keys; it is recorded when it is first needed, which answers wait for, and all share one memory pool.
+A batch of few rows is one launch of a CUDA graph of `GRAPH_ROWS` rows. A graph replays fixed addresses, so it has its own inputs, and each batch
+is copied into them. To the graph, each row is a separate sequence with the keys up to that row. Padding rows are sequences of one token in a block that
+no real sequence owns. There is a graph for each power of two of segments of keys. It is recorded when it is first needed, while answers wait. All graphs
+share one memory pool.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
@@ -48,13 +50,13 @@ from paceline.core.weights import WeightSource
 from paceline.engine.local import Int32, LayerRunner, RowPlan, StepWatch, WireBits
 
 GRAPH_ROWS = 64
-"""Of a graph: fewer take as long, since products are padded to as many."""
+"""Rows of a graph. Lowering it: no step is faster, because products are padded to this number of rows anyway."""
 
 MOST_EARLIER = 512
-"""Segments before a row's own, in a graph: the attention kernel takes 65,535 pieces."""
+"""Most segments before a row's own in a graph. Raising it: the attention kernel takes at most 65,535 pieces."""
 
 Forward = Callable[[Tensor, Batch], Tensor]
-"""Runs the layers: bf16 [T, D] to bf16 [T, D]."""
+"""Function that runs the layers: bf16 [T, D] to bf16 [T, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class _Recorded:
 
 
 class StepGraphs:
-    """All layers over few rows.
+    """CUDA graphs that run all layers over few rows.
 
     Args:
+        forward: runs the layers; recorded into the graphs.
         spare: the block that padding rows write to.
     """
 
@@ -79,13 +82,13 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
-        """Run a batch of at most `GRAPH_ROWS` rows. The result is valid until the next one."""
+        """Run a batch of at most `GRAPH_ROWS` rows. The result is valid until the next batch."""
         earlier = segments_before(plan)
         n_earlier = 1 << (earlier - 1).bit_length() if earlier else 0
         arrays = rows_apart(plan, GRAPH_ROWS, n_earlier, self._per_kv, self._spare, whole=self._whole)
         recorded = self._recorded.get(n_earlier) or self._record(n_earlier, arrays)
         recorded.x_TD[: len(x_TD)].copy_(x_TD)
-        recorded.x_TD[len(x_TD) :].zero_()  # alike, so that a mixture reads few experts for them
+        recorded.x_TD[len(x_TD) :].zero_()  # equal rows, so that a mixture reads few experts for them
         recorded.arrays.fill(arrays)
         recorded.graph.replay()
         return recorded.out_TD[: len(x_TD)]
@@ -101,7 +104,7 @@ class StepGraphs:
             self._forward(x_TD, batch)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may load models meanwhile, or record graphs of their own.
+        # Thread-local errors: other threads may load models or record graphs at the same time.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             out_TD = self._forward(x_TD, batch)
         self._recorded[n_earlier] = _Recorded(graph, x_TD, there, out_TD)
@@ -109,21 +112,21 @@ class StepGraphs:
 
 
 _LONG = 1000
-"""Rows of the longest prompt piece whose bytes are compared."""
+"""Rows of the longest prompt piece in the measurement of identity."""
 _BEHIND = 7 * SEGMENT + SEGMENT // 2
-"""Keys that they have before them, once."""
+"""Keys before these rows in the second of two runs."""
 _HEAD = 256
-"""Rows of the head's."""
+"""Rows in the measurement of the head."""
 _PIECES = ((500,), (1, 1, 1, 2, 3, 16, 33, 64), (65, 128, 129, 256))
-"""Rows run at a time; then those that are left."""
+"""Rows of each piece, for each cut. The remaining rows form the last piece."""
 
 
 class CudaRunner(PooledRunner[CudaPool]):
-    """A `LayerRunner` whose activations are bf16 tensors on the device.
+    """A `LayerRunner` with bf16 tensors on the device as activations.
 
     Args:
-        n_blocks: KV blocks of 256 tokens.
-        numerics: what these kernels were measured to compute.
+        n_blocks: number of KV blocks of 256 tokens.
+        numerics: the measured numerics of these kernels.
     """
 
     block_size = PAGE
@@ -139,7 +142,7 @@ class CudaRunner(PooledRunner[CudaPool]):
         self._rope = Rope(spec.rope, spec.head_dim, context, device)
         # The last block belongs to padding rows of graphs.
         self._pool = CudaPool(n_layers, n_blocks + 1, spec.n_kv_heads, spec.head_dim, device)
-        # Experts that are not grouped ask the host which a row has, which a graph can't.
+        # Experts that are not grouped read each row's choice on the host, which a graph can't.
         graphed = spec.moe is None or groups_products(device)
         self._graphs = StepGraphs(self._forward, spec, spare=n_blocks, device=device) if graphed else None
 
@@ -149,7 +152,10 @@ class CudaRunner(PooledRunner[CudaPool]):
 
     @torch.inference_mode()
     def run_layers(self, x_TD: Tensor, plan: RowPlan, part: LayerRange | None = None) -> Tensor:
-        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]. Graphs hold all layers."""
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D].
+
+        Graphs always run all layers, so they are used only if `part` is all of them.
+        """
         if not len(x_TD):
             return x_TD
         if self._graphs is not None and part in {None, self.layers} and len(x_TD) <= GRAPH_ROWS and segments_before(plan) <= MOST_EARLIER:
@@ -162,14 +168,14 @@ class CudaRunner(PooledRunner[CudaPool]):
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
-        """Final norm and head of the rows named, float32 [R, V] on the host."""
+        """Apply final norm and head to rows `rows_R`. Returns float32 [R, V] on the host."""
         edges = edges_of(self._model)
         if not len(rows_R):
             return np.zeros((0, self._model.spec.vocab), np.float32)
         logits_RV = edges.head(edges.norm(x_TD[self._index(rows_R)])).float()
         if len(rows_R) > GRAPH_ROWS:
             return logits_RV.cpu().numpy()
-        # Into memory that the device writes by itself, several times as fast; torch keeps it for the next step.
+        # The device writes directly into pinned memory, several times as fast; torch keeps that memory for the next step.
         return torch.empty(logits_RV.shape, pin_memory=True).copy_(logits_RV).numpy()
 
     def close(self) -> None:
@@ -194,11 +200,11 @@ class CudaRunner(PooledRunner[CudaPool]):
 
 
 def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> CudaRunner:
-    """A runner on the current CUDA device.
+    """Load a runner on the current CUDA device.
 
     Raises:
-        ModelFileError, UnsupportedModel: from the source, or one that the GPU does not run.
-        ConfigError: no CUDA device, or quantised weights.
+        ModelFileError, UnsupportedModel: the source can't be read, or the GPU does not run the model.
+        ConfigError: torch sees no CUDA device, or the weights format is not bf16.
         OutOfMemory: the weights or the KV pool do not fit the device.
     """
     if not torch.cuda.is_available():
@@ -218,7 +224,7 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
 
 
 def _add_in_one_order() -> None:
-    """Have products split no sum between blocks of the GPU; cuBLASLt alone can be told."""
+    """Make products split no sum between blocks of the GPU. Only cuBLASLt has a setting for this."""
     if not str(torch.backends.cuda.preferred_blas_library()).endswith("Cublaslt"):  # torch was imported before `import_cuda`
         torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
@@ -232,14 +238,15 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
 
     label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}, segments of {SEGMENT} keys"
     found = measure(make, SeededWeights(small(model.spec)), {options.threads}, tensor_bytes, label)
-    # Real sizes, rows enough for the kernels of long prompts, and few; at the beginning, and behind several segments of keys.
+    # The real layers run in their sizes, with enough rows for the kernels of long prompts and with few; first at the beginning, then behind
+    # several segments of keys.
     rows = min(_LONG, model.spec.max_context)
     x_TD, cuts = seeded_rows(rows, model.spec.hidden).to(device), ((rows,), *(cut_up(rows, pieces) for pieces in _PIECES))
     holds = found.holds_identity and _head_holds(model, x_TD[:_HEAD])
     if holds and model.layers:
         behind = min(_BEHIND, (model.spec.max_context - rows) // PAGE * PAGE)
         n_blocks = max(2 * -(-rows // PAGE), -(-(behind + rows) // PAGE))
-        # One of each window: KV lies where the layer is among all.
+        # One layer for each window. KV is stored by the layer's number among all, so the pool needs room up to the highest.
         places = {model.spec.window_of(model.held.start + place): place for place in reversed(range(len(model.layers)))}
         few = TorchModel(model.spec, model.held, [model.layers[place] for place in sorted(places.values())], None)
         first = CudaRunner(few, max(places.values()) + 1, n_blocks, Numerics("", holds_identity=False), device)
@@ -249,7 +256,7 @@ def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> 
 
 
 def cut_up(rows: int, pieces: Sequence[int]) -> list[int]:
-    """Pieces as long as there are rows for them, and what is left."""
+    """Return the sizes of pieces that cut `rows` rows: those of `pieces` as far as the rows reach, then one with the rest."""
     cut = list[int]()
     for piece in (*pieces, rows):
         cut.append(min(piece, rows - sum(cut)))
@@ -257,7 +264,7 @@ def cut_up(rows: int, pieces: Sequence[int]) -> list[int]:
 
 
 def _head_holds(model: TorchModel, x_TD: Tensor) -> bool:
-    """Whether a row's logits are the same however many are asked for."""
+    """Return whether a row's logits are the same for any number of rows."""
     if model.edges is None:
         return True
     head = model.edges.head

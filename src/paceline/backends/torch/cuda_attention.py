@@ -1,16 +1,16 @@
-"""Attention on an NVIDIA GPU: keys and values in pages, cut into segments that are the same for every row, whatever runs beside it.
+"""Attention on an NVIDIA GPU: keys and values in pages, cut into the same segments for every row, whatever else is in the batch.
 
-torch's variable-length flash attention reads keys through block tables. Its kernel wants pages of 256 tokens (FlashAttention 2's limit), int32 tables whose
-last dimension is contiguous, bf16 heads of at most 256. It computes one sequence's keys one after the other (`num_splits=1`: split by its own choice the order of the
-sums would depend on the batch), which leaves most of a GPU idle where few rows have many keys. So each segment of `SEGMENT` keys is a sequence of its own to the
-kernel, and a row's means over segments are merged in the order of the keys (`cuda_kernels.merge`). A row's last segment is its own: there the mask cuts
-between its rows; all rows behind a segment see the whole of it.
+torch's variable-length flash attention reads keys through block tables. Its kernel needs pages of 256 tokens (FlashAttention 2's limit), int32 tables
+with a contiguous last dimension, and bf16 heads of at most 256. It processes one sequence's keys in order (`num_splits=1`: if it chose the splits, the
+order of sums would depend on the batch), which leaves most of a GPU idle if few rows have many keys. So each segment of `SEGMENT` keys is passed to the
+kernel as a separate sequence, and a row's means over segments are merged in the order of the keys (`cuda_kernels.merge`). In a row's last segment, its own,
+the causal mask applies. Rows behind a segment see all of it.
 
-Rows are aligned with the last keys of their piece (bottom-right causal mask), so a chunk in the middle of a prompt needs no mask. Layers with a window are
-one piece: the kernel skips what lies before it.
+Rows are aligned with the last keys of their piece (bottom-right causal mask), so a chunk in the middle of a prompt needs no mask. Layers with a window
+have a single piece, in which the kernel skips the keys before the window.
 
-Shapes: T rows, S sequences, P pieces, H query heads, N KV heads, G = H / N, D head dimension, B pages of the longest table, E rows of all earlier pieces together, C segments
-before the last of the longest sequence.
+Shapes: T rows, S sequences, P pieces, H query heads, N KV heads, G = H / N, D head dimension, B pages of the longest table, E rows of all earlier pieces
+together, C segments before the last of the longest sequence.
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ class CudaPool:
         self.pages = [(layer[0], layer[1]) for layer in pool]
 
     def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
-        """A block's keys and values in each layer, or in some, [PAGE, N, D]."""
+        """Return a block's keys and values in each layer, or in some layers, [PAGE, N, D] each."""
         return [pages[block] for layer in self.pages[layers] for pages in layer]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as the kernels see it, on the device."""
+    """A batch in the layout of the kernels, on the device."""
 
     tensors: Mapping[str, Tensor]
-    """As `pieces_of` or `rows_apart` made them."""
+    """The arrays of `pieces_of` or `rows_apart`, by their names there."""
     max_rows: int
     max_keys: int
     packed: bool
-    """Each row is a sequence, and the queries of one KV head are rows."""
+    """True if each row is a separate sequence, and the queries of one KV head are its rows."""
 
     @property
     def n_earlier(self) -> int:
-        """Segments before its own that a row may have: C."""
+        """Most segments before a row's own: C."""
         return self.tensors["places"].shape[1]
 
 
 def segments_before(plan: RowPlan) -> int:
-    """Of the longest sequence, the last one's not counted: C."""
+    """Return the number of segments of the longest sequence without its last one: C."""
     return (int((plan.first_position_S + plan.n_rows_S).max()) - 1) // SEGMENT
 
 
 def pieces_of(plan: RowPlan, *, whole: bool) -> Arrays:
-    """A batch in pieces, on the host.
+    """Return a batch cut into pieces, as arrays on the host.
 
     Args:
-        whole: sequences as one piece too.
+        whole: also describe each sequence as one piece, for layers with a window.
     """
     positions = row_positions(plan)
     ends = (plan.first_position_S + plan.n_rows_S).astype(np.int64)
@@ -108,14 +108,14 @@ def pieces_of(plan: RowPlan, *, whole: bool) -> Arrays:
 
 
 def rows_apart(plan: RowPlan, rows: int, n_earlier: int, per_kv: int, spare: int, *, whole: bool) -> Arrays:
-    """A batch whose every row is a sequence; arrays of the same shapes for any.
+    """Return a batch with each row as a separate sequence. The arrays have the same shapes for any batch, so that a graph can take them.
 
     Args:
-        rows: as many are made, with rows of one key behind the batch's own.
-        n_earlier: segments before its own that a row may have.
+        rows: number of rows that the arrays have. Padding rows, with one key each, follow those of the batch.
+        n_earlier: most segments before a row's own.
         per_kv: G, queries of a KV head.
-        spare: the block that rows behind the batch's own write to.
-        whole: as of `pieces_of`.
+        spare: the block that padding rows write to.
+        whole: as in `pieces_of`.
     """
     positions, count = np.zeros(rows, np.int64), int(plan.n_rows_S.sum())
     positions[:count] = row_positions(plan)
@@ -130,7 +130,7 @@ def rows_apart(plan: RowPlan, rows: int, n_earlier: int, per_kv: int, spare: int
         "positions": positions,
         "slots": tables[np.arange(rows), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE,
         **_as_pieces("own", ones * per_kv, positions % SEGMENT + 1, by_segment[np.arange(rows), segment]),
-        # A piece without keys has no rows either: for one with rows the kernel would write into other pieces' logarithms.
+        # A piece without keys also has no rows: if it had some, the kernel would write into the logarithms of other pieces.
         **_as_pieces("earlier", is_earlier.ravel() * per_kv, is_earlier.ravel() * SEGMENT, by_segment[:, :n_earlier].reshape(-1, _PAGES)),
         "earlier_rows": earlier_rows,
         "places": np.where(is_earlier, is_earlier.cumsum().reshape(is_earlier.shape) - 1, -1).astype(np.int32),
@@ -139,7 +139,7 @@ def rows_apart(plan: RowPlan, rows: int, n_earlier: int, per_kv: int, spare: int
 
 
 def _tables(tables_SB: npt.NDArray[np.int32], n_segments: int) -> npt.NDArray[np.int32]:
-    """int32 [S, segments, pages of one]."""
+    """Return the block tables by segment, int32 [S, segments, pages of a segment]."""
     whole = np.zeros((len(tables_SB), n_segments * _PAGES), np.int32)
     width = min(whole.shape[1], tables_SB.shape[1])
     whole[:, :width] = np.maximum(tables_SB[:, :width], 0)
@@ -147,13 +147,13 @@ def _tables(tables_SB: npt.NDArray[np.int32], n_segments: int) -> npt.NDArray[np
 
 
 def _pieces(kind: str, pieces: Sequence[tuple[int, int, int, int]], tables: npt.NDArray[np.int32]) -> Arrays:
-    """Of (sequence, segment, rows, keys)."""
+    """Return the kernel's arrays for pieces, each given as (sequence, segment, rows, keys)."""
     sequences, segments, rows, lengths = np.array(pieces, np.int64).reshape(-1, 4).T
     return _as_pieces(kind, rows, lengths, tables[sequences, segments])
 
 
 def _as_pieces(kind: str, rows_P: npt.NDArray[np.integer], lengths_P: npt.NDArray[np.integer], tables: npt.NDArray[np.int32]) -> Arrays:
-    """What the kernel takes for sequences: where their rows start, running sums of their keys (it finds keys by table), how many, and tables."""
+    """Return the kernel's arrays for sequences: starts of their rows, running sums of their keys (it finds keys by table), numbers of keys, and tables."""
     return {
         f"{kind}_starts": np.concatenate([[0], np.cumsum(rows_P)]).astype(np.int32),
         f"{kind}_key_starts": np.concatenate([[0], np.cumsum(lengths_P)]).astype(np.int32),
@@ -164,7 +164,7 @@ def _as_pieces(kind: str, rows_P: npt.NDArray[np.integer], lengths_P: npt.NDArra
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Arrays in one tensor for each of their types, so that they are copied together."""
+    """Arrays on the device, in one tensor for each type, so that one copy fills all arrays of a type."""
 
     together: Mapping[type[np.generic], Tensor]
     apart: Mapping[str, Tensor]
@@ -180,20 +180,21 @@ class OnDevice:
         return cls(together, apart)
 
     def fill(self, arrays: Arrays) -> None:
-        """Copy arrays of the same names, types and shapes."""
+        """Overwrite the arrays with others of the same names, types and shapes."""
         for dtype, array in joined(arrays).items():
             self.together[dtype].copy_(torch.from_numpy(array))
 
 
 def joined(arrays: Arrays) -> dict[type[np.generic], npt.NDArray[np.generic]]:
-    """By type, one behind the other."""
+    """Return the arrays of each type, flattened and concatenated."""
     types = {array.dtype.type: None for array in arrays.values()}
     return {dtype: np.concatenate([array.ravel() for array in arrays.values() if array.dtype.type is dtype]) for dtype in types}
 
 
 def batch_of(plan: RowPlan, device: torch.device, *, whole: bool) -> Batch:
-    """The plan of any batch."""
-    # A kernel that sees at most one row a sequence packs queries by itself, and gives logarithms of sums in another order than it says.
+    """Return a batch of any plan, on the device."""
+    # If no sequence has more than one row, the kernel packs queries itself, and returns logarithms of sums in another order than documented.
+    # So `max_rows` is at least 2.
     most = int((plan.first_position_S + plan.n_rows_S).max())
     arrays = OnDevice.of(pieces_of(plan, whole=whole), device)
     return Batch(arrays.apart, max(2, int(plan.n_rows_S.max())), most, packed=False)
@@ -239,7 +240,11 @@ class CudaStep:
         return self._pool.pages[0][0].shape[2]
 
     def _flash(self, layer: int, q: Tensor, kind: str, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(means over keys, like `q`; logarithms of their sums, float32 [heads, rows]) of `own`, `earlier` or `whole` pieces. A window of (-1, 0) is a causal mask, one of (-1, -1) none."""
+        """Run the kernel on the `own`, `earlier` or `whole` pieces. A window of (-1, 0) is a causal mask, one of (-1, -1) is none.
+
+        Returns:
+            Means over keys, in the shape of `q`, and the logarithms of their sums, float32 [heads, rows].
+        """
         keys, values = self._pool.pages[layer]
         at = self._batch.tensors
         out, logs = varlen_attn(

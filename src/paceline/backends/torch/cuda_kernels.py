@@ -1,7 +1,7 @@
-"""What stands between the products of a layer on an NVIDIA GPU, one launch each: torch's own operations take up to eight.
+"""Kernels for the operations between a layer's products on an NVIDIA GPU, with one launch each: torch's own operations need up to eight.
 
-NVRTC, which torch installs, compiles them for the GPU at hand when the first is needed, in some tens of milliseconds; no compiler of the machine's is asked.
-A block of the GPU computes a row alone and adds in a fixed order, so what ran beside it changes nothing.
+NVRTC, which torch installs, compiles them for the present GPU when the first one is needed, in some tens of milliseconds. The machine needs no compiler.
+A block of the GPU computes one row alone and adds in a fixed order, so other rows change nothing.
 
 Shapes: T rows, D width of a row or a head, H heads, N KV heads, G = H / N, F feed-forward, S segments of keys, P rows of parts.
 """
@@ -98,12 +98,12 @@ extern "C" __global__ void merge_parts(
 }
 """
 _THREADS = 256
-"""Of a block. Other numbers add a norm's squares in another order."""
+"""Threads of a block. Any change alters the order in which a norm's squares are added."""
 _TYPES = {"p": c_void_p, "i": c_int, "l": c_longlong, "f": c_float}
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension, computed in float32 and rounded once: bf16, together, of bf16 [T, D] or [T, n, D]."""
+    """Compute the root mean square norm over the last dimension of bf16 [T, D] or [T, n, D], in float32 and rounded once. Returns contiguous bf16."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n_inner, inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     _launch("rms_norm", "pppillif", (len(x) * n_inner, 1), _THREADS, x, weight_D, y, n_inner, x.stride(0), inner, x.shape[-1], eps)
@@ -111,7 +111,7 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x_THD: Tensor, cos_CD: Tensor, sin_CD: Tensor, positions_T: Tensor) -> Tensor:
-    """Heads turned, bf16 [T, H, D], together; heads of a row of `x_THD` lie together. `positions_T` is int64."""
+    """Apply the rotary embedding. Returns contiguous bf16 [T, H, D]. The heads of a row of `x_THD` must be contiguous; `positions_T` is int64."""
     rows, heads, width = x_THD.shape
     y = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     _launch("rotate_heads", "pppppili", (rows * heads, 1), 64, x_THD, cos_CD, sin_CD, positions_T, y, heads, x_THD.stride(0), width)
@@ -119,20 +119,20 @@ def rotate(x_THD: Tensor, cos_CD: Tensor, sin_CD: Tensor, positions_T: Tensor) -
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """SwiGLU of a fused product, bf16 [T, F] of [T, 2 F], rounded behind the activation and behind the product."""
+    """Compute SwiGLU of a fused product: bf16 [T, F] from [T, 2 F], rounded after the activation and after the product."""
     y = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
     _launch("gate_columns", "ppil", (-(-y.numel() // _THREADS), 1), _THREADS, gate_up, y, y.shape[1], y.numel())
     return y
 
 
 def merge(own: Tensor, own_logs: Tensor, parts: Tensor, parts_logs: Tensor, places_TS: Tensor, n_heads: int, n_kv: int) -> Tensor:
-    """Attention over segments of keys, bf16 [T, H, D], of what each segment gave.
+    """Merge the results of segments of keys into attention over all keys, bf16 [T, H, D].
 
     Args:
-        own: means over a row's last segment, [T, H, D]; packed, where the queries of a KV head are rows beside one another, [T * G, N, D].
+        own: means over each row's last segment, [T, H, D]; or packed, with the queries of a KV head as neighbouring rows, [T * G, N, D].
         own_logs: logarithms of their sums, float32 [H, T] or [N, T * G].
-        parts: the same of other segments, of P rows.
-        places_TS: int32: a row's of these, in the order of the keys; -1: none.
+        parts, parts_logs: the same for other segments, with P rows.
+        places_TS: int32, the rows of `parts` that belong to each row, in the order of the keys; -1: none.
     """
     rows, packed = len(places_TS), own.shape[1] != n_heads
     per_kv = n_heads // n_kv
@@ -162,10 +162,10 @@ def _function(name: str, device: int) -> Any:
 
 @cache
 def _module(device: int) -> Any:
-    """The kernels, loaded on a device.
+    """Return the compiled kernels, loaded on a device.
 
     Raises:
-        ConfigError: NVRTC or the driver refuses.
+        ConfigError: NVRTC or the driver reports an error.
     """
     from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
@@ -174,10 +174,10 @@ def _module(device: int) -> Any:
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """Machine code for one, `sm_90`.
+    """Return the kernels' machine code for an architecture, such as `sm_90`.
 
     Raises:
-        ConfigError: NVRTC refuses.
+        ConfigError: NVRTC can't compile for it.
     """
     from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports]
 
@@ -194,10 +194,10 @@ def compile_kernels(architecture: str) -> bytes:
 
 
 def _check(result: Any, *given: Any) -> Any:
-    """What a call that compiles or loads gave behind its result.
+    """Return the value that a call of NVRTC or the driver returned after its status.
 
     Raises:
-        ConfigError: it failed.
+        ConfigError: the status is an error.
     """
     if result:
         raise ConfigError(f"the GPU's kernels can't be made: {result.name}", "Check the driver with nvidia-smi, or run on the CPU.")

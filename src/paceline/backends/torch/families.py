@@ -1,6 +1,6 @@
-"""Families of models in torch: pieces that all are built of, what reads the tensors of a layer range into them, and how each puts them together.
+"""Families of models in torch: their common building blocks, a reader of the tensors of a layer range, and the layer that is built from both.
 
-A tensor is read once, when a family asks for it by name; nothing else is. Progress is told in bytes of the file.
+Only tensors that a family asks for by name are read, each one once. Progress is reported in bytes of the file.
 Source: transformers' `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` and `modeling_qwen3_moe.py`.
 Shapes: T rows, D hidden (or a head's width), F feed-forward.
 """
@@ -36,7 +36,7 @@ class RmsNorm:
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """SwiGLU of a fused product, bf16 [T, F] of [T, 2 F]."""
+    """Compute SwiGLU of a fused product: bf16 [T, F] from [T, 2 F]."""
     if gate_up.is_cuda:
         return cuda_kernels.gate(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -44,13 +44,13 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def split_heads(qkv: Tensor, n_heads: int, n_kv: int) -> tuple[Tensor, Tensor]:
-    """(queries and keys [T, n_heads + n_kv, D], values [T, n_kv, D]) of a fused product; queries and keys turn together."""
+    """Split a fused product into queries and keys, [T, n_heads + n_kv, D], which are rotated together, and values, [T, n_kv, D]."""
     qk, v = qkv.unflatten(-1, (n_heads + 2 * n_kv, -1)).split((n_heads + n_kv, n_kv), 1)
     return qk, v
 
 
 class TensorReader:
-    """Where families get their weights from, in bf16."""
+    """Reads the weights of families from a source, in bf16."""
 
     def __init__(self, source: WeightSource, device: torch.device, progress: LoadProgress | None) -> None:
         self._source, self.device, self._progress = source, device, progress
@@ -173,14 +173,14 @@ class Experts:
 
 
 def groups_products(device: torch.device) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` is one launch there (Hopper's and Blackwell's); elsewhere it is a loop on the host, of products of few rows."""
+    """Return whether `torch.nn.functional.grouped_mm` is one launch on a device (Hopper and Blackwell). Elsewhere the host loops over small products."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in {9, 10}
 
 
 class GroupedExperts:
-    """The same in two launches, of products that each group of rows has its own matrix for; the host is not asked which.
+    """A mixture of experts in two launches of grouped products: each group of rows has its own matrix, and the host need not know the groups.
 
-    Shapes: E experts, K of them a row, P = T * K rows beside one another, sorted by expert.
+    Shapes: E experts, K of them for each row, P = T * K contiguous rows, sorted by expert.
     """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:

@@ -1,9 +1,8 @@
-"""From a source of weights to a runner: which family, how much memory, what the kernels compute.
+"""Loads a source of weights into a runner: checks the family and the memory, and measures the kernels' numerics.
 
-Order: weights first, then the KV pool in what is left, then the numerics id, measured on a small seeded model of the same family and
-on the first layer that was loaded, in its real sizes. Whether torch gives a row the same bytes however many run beside it is asked of products as long as the
-model's and of attention over its heads: the sums are as long as the model's, the outputs few, since they don't add to each other and a start has no time for
-all of them.
+The weights are loaded first, then the KV pool takes memory from the rest. Then the numerics id is measured on a small seeded model of the same family,
+and on the first loaded layer in its real sizes. The check that other rows change no byte of a row uses products with sums as long as the model's, and
+attention over its heads. It uses few outputs, because outputs are independent of each other and a start has no time for all.
 
 Shapes: T rows, H query heads, D head dimension, K inputs.
 """
@@ -38,15 +37,15 @@ from paceline.engine.local import LayerRunner, RowPlan
 FEW = range(1, 66)
 MANY = (127, 128, 129, 255, 256, 257, 511, 512, 513)
 LENGTH = 2 * KEYS + MANY[-1] + 37
-"""Of the sequence whose last rows attend."""
+"""Rows of the sequence in the measurement of attention."""
 TOGETHER = (2, 3, 5, 16)
-"""Sequences of one row."""
+"""Numbers of one-row sequences that are measured together."""
 OUTPUTS = 1024
-"""Of a matrix. Products of any number of rows choose kernels by outputs too: with few, what differs is not seen."""
+"""Outputs of the measured matrix. Lowering it: libraries also choose kernels by the number of outputs, and differences would not show."""
 
 
 def torch_holds(spec: ModelSpec) -> bool:
-    """Whether every product and attention give a row the same bytes whatever runs beside it."""
+    """Return whether the products and the attention of a model give a row the same bytes for any other rows in the batch."""
     widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn_width}
     return all(map(products_hold, sorted(widths))) and attention_holds(
         replace(spec, n_heads=2 * (spec.n_heads // spec.n_kv_heads), n_kv_heads=2)
@@ -55,7 +54,11 @@ def torch_holds(spec: ModelSpec) -> bool:
 
 @cache
 def products_hold(width: int) -> bool:
-    """Whether the first and the last so many rows of a seeded matrix's product give what they give among all."""
+    """Return whether the first and the last n rows of a seeded product give the same bytes alone as among all rows, for each n of `FEW`.
+
+    Args:
+        width: inputs of the matrix.
+    """
     generator = torch.Generator().manual_seed(width)
     linear = Linear(torch.randn(OUTPUTS, width, generator=generator).mul_(width**-0.5).bfloat16())
     x_TK = torch.randn(FEW[-1], width, generator=generator).bfloat16()
@@ -65,14 +68,17 @@ def products_hold(width: int) -> bool:
 
 @cache
 def attention_holds(spec: ModelSpec) -> bool:
-    """Whether the last so many rows of a sequence give what they give among all, and single rows what they give together."""
+    """Return whether attention gives the last n rows of a sequence the same bytes alone as among all rows, for each n of `FEW` and `MANY`.
+
+    It also compares single rows of several sequences that run together, for each number of `TOGETHER`.
+    """
     generator = torch.Generator().manual_seed(spec.head_dim)
     q_THD, k_THD, v_THD = (torch.randn(LENGTH, heads, spec.head_dim, generator=generator).bfloat16() for heads in (spec.n_heads, 2, 2))
     n_blocks = -(-LENGTH // KEYS)
     pool, rope = KvPool(1, n_blocks, KEYS, 2, spec.head_dim), Rope(spec.rope, spec.head_dim, LENGTH, torch.device("cpu"))
 
     def attend(firsts: list[int], count: int) -> Tensor:
-        """So many rows from each of some positions on."""
+        """Run `count` rows from each of the positions `firsts` on."""
         places = np.array(firsts, np.int32)
         starts, counts = np.arange(len(firsts), dtype=np.int32) * count, np.full(len(firsts), count, np.int32)
         tables = np.broadcast_to(np.arange(n_blocks, dtype=np.int32), (len(firsts), n_blocks))
@@ -88,11 +94,11 @@ def attention_holds(spec: ModelSpec) -> bool:
 
 
 def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> TorchModel:
-    """Read the layers asked for, and nothing else.
+    """Read only the layers that `options` names.
 
     Raises:
-        UnsupportedModel: a family without code here.
-        ConfigError: weights of few bits.
+        UnsupportedModel: torch does not run the model.
+        ConfigError: the weights format is int4 or int8.
     """
     spec = source.spec
     if (reason := torch_refuses(spec)) is not None:
@@ -112,11 +118,11 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
 
 
 def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
-    """A runner on this machine's CPU.
+    """Load a runner on this machine's CPU.
 
     Raises:
-        ModelFileError, UnsupportedModel: from the source.
-        ConfigError: an impossible block size, or quantised weights.
+        ModelFileError, UnsupportedModel: the source can't be read, or torch does not run the model.
+        ConfigError: the block size is impossible, or the weights format is int4 or int8.
         OutOfMemory: the KV pool does not fit.
     """
     if KEYS % options.block_size:
@@ -125,7 +131,7 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         )
     with _threads(options.threads), torch.inference_mode():
         token_bytes, tokens = source.spec.kv_bytes_per_token(options.layers), options.n_blocks * options.block_size
-        # Before a byte is loaded.
+        # Memory is checked before a byte is loaded.
         check_kv(tokens, token_bytes, available_bytes() - _needed(source, options) + tokens * token_bytes)
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
@@ -153,7 +159,7 @@ def _measured(model: TorchModel, options: LoadOptions) -> Numerics:
 
 
 def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
-    """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
+    """Return whether whole and cut runs of the first loaded layer, in its real sizes, give the same bytes."""
     if not model.layers:
         return True
     first = TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None)
@@ -163,22 +169,26 @@ def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
 
 
 def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]], behind: int = 0) -> bool:
-    """Whether rows give the same bytes however many run at a time; behind so many keys of rows that ran before, where there are any."""
+    """Return whether rows give the same bytes in every cut.
+
+    Args:
+        behind: number of keys before the rows, from rows that ran earlier.
+    """
     return len({answer(runner, x_TD, tensor_bytes, cut, logits=False, behind=behind) for cut in cuts}) == 1
 
 
 def seeded_rows(rows: int, hidden: int) -> Tensor:
-    """Random bf16 activations [rows, hidden], on the CPU."""
+    """Return random bf16 activations [rows, hidden], on the CPU."""
     return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rows)).bfloat16()
 
 
 def tensor_bytes(x_TD: Tensor) -> bytes:
-    """Bits of a bf16 tensor."""
+    """Return the bits of a bf16 tensor as bytes."""
     return wire_bits(x_TD).tobytes()
 
 
 def _needed(source: WeightSource, options: LoadOptions) -> int:
-    """Bytes that weights and KV will take."""
+    """Return the bytes that weights and KV will take."""
     held = torch_bytes(source.spec)
     return part_bytes(held, options.layers, edges=options.edges) + options.n_blocks * options.block_size * source.spec.kv_bytes_per_token(
         options.layers
@@ -187,7 +197,7 @@ def _needed(source: WeightSource, options: LoadOptions) -> int:
 
 @contextmanager
 def _threads(count: int) -> Generator[None]:
-    """torch's thread count for a while."""
+    """Set torch's thread count during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,6 +1,6 @@
-"""A range of layers on this machine's CPU through torch: weights, a KV pool, nothing of scheduling.
+"""A range of layers on this machine's CPU with torch: weights and a KV pool, without any scheduling.
 
-torch's thread count is the process's; it is set before each batch, where another runner changed it.
+torch has one thread count for the whole process. It is set before each batch, because another runner may have changed it.
 
 Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
@@ -27,7 +27,7 @@ from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What stands before the first layer and after the last."""
+    """The parts before the first layer and after the last."""
 
     embedding: Linear
     norm: RmsNorm
@@ -36,7 +36,7 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """Weights of a range of layers, loaded."""
+    """The loaded weights of a range of layers."""
 
     spec: ModelSpec
     held: LayerRange
@@ -44,7 +44,7 @@ class TorchModel:
     edges: Edges | None
 
     def part(self, part: LayerRange | None) -> Sequence[Layer]:
-        """Some of its layers; None: all."""
+        """Return the layers of a range; None: all. Raises ValueError for layers that are not held."""
         if part is None:
             return self.layers
         if part.start < self.held.start or part.stop > self.held.stop:
@@ -56,7 +56,7 @@ class TorchPool(Protocol):
     """KV blocks of a range of layers, as tensors."""
 
     def block(self, block: int, layers: slice = slice(None)) -> list[Tensor]:
-        """A block's keys and values in each layer, or in some."""
+        """Return a block's keys and values in each layer, or in some layers."""
         ...
 
 
@@ -64,7 +64,7 @@ Pool = TypeVar("Pool", bound=TorchPool)
 
 
 class PooledRunner(Generic[Pool]):
-    """What runners have in common whose activations and KV blocks are bf16 tensors."""
+    """Common base of the runners with bf16 tensors as activations and KV blocks."""
 
     layers: LayerRange
     _pool: Pool
@@ -86,12 +86,12 @@ class PooledRunner(Generic[Pool]):
 
 
 class TorchRunner(PooledRunner[KvPool]):
-    """A `LayerRunner` whose activations are bf16 tensors [T, D].
+    """A `LayerRunner` with bf16 tensors [T, D] as activations.
 
     Args:
         pool: KV blocks for its layers.
-        rope: tables that reach every position the pool can hold.
-        numerics: what these kernels were measured to compute.
+        rope: tables for every position that the pool can hold.
+        numerics: the measured numerics of these kernels.
     """
 
     kv_layout = "torch cpu"
@@ -119,7 +119,7 @@ class TorchRunner(PooledRunner[KvPool]):
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
-        """Final norm and head of the rows named, float32 [R, V]."""
+        """Apply final norm and head to rows `rows_R`. Returns float32 [R, V]."""
         edges = edges_of(self._model)
         if not len(rows_R):
             return np.zeros((0, self._model.spec.vocab), np.float32)
@@ -152,22 +152,22 @@ def run_watched(layers: Sequence[Layer], x_TD: Tensor, step: Step, watch: StepWa
 
 
 def wire_bits(x_TD: Tensor) -> WireBits:
-    """Bits of a bf16 tensor."""
+    """Return the bits of a bf16 tensor as uint16, on the host."""
     return x_TD.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
 
 
 def from_bits(x_TD: WireBits) -> Tensor:
-    """The bf16 tensor that has these bits, on the CPU."""
+    """Return the bf16 tensor with these bits, on the CPU."""
     return torch.from_numpy(np.ascontiguousarray(x_TD).view(np.int16)).view(torch.bfloat16)
 
 
 def bytes_of(parts: Sequence[Tensor]) -> int:
-    """That tensors take together."""
+    """Return the bytes of all tensors together."""
     return sum(part.numel() * part.element_size() for part in parts)
 
 
 def copy_out(parts: Sequence[Tensor], into: memoryview) -> None:
-    """Copy bf16 tensors one behind the other, whatever device they are on."""
+    """Copy bf16 tensors from any device into `into`, one after the other."""
     start = 0
     for part in parts:
         data = wire_bits(part).reshape(-1).view(np.uint8)
@@ -176,7 +176,7 @@ def copy_out(parts: Sequence[Tensor], into: memoryview) -> None:
 
 
 def copy_in(parts: Sequence[Tensor], data: memoryview) -> None:
-    """Fill bf16 tensors with what `copy_out` gave."""
+    """Fill bf16 tensors with bytes in the order of `copy_out`."""
     bits, start = np.frombuffer(data, np.uint16), 0
     for part in parts:
         part.copy_(from_bits(bits[start : start + part.numel()]).view(part.shape))
@@ -184,7 +184,7 @@ def copy_in(parts: Sequence[Tensor], data: memoryview) -> None:
 
 
 def edges_of(model: TorchModel) -> Edges:
-    """A model's edges; asking a stage in the middle for them is a mistake of the caller."""
+    """Return a model's edges. Raises RuntimeError if it has none, which is a mistake of the caller."""
     if model.edges is None:
         raise RuntimeError("this runner holds layers only: it was loaded with edges=False, or closed")
     return model.edges
