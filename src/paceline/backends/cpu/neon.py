@@ -83,9 +83,9 @@ class Neon(Emit):
         return self.call(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
     def careful_fma(self, a: Value, b: Value, c: Value) -> Value:
-        """The processor flushes what is denormal before it is rounded; what rounds up to 2**-126 shall stay.
+        """Compute `fma`, but keep a result that rounding raises to 2**-126. The processor flushes results that are denormal before they are rounded.
 
-        That is so exactly where the same computed at 2**64 times the size is 2**-62. Where products of what is so near overflow there, they are not.
+        A result is such a one exactly if the same operation on numbers 2**64 times as large gives 2**-62.
         """
         up = self._like(_UP, a)
         return self._kept(self.fma(a, b, c), self.fma(self.b.fmul(a, up), b, self.b.fmul(c, up)))
@@ -136,7 +136,7 @@ class Neon(Emit):
         return self.whole([self.b.bitcast(each, _I4) for each in found])
 
     def sdot(self, acc: Value, a: Value, b: Value) -> Value:
-        """acc + four products of signed bytes a lane, of one register."""
+        """Return acc + the sum of the four products of signed bytes in each lane of one register."""
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", _I4, acc, self.b.bitcast(a, _I8_16), self.b.bitcast(b, _I8_16))
 
     # --- conversions
@@ -181,7 +181,7 @@ class NeonI8mm(Neon):
 
 
 class _Sums:
-    """Sums in four registers."""
+    """The sums of 16 lanes in four registers."""
 
     def __init__(self, e: Neon, acc: Value) -> None:
         self._e = e
@@ -199,7 +199,7 @@ class _ByteSums(_Sums):
 
 
 class _RowPair:
-    """Sums of two rows by SMMLA: two rows by two outputs of eight inputs each a register, eight registers in all."""
+    """Sums of two rows by SMMLA. Each of eight registers holds two rows by two outputs; one instruction adds the products of eight inputs."""
 
     def __init__(self, e: Neon, acc_2: Sequence[Value]) -> None:
         self._e, self._acc_2 = e, acc_2
@@ -207,7 +207,7 @@ class _RowPair:
         self._waiting: list[tuple[Value, _Word]] = []
 
     def add(self, codes: Value, word: _Word) -> None:
-        """Words come from both rows in turn."""
+        """Add the products of one word. The caller passes words of both rows in turn."""
         self._waiting.append((codes, word))
         if len(self._waiting) == 4:
             (before, first), (_, second), (after, _), _ = self._waiting
@@ -215,7 +215,7 @@ class _RowPair:
             self._waiting = []
 
     def _inputs(self, first: _Word, second: _Word) -> Value:
-        """Eight inputs of both rows."""
+        """Return eight inputs of each of the two rows in one register."""
         e, half = self._e, first.word % 4 // 2
         rows = [e.load(_I64_2, each.address, each.row + each.word // 4 * 16) for each in (first, second)]
         return e.b.bitcast(e.b.shuffle_vector(*rows, _places([half, 2 + half])), _I8_16)
@@ -237,7 +237,7 @@ class _RowPair:
 
 @dataclass(frozen=True, slots=True)
 class _OfPair:
-    """One row's."""
+    """The `ProductSum` of one row of a pair."""
 
     pair: _RowPair
     row: int
@@ -250,7 +250,10 @@ class _OfPair:
 
 
 class _WordSums(_Sums):
-    """A word of 16 bits is 256 times its upper byte, plus its lower byte less 128, plus 128: sums of bytes, and 128 times the sum of the codes."""
+    """Sums of products of 16-bit words, made of byte sums: a word is 256 * its upper byte + (its lower byte - 128) + 128.
+
+    The last term adds 128 times the sum of the codes.
+    """
 
     def __init__(self, e: Neon, acc: Value) -> None:
         super().__init__(e, acc)
@@ -263,7 +266,7 @@ class _WordSums(_Sums):
             self._before = a
             return
         e = self._e
-        # Two codes a lane of each: four of one word and the next are one lane.
+        # Each lane has two codes of a word. Those of this word and the one before are combined to four in a lane.
         pairs = [e.b.bitcast(each, _HALVES_16) for each in (self._before, a)]
         both = e.b.shuffle_vector(*pairs, _places([i // 2 + 16 * (i % 2) for i in range(32)]))
         codes = e.quarters(e.b.bitcast(both, I))
@@ -274,7 +277,7 @@ class _WordSums(_Sums):
         self._codes = [e.sdot(acc, each, ones) for acc, each in zip(self._codes, codes, strict=True)]
 
     def _bytes(self, word: _Word) -> tuple[Value, Value]:
-        """The upper bytes of four inputs and their lower ones less 128, in every lane."""
+        """Return the upper bytes of four inputs, and their lower bytes minus 128, each in every lane."""
         e = self._e
         bytes_ = [e.load(_I8_16, word.address, word.row + word.word // 8 * 32 + 16 * i) for i in range(2)]
         upper, lower = (e.b.shuffle_vector(*bytes_, _places(range(odd, 32, 2))) for odd in (1, 0))

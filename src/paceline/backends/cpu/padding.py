@@ -1,7 +1,8 @@
-"""Hidden sizes, heads and feed-forward widths of no whole groups of 32, as kernels take them: what writes to them gets rows of zeros, what reads them columns of zeros.
+"""Pads hidden sizes, heads and feed-forward widths to whole groups of 32, as kernels need them: matrices that write to them get rows of zeros, and
+matrices that read them get columns of zeros.
 
-Each half of a head is padded for itself, so that rope's pairs stay half a head apart. What is added gives zeros, so sums are what they were; a norm over the hidden
-size divides by more numbers, so its weights and epsilon are less. Importing this imports no kernel.
+Each half of a head is padded separately, so that rope's pairs stay half a head apart. The padding gives zeros, so sums do not change. A norm over the
+hidden size divides by more numbers, so its weights and its epsilon are reduced. Importing this imports no kernel.
 
 Shapes: N outputs, K inputs, H heads, D a head's size, W the padded one's.
 """
@@ -24,13 +25,13 @@ _HEADS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_pro
 
 
 def padded(spec: ModelSpec) -> ModelSpec:
-    """The spec of the padded model; the same where all is whole groups."""
+    """Return the spec of the padded model; the spec itself if all sizes are whole groups."""
     width, ffn, moe = _whole(spec.head_dim), _whole(spec.ffn), spec.moe
     if spec.ffn != ffn or (moe is not None and moe.ffn != _whole(moe.ffn)):
         spec = replace(spec, ffn=ffn, moe=moe and replace(moe, ffn=_whole(moe.ffn)))
     if not spec.qk_norm and (hidden := _whole(spec.hidden)) != spec.hidden:  # heads are normed with the same epsilon
         spec = replace(spec, hidden=hidden, rms_eps=spec.rms_eps * spec.hidden / hidden)
-    # What norms a head, or turns a part of it, would see what is added.
+    # A norm over a head, or rope over a part of it, would be changed by the padding.
     if width == spec.head_dim or spec.qk_norm or rotary_dims(spec.rope, spec.head_dim) != spec.head_dim:
         return spec
     window = spec.window and replace(spec.window, rope=spec.window.rope and _rope(spec.window.rope, spec.head_dim, width))
@@ -44,14 +45,17 @@ def _whole(size: int) -> int:
 
 
 def _rope(rope: RopeSpec, head_dim: int, width: int) -> RopeSpec:
-    """The same frequencies, said by divisors; those of what is added don't matter."""
+    """Return rope with the same frequencies, written as divisors for the padded head. Those of the padding don't matter."""
     own, plain = inverse_frequencies(rope, head_dim), inverse_frequencies(RopeSpec(rope.theta), width)
     divisors = [*(plain[: len(own)] / own).tolist(), *[1.0] * (len(plain) - len(own))]
     return RopeSpec(rope.theta, divisors=tuple(divisors), gain=rope.gain)
 
 
 class Padded:
-    """A `WeightSource` of the padded model. The output of padded heads is plain numbers there, whatever the file has: groups of inputs would cross heads."""
+    """A `WeightSource` of the padded model.
+
+    If heads are padded, attention's output matrix becomes plain numbers, whatever the file has, because groups of inputs would cross heads.
+    """
 
     def __init__(self, source: WeightSource) -> None:
         self._source, self.spec = source, padded(source.spec)
@@ -83,7 +87,7 @@ class Padded:
         elif self._by_head and name.endswith(_HEADS):
             last, read = shape[0], self._heads
         start, stop, _ = (rows or slice(None)).indices(shape[0])
-        first = min(start, last - 1)  # one row at least, which says what a row is
+        first = min(start, last - 1)  # at least one row, which shows the type and width of rows
         tensor = read(name, slice(first, max(min(stop, last), first + 1)))
         if name.endswith("norm.weight"):
             from paceline.backends.quantize import to_float32
@@ -117,7 +121,7 @@ def _rows_of(tensor: StoredTensor) -> npt.NDArray[Any]:
 
 
 def _with_rows(tensor: StoredTensor, rows: npt.NDArray[Any]) -> StoredTensor:
-    """Others of the same type. A block of zeros is zeros, whatever its type."""
+    """Return a tensor of the same type with other rows. In every type, a block of zero bytes stands for zeros."""
     rows = np.ascontiguousarray(rows)
     if isinstance(tensor, DenseTensor):
         return replace(tensor, data=rows)
@@ -125,12 +129,12 @@ def _with_rows(tensor: StoredTensor, rows: npt.NDArray[Any]) -> StoredTensor:
 
 
 def _followed(data: npt.NDArray[Any], axis: int, size: int) -> npt.NDArray[Any]:
-    """So long along an axis, by zeros."""
+    """Return an array extended with zeros to `size` along an axis."""
     return np.pad(data, [(0, size - have if each == axis else 0) for each, have in enumerate(data.shape)])
 
 
 def _spread(heads: npt.NDArray[Any], axis: int, width: int) -> npt.NDArray[Any]:
-    """Both halves along an axis, each followed by zeros."""
+    """Return heads with zeros after each half along an axis, `width` long in all."""
     halves = np.split(heads, 2, axis)
     zeros = np.zeros_like(halves[0], shape=(*heads.shape[:axis], (width - heads.shape[axis]) // 2, *heads.shape[axis + 1 :]))
     return np.concatenate([halves[0], zeros, halves[1], zeros], axis)

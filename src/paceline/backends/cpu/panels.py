@@ -1,4 +1,4 @@
-"""Rows of activations held for products, panel by panel, and products of them with the matrices of a layer."""
+"""Stores rows of activations for products, panel by panel, and multiplies them with the matrices of a layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
 
 @inner
 def hold(kinds, x, n, row, column, k, rows, before, place, buffers):
-    """Hold `n` bf16 activations from `x`, inputs `column`, ... of K of a row of `rows`, at `place` in every one of `kinds` (bits by `Inputs`).
+    """Store `n` bf16 activations from `x` as inputs `column`, `column` + 1, ... (of K) of a row, at `place`, in each of `kinds` (bits by `Inputs`).
 
     Args:
-        before: rows that lie before those.
+        rows: number of rows that are stored together, among which `row` counts.
+        before: number of rows stored before these.
     """
     panel = row // PANEL * PANEL
     high = min(PANEL, rows - panel)
@@ -32,9 +33,9 @@ def hold(kinds, x, n, row, column, k, rows, before, place, buffers):
 
 @inner
 def multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers, expanded):
-    """out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix from `block` on.
+    """Compute out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix, from `block` on.
 
-    Rows begin with a panel. `expanded`: address of room for unpacked weights.
+    `row` is the first of a panel. `expanded`: address of scratch for unpacked weights.
     """
     kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
     row_bytes = k // 32 * _GROUP_BYTES[kind]

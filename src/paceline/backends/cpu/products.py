@@ -1,4 +1,4 @@
-"""Matrix times rows, a function a form: compiled when a model needs it, kept with the other kernels, and called by its address."""
+"""Products of a matrix with rows: one function for each form, compiled when a model needs it, cached with the other kernels, and called by its address."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from paceline.backends.cpu.tiles import EXPANDED_BYTES, expand, part_of_panel, t
 from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
-"""Rows from which it pays to unpack weights once for all of them. For fewer, one stream of records is what prefetching hides."""
+"""Least rows for which weights are unpacked once for all of them. Lowering it: for few rows unpacking costs more than it saves, because prefetching
+hides reads from a single stream of records."""
 
 _ARGUMENTS = 11
 
 
 def multiply_panel(form, expanded, w, x, rows, out, out_stride, bounds, segments):
-    """Multiply a panel of at most eight rows with one block of outputs, as many rows at once as registers have room for. Compiled code calls it by this name.
+    """Multiply a panel of at most eight rows with one block of outputs, as many rows at once as fit the registers. Compiled code calls it by this name.
 
-    A compiled function that `multiply` enclosed would make it another function to numba's cache at each start.
+    If `multiply` enclosed a compiled function instead, Numba's cache would see a new `multiply` at each start.
     """
 
 
@@ -60,7 +61,7 @@ def _multiply_panel(form, expanded, w, x, rows, out, out_stride, bounds, segment
 
 @cache
 def product(form: Form) -> int:
-    """Address of the compiled product of a form.
+    """Return the address of the compiled product of a form.
 
     The function takes 64-bit integers: `w`, bytes of a block, blocks; `x`, bytes of a panel of eight rows; rows; `out` and its stride; `bounds`,
     segments; `room`. It writes out[rows, 16 * blocks] = x[rows, K] times the weights of consecutive blocks of 16 outputs.
@@ -94,7 +95,7 @@ def product(form: Form) -> int:
                     multiply_panel(kind, expands, a, x_, PANEL, o, out_stride, bounds, segments)
                     continue
                 tile(kind, expands, PANEL, tile_blocks, a, a_stride, x_, o, out_stride, bounds, segments)
-        # What is left: the last rows of those blocks, and all rows of the last ones.
+        # The rest: the last rows of these blocks, and all rows of the last blocks.
         row = wide_rows if wide_blocks == blocks else 0
         while row < rows:
             left, first = rows - row, wide_blocks if row < wide_rows else 0
@@ -121,7 +122,7 @@ def product(form: Form) -> int:
                     tile(kind, 0, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
             row += step
 
-    # A file of its own in the cache: one form's does not change when another is compiled.
+    # Each form has its own file in the cache, which does not change when another form is compiled.
     multiply.__qualname__ = f"multiply_{form.name.lower()}"
     return cfunc(types.void(*[types.int64] * _ARGUMENTS), cache=in_use())(multiply).address
 
@@ -138,9 +139,10 @@ def call_product(_, address, w, w_stride, blocks, x, panel_bytes, rows, out, out
 
 
 def bounds_of(units: int, groups_a_unit: int) -> npt.NDArray[np.int64]:
-    """Where the segments of a sum over inputs that tensor ranks share begin and end, in groups: [S + 1].
+    """Return the bounds, in groups, of the segments of a sum over inputs that tensor ranks share: [S + 1].
 
     Args:
-        units: what is never divided: KV heads with their queries, or groups.
+        units: number of indivisible units: KV heads with their queries, or groups.
+        groups_a_unit: groups of inputs in each unit.
     """
     return np.array(segment_bounds(units), np.int64) * groups_a_unit

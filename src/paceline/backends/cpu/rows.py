@@ -1,8 +1,8 @@
-"""Row-wise steps between the matrix products: norms, rotary embedding, the gate, quantised activations. Vectors of 16 lanes in fixed order. And rows of the
-embedding, read out of the packed records (a tied head is held once, in the head's layout).
+"""Row-wise steps between the matrix products: norms, rotary embedding, the gate, quantised activations, in vectors of 16 lanes in fixed order. It also
+reads rows of the embedding from the packed records (a tied head is held once, in the head's layout).
 
-Addresses are i64; activations bf16, the residual and products fp32. Dimensions are multiples of 32. An embedding's weight is `scale * (code - zero) + offset`, rounded
-once to fp32, times the embedding's scale, then bf16. Shapes: T rows, D hidden.
+Addresses are i64; activations are bf16, the residual and products fp32. Dimensions are multiples of 32. An embedding's weight is
+`scale * (code - zero) + offset`, rounded once to fp32, times the embedding's scale, then bf16. Shapes: T rows, D hidden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _float(e: Emit, bits: Value) -> Value:
 
 
 def _rms(e: Emit, x: Value, n: Value, eps_bits: Value) -> Value:
-    """1 / sqrt(mean(x ** 2) + eps) over n fp32 values, in all lanes."""
+    """Return 1 / sqrt(mean(x ** 2) + eps) over n fp32 values, in all lanes."""
     b = e.b
     squares = e.var(e.const(0.0))
     with e.loop(b.lshr(n, e.i64(4))) as i:
@@ -44,7 +44,7 @@ def _rms(e: Emit, x: Value, n: Value, eps_bits: Value) -> Value:
 
 @intrinsic
 def rms_norm(_, x, weight, n, eps_bits, out):
-    """out = bf16(x / rms(x) * weight). x, weight: fp32 [n]."""
+    """Compute out = bf16(x / rms(x) * weight). x, weight: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, weight, n, eps_bits, out = args
@@ -60,7 +60,7 @@ def rms_norm(_, x, weight, n, eps_bits, out):
 
 @intrinsic(prefer_literal=True)
 def add_normed(_, rounded, x, y, weight, n, eps_bits, scale_bits):
-    """x = x + y / rms(y) * weight * scale; `rounded`: to bf16, kept as fp32, as at a layer's end. x, y, weight: fp32 [n]."""
+    """Compute x = x + y / rms(y) * weight * scale. `rounded`: x is rounded to bf16 but stays fp32, as at a layer's end. x, y, weight: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, y, weight, n, eps_bits, scale_bits = args
@@ -77,7 +77,7 @@ def add_normed(_, rounded, x, y, weight, n, eps_bits, scale_bits):
 
 @intrinsic
 def head_norm(_, x, weight, n, eps_bits):
-    """x = x / rms(x) * weight in place: the query and key norm of Qwen3. x, weight: fp32 [n]."""
+    """Compute x = x / rms(x) * weight in place: the query and key norm of Qwen3. x, weight: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, weight, n, eps_bits = args
@@ -92,7 +92,7 @@ def head_norm(_, x, weight, n, eps_bits):
 
 @intrinsic
 def rotate(_, x, cos, sin, half, out):
-    """out = bf16(rotary embedding of x); pairs are (i, i + half). x: fp32 [2 * half]; cos, sin: fp32 [half]."""
+    """Compute out = bf16(rotary embedding of x), with the pairs (i, i + half). x: fp32 [2 * half]; cos, sin: fp32 [half]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, cos, sin, half, out = args
@@ -110,7 +110,7 @@ def rotate(_, x, cos, sin, half, out):
 
 @intrinsic
 def round_bf16(_, x, n, out):
-    """out = bf16(x): fp32 [n] to bf16 [n]."""
+    """Compute out = bf16(x): fp32 [n] to bf16 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, n, out = args
@@ -122,7 +122,7 @@ def round_bf16(_, x, n, out):
 
 @intrinsic
 def deal_bf16(_, x, n, out, apart):
-    """Copy a bf16 row [n] as groups of 32, `apart` bytes from one to the next."""
+    """Copy a bf16 row [n] as groups of 32 that are `apart` bytes apart."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, n, out, apart = args
@@ -134,7 +134,7 @@ def deal_bf16(_, x, n, out, apart):
 
 @intrinsic
 def widen_bf16(_, x, n, out):
-    """out = fp32(x): bf16 [n] to fp32 [n]."""
+    """Compute out = fp32(x): bf16 [n] to fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, n, out = args
@@ -146,10 +146,10 @@ def widen_bf16(_, x, n, out):
 
 @intrinsic(prefer_literal=True)
 def quantize(_, bits, x, n, out, apart):
-    """A bf16 row as int8 or int16 codes with a scale a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
+    """Quantise a bf16 row to int8 or int16 codes, with one scale for each group of 32: x = scale * code, scale = max |x| / 127 or 32767.
 
-    Groups are records of `forms.GROUP_BYTES`, `apart` bytes from one to the next. The scheme of llama.cpp's Q8_1. What is not finite leaves a
-    scale that is not, and so reaches the products; zeros leave scale 0.
+    Groups are records of `forms.GROUP_BYTES`, `apart` bytes apart. This is the scheme of llama.cpp's Q8_1. A number that is not finite makes the
+    scale not finite, and so reaches the products; a group of zeros has scale 0.
     """
     width = bits.literal_value
     most = ir.Constant(F32, float(2 ** (width - 1) - 1))
@@ -159,7 +159,7 @@ def quantize(_, bits, x, n, out, apart):
         b = e.b
         with e.loop(b.lshr(n, e.i64(5))) as g:
             halves = [e.load_bf16(x, b.add(e.mul(g, 64), e.i64(32 * half))) for half in range(2)]
-            # As whole numbers, magnitudes have the order of floats, and what is not a number is the greatest.
+            # Read as integers, the magnitudes of floats keep their order, and NaN is the greatest.
             size = [b.and_(b.bitcast(half, I), e.const_i(0x7FFFFFFF)) for half in halves]
             peak = b.bitcast(e.max_int(b.select(b.icmp_signed(">", *size), *size)), F32)
             scale, inverse = b.fdiv(peak, most), e.splat(b.fdiv(most, peak), F)
@@ -178,7 +178,7 @@ def quantize(_, bits, x, n, out, apart):
 
 @intrinsic
 def add(_, out, x, y, n):
-    """out = x + y: fp32 [n]."""
+    """Compute out = x + y: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         out, x, y, n = args
@@ -191,18 +191,18 @@ def add(_, out, x, y, n):
 
 @inner
 def add_into(x, y, n):
-    """x += y: fp32 [n]."""
+    """Compute x += y: fp32 [n]."""
     add(x, x, y, n)
 
 
 def _rounded(e: Emit, x: Value) -> Value:
-    """bf16(x), as fp32."""
+    """Return x rounded to bf16, as fp32."""
     return e.b.bitcast(e.b.shl(e.b.zext(e.to_bf16(x), ir.VectorType(I32, 16)), e.const_i(16)), F)
 
 
 @intrinsic(prefer_literal=True)
 def add_scaled(_, rounded, x, y, n, scale_bits):
-    """x = x + y * scale; `rounded`: to bf16, kept as fp32: the residual at a layer's end. fp32 [n]."""
+    """Compute x = x + y * scale, fp32 [n]. `rounded`: x is rounded to bf16 but stays fp32, as the residual at a layer's end."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, y, n, scale_bits = args
@@ -259,7 +259,7 @@ def gate(_, kind, x, out):
 
 @inner
 def open_gate(kind, outputs):
-    """`gate` in place, by whichever activation."""
+    """Compute `gate` in place with the activation of number `kind`."""
     if kind == 1:
         gate(1, outputs, outputs)
     elif kind == 2:
@@ -269,14 +269,14 @@ def open_gate(kind, outputs):
 
 
 def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16], scale: float = 1.0) -> None:
-    """out[T, D] = rows `ids` of a table of records at an address, times the scale, bf16 bits."""
+    """Write rows `ids` of the table of records at address `table`, times the scale, to out[T, D] as bf16 bits."""
     ids = np.ascontiguousarray(ids, np.int32)
     reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data, np.float32(scale))
 
 
 @inner
 def _read_scale(record, g, half, lane, kind, at):
-    """(scale, offset) of one half of group g in a record, for one output. at: where a record's scales begin."""
+    """Return (scale, offset) of one half of group g in a record, for one output. at: offset of the scales in a record."""
     if kind == Scales.SUB_MINIMUMS:
         low, high = read(8, record + at + 16 * g + lane), read(8, record + at + 128 + 16 * (g >> 1) + lane) >> 4 * (g & 1)
         scale, minimum = low & 15 | (high & 3) << 4, low >> 4 | (high >> 2 & 3) << 4
@@ -293,7 +293,7 @@ def _read_scale(record, g, half, lane, kind, at):
 
 @inner
 def _read_code(record, g, k, lane, bits, codes_bytes, plane_at, plane_bytes):
-    """The code of input k of 32 in group g of a record, for one output."""
+    """Return the code of input k of 32 in group g of a record, for one output."""
     if bits == 8:
         code = read(8, record + k // 2 * 32 + 2 * lane + k % 2)
         return code - 256 if code > 127 else code
@@ -309,9 +309,10 @@ def _read_code(record, g, k, lane, bits, codes_bytes, plane_at, plane_bytes):
 
 @cache
 def reader(form: Form) -> Callable[..., None]:
-    """The compiled reader of a form, compiled when a model needs it.
+    """Return the compiled reader of a form. The first call for a form compiles it.
 
-    It closes over numbers alone: Numba keeps what it compiled under a hash of them, and a function's differs from one process to the next.
+    The reader closes over numbers only, because Numba's cache key includes a hash of closed-over values, and that of a function differs between
+    processes.
     """
     layout = LAYOUT[form]
     bits, groups, record_bytes = layout.bits, layout.groups, layout.record_bytes
@@ -359,5 +360,5 @@ def _exp2(_, x, n, out):
 
 @njit(nogil=True, cache=in_use())
 def exponentials(x, n, out):
-    """out = exp2(x): fp32 [n], n a multiple of 16."""
+    """Compute out = exp2(x): fp32 [n], n a multiple of 16."""
     _exp2(x, n, out)

@@ -54,7 +54,7 @@ Value = Any
 
 
 class ProductSum(Protocol):
-    """A sum that grows by products."""
+    """A sum to which products are added."""
 
     def add(self, a: Value, b: Value) -> None:
         """Add to each lane the products of its elements of a and b."""
@@ -64,10 +64,10 @@ class ProductSum(Protocol):
 
 
 class RunningSum:
-    """A `ProductSum` that is a sum after each step.
+    """A `ProductSum` that computes the sum after each product.
 
     Args:
-        step: (sum, a, b) to the next sum.
+        step: returns the next sum for (sum, a, b).
     """
 
     def __init__(self, acc: Value, step: Callable[[Value, Value, Value], Value]) -> None:
@@ -102,7 +102,7 @@ class Emit(ABC):
         return ir.Constant(I, [ir.Constant(I32, value)] * LANES)
 
     def at(self, address: Value, offset: Value | int = 0) -> Value:
-        """The byte pointer `address + offset`; `address` an i64 or a byte pointer."""
+        """Return the byte pointer `address + offset`. `address` is an i64 or a byte pointer."""
         pointer = address if isinstance(address.type, ir.PointerType) else self.b.inttoptr(address, BYTES)
         return self.b.gep(pointer, [self.i64(offset) if isinstance(offset, int) else offset])
 
@@ -118,16 +118,16 @@ class Emit(ABC):
         self.b.store(value, self.b.bitcast(self.at(address, offset), value.type.as_pointer()), align=align)
 
     def prefetch(self, address: Value, n_bytes: int) -> None:
-        """Ask for the cache lines of `n_bytes` from `address`, up to the second level; may lie beyond the end of anything.
+        """Prefetch the cache lines of `n_bytes` from `address` into the second level. The address may lie beyond the end of an array.
 
-        To the first level, reads of memory ran at 0.78 of a plain read's rate where they now run at 0.87: few lines may be on their way there.
+        Prefetching into the first level, which allows few pending lines, gave 0.78 of a plain read's rate instead of 0.87.
         """
         for at in range(0, n_bytes, 64):
             flags = [ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)]
             self.call("llvm.prefetch.p0", ir.VoidType(), self.at(address, at), *flags)
 
     def word(self, address: Value, row: int, word: int) -> Value:
-        """The 32-bit word `word` of the row of activations at `address` + `row`, as `byte_sums`, `word_sums` and `pair_sums` take it: I here."""
+        """Return the 32-bit word `word` of the row of activations at `address` + `row` as the sums of products take it: here an I."""
         return self.splat(self.load(I32, address, row + 4 * word), I)
 
     def splat(self, scalar: Value, kind: Any) -> Value:
@@ -136,28 +136,31 @@ class Emit(ABC):
         return self.b.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, kind.count), [ir.Constant(I32, 0)] * kind.count))
 
     def load_pair(self, address: Value, offset: Value | int = 0) -> Value:
-        """Two neighbouring bf16 values, repeated over all lanes: B."""
+        """Load two neighbouring bf16 values, repeated over all lanes, a B."""
         return self.b.bitcast(self.splat(self.load(I32, address, offset), I), B)
 
     def load_splat(self, address: Value, offset: Value | int = 0) -> Value:
-        """One float, repeated: F."""
+        """Load one float, repeated over all lanes, an F."""
         return self.splat(self.load(F32, address, offset), F)
 
     def load_float_pair(self, address: Value, offset: Value, odd: bool) -> tuple[Value, Value]:  # noqa: ARG002 - where memory is read in fours
-        """The second and the first of two neighbouring floats, each repeated: F. `odd`: they are the third and fourth of sixteen bytes."""
+        """Load two neighbouring floats, each repeated over all lanes. Returns the second, then the first, an F each.
+
+        `odd`: they are the third and the fourth float of a group of sixteen bytes.
+        """
         return self.load_splat(address, self.b.add(offset, self.i64(4))), self.load_splat(address, offset)
 
     def load_bf16(self, address: Value, offset: Value | int = 0) -> Value:
-        """Sixteen bf16 values, widened: F."""
+        """Load sixteen bf16 values, widened to an F."""
         halves = self.load(ir.VectorType(I16, 16), address, offset)
         return self.b.bitcast(self.b.shl(self.b.zext(halves, I), self.const_i(16)), F)
 
     def load_half(self, address: Value, offset: Value | int = 0) -> Value:
-        """Sixteen IEEE half floats, widened: F."""
+        """Load sixteen IEEE half floats, widened to an F."""
         return self.b.fpext(self.load(HALF, address, offset), F)
 
     def store_every_second(self, halves: Value, address: Value, odd: Value) -> None:
-        """Sixteen halves (16 x i16), every second one in memory from `address` on, from the second on where `odd` is 1; what lies between is not touched."""
+        """Store 16 x i16 to every second i16 in memory from `address` on, or from the i16 after it if `odd` is 1. The others are not changed."""
         b = self.b
         words = b.bitcast(b.shl(b.zext(halves, I), self.splat(b.trunc(self.mul(odd, 16), I32), I)), H)
         kind = ir.VectorType(ir.IntType(1), 32)
@@ -166,7 +169,7 @@ class Emit(ABC):
         self.call("llvm.masked.store.v32i16.p0", ir.VoidType(), words, address, ir.Constant(I32, 2), mask)
 
     def var(self, value: Value) -> Value:
-        """A mutable local (a register, once LLVM is done with it)."""
+        """Return a mutable local variable, which LLVM turns into a register."""
         slot = cgutils.alloca_once(self.b, value.type)
         self.b.store(value, slot)
         return slot

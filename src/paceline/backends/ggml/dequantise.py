@@ -1,4 +1,4 @@
-"""Rows of GGML's blocks to float32: one compiled function a type, without the interpreter's lock.
+"""Converts rows of GGML's blocks to float32: one compiled function for each type, without the interpreter's lock.
 
 Shapes: N rows, K weights of a row, B bytes of a row.
 """
@@ -33,7 +33,7 @@ TYPES: Final = frozenset({*_PLAIN, *_ON_GRID})
 
 
 def dequantise(type_name: str, rows_NB: Bytes, out_NK: Float32) -> None:
-    """Write the values of rows of one type."""
+    """Write the values of rows of one type to `out_NK`."""
     if type_name in _PLAIN:
         _PLAIN[type_name](rows_NB, out_NK)
     else:
@@ -42,7 +42,7 @@ def dequantise(type_name: str, rows_NB: Bytes, out_NK: Float32) -> None:
 
 @cache
 def _grid(type_name: str) -> tuple[Float32, Bytes]:
-    """The points that codes of a type name, float32 [points, weights a point], and signs by their index, uint8 [128]."""
+    """Return the grid points that a type's codes stand for, float32 [points, weights of a point], and the signs by their index, uint8 [128]."""
     from gguf import quants
 
     kind: Any = getattr(quants, type_name)

@@ -18,7 +18,7 @@ F = np.float32
 
 @njit(nogil=True, inline="always")
 def scale_and_min(block, g):
-    """The 6-bit (scale, minimum) of group `g` of a Q4_K or Q5_K block."""
+    """Return the 6-bit (scale, minimum) of group `g` of a Q4_K or Q5_K block."""
     first, least = block[4 + g % 4], block[8 + g % 4]
     if g < 4:
         return first & 63, least & 63

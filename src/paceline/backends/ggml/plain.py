@@ -21,7 +21,7 @@ HALF_MAX = np.float32(65504.0)
 
 @njit(nogil=True, inline="always")
 def u16(row, at):
-    """The little-endian 16 bits at a byte of a row, as uint32."""
+    """Return the little-endian 16 bits at byte `at` of a row, as uint32."""
     return np.uint32(row[at]) | np.uint32(row[at + 1]) << np.uint32(8)
 
 
@@ -32,24 +32,24 @@ def u32(row, at):
 
 @inner
 def single(half):
-    """float32 of the bits of a finite half, exactly."""
+    """Convert the bits of a finite half to float32, exactly."""
     magnitude = np.uint32((half & 0x7FFF) << 13).view(np.float32) * TO_SINGLE
     return -magnitude if half & 0x8000 else magnitude
 
 
 @njit(nogil=True, inline="always")
 def half_at(row, at):
-    """float32 of the half at a byte of a row."""
+    """Return the half at byte `at` of a row as float32."""
     return single(u16(row, at))
 
 
 @inner
 def half_bits(value):
-    """Bits of the half nearest to a float32, ties to even; beyond the largest, the largest. uint16."""
+    """Return the bits (uint16) of the half nearest to a float32, ties to even. Numbers beyond the largest half become the largest."""
     clipped = min(max(value, -HALF_MAX), HALF_MAX)
     bits = np.float32(clipped).view(np.uint32)
     sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
-    if magnitude < 0x38800000:  # below the smallest normal half: 0.5's last place is a half's
+    if magnitude < 0x38800000:  # below the smallest normal half: in a sum with 0.5, the last place is that of a denormal half
         rounded = np.float32(np.uint32(magnitude).view(np.float32) + np.float32(0.5)).view(np.uint32) - 0x3F000000
     else:
         rounded = magnitude + 0xFFF + (magnitude >> 13 & 1) - (112 << 23) >> 13
@@ -182,7 +182,7 @@ def nvfp4(rows_NB, out_NK):
 
 @njit(nogil=True, inline="always")
 def _trit(byte, power):
-    """The digit of a byte that holds five, as -1, 0 or 1."""
+    """Return one of the five digits in a byte as -1, 0 or 1. `power`: 3 to the digit's number."""
     return F((byte * power & 255) * 3 >> 8) - F(1)
 
 

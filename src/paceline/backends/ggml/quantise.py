@@ -1,4 +1,4 @@
-"""From float32 to GGML's Q4_1, Q5_1 and Q8_0, and from the 4-bit types to Q4_1, codes untouched. Codes fit the scale as a half holds it.
+"""Converts float32 to GGML's Q4_1, Q5_1 and Q8_0, and the 4-bit types to Q4_1 with the same codes. Codes are computed with the scale rounded to a half.
 
 Rows are uint8 [N, row bytes], values float32 [N, K].
 """
@@ -27,7 +27,7 @@ def _inverse(scale):
 
 @njit(nogil=True, inline="always")
 def _put_range(block, x, steps):
-    """Begin a block with the halves of its group's scale, a `steps`th from the smallest to the largest weight, and offset, the smallest."""
+    """Write a block's scale and offset as halves: the range from the smallest to the largest weight, divided by `steps`, and the smallest weight."""
     low, high = x[0], x[0]
     for i in range(32):
         low, high = min(low, x[i]), max(high, x[i])
@@ -37,13 +37,13 @@ def _put_range(block, x, steps):
 
 @njit(nogil=True, inline="always")
 def _code(x, offset, inverse, steps):
-    """The step of a range that is nearest to a weight."""
+    """Return the code, from 0 to `steps`, that is nearest to a weight."""
     return np.uint32(min(max((x - offset) * inverse, F(0)), steps) + ROUND - ROUND)
 
 
 @njit(nogil=True, cache=in_use())
 def to_q4_1(values_NK, out_NB):
-    """A group's smallest to its largest weight in 16 steps."""
+    """Quantise to 16 codes, from a group's smallest weight to its largest."""
     for values, out in zip(values_NK, out_NB):
         for g in range(values.size // 32):
             x, block = values[32 * g : 32 * g + 32], out[20 * g : 20 * g + 20]
@@ -55,7 +55,7 @@ def to_q4_1(values_NK, out_NB):
 
 @njit(nogil=True, cache=in_use())
 def to_q5_1(values_NK, out_NB):
-    """A group's smallest to its largest weight in 32 steps."""
+    """Quantise to 32 codes, from a group's smallest weight to its largest."""
     for values, out in zip(values_NK, out_NB):
         for g in range(values.size // 32):
             x, block = values[32 * g : 32 * g + 32], out[24 * g : 24 * g + 24]
@@ -72,7 +72,7 @@ def to_q5_1(values_NK, out_NB):
 
 @njit(nogil=True, cache=in_use())
 def to_q8_0(values_NK, out_NB):
-    """Symmetric about zero: 127 steps to a group's largest magnitude."""
+    """Quantise symmetrically about zero, with 127 steps up to a group's largest magnitude."""
     for values, out in zip(values_NK, out_NB):
         for g in range(values.size // 32):
             x, block = values[32 * g : 32 * g + 32], out[34 * g : 34 * g + 34]
@@ -88,7 +88,7 @@ def to_q8_0(values_NK, out_NB):
 
 @njit(nogil=True, cache=in_use())
 def q4_0_to_q4_1(rows_NB, out_NB):
-    """The offset is -8 * scale: exact, unless it is beyond the largest half."""
+    """Convert with the offset -8 * scale. That is exact unless the offset is beyond the largest half."""
     for row, out in zip(rows_NB, out_NB):
         for g in range(row.size // 18):
             out[20 * g : 20 * g + 2] = row[18 * g : 18 * g + 2]
@@ -98,7 +98,7 @@ def q4_0_to_q4_1(rows_NB, out_NB):
 
 @njit(nogil=True, cache=in_use())
 def q4_k_to_q4_1(rows_NB, out_NB):
-    """Scales and offsets are rounded to halves: some 2^-12 of a step's size."""
+    """Convert with scales and offsets rounded to halves, an error of about 2^-12 of a step."""
     for row, out in zip(rows_NB, out_NB):
         for b in range(row.size // 144):
             block = row[144 * b : 144 * b + 144]

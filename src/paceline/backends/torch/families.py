@@ -61,13 +61,13 @@ class TensorReader:
         return self._source.spec
 
     def expect(self, layers: LayerRange, *, edges: bool) -> None:
-        """Say what will be read, for the progress told."""
+        """Compute the bytes that will be read, which progress reports as the total."""
         prefixes = tuple(f"model.layers.{i}." for i in range(layers.start, layers.stop))
         edge_names = {EMBEDDING, FINAL_NORM} | (set[str]() if self.spec.tied_head else {HEAD})
         self._total = sum(self._source.nbytes(n) for n in self._source.names() if n.startswith(prefixes) or (edges and n in edge_names))
 
     def linear(self, prefix: str, *names: str, bias: bool = False) -> Linear:
-        """`names` under `prefix`, fused along their outputs."""
+        """Read the matrices `names` under `prefix`, fused along their outputs."""
         weight_NK, bias_N = (
             dense([self._read(f"{prefix}.{name}.{kind}") for name in names], self.device) if kind == "weight" or bias else None
             for kind in ("weight", "bias")
@@ -76,7 +76,7 @@ class TensorReader:
         return Linear(weight_NK, bias_N)
 
     def stacked(self, prefixes: Sequence[str], *names: str) -> Tensor:
-        """For each prefix `names` fused along their outputs, bf16 [prefixes, N, K]."""
+        """Read, for each prefix, the matrices `names` fused along their outputs: bf16 [prefixes, N, K]."""
         parts = (dense([self._read(f"{prefix}.{name}.weight") for name in names], self.device) for prefix in prefixes)
         first = next(parts)
         stack = first.new_empty(len(prefixes), *first.shape)
@@ -102,10 +102,11 @@ class TensorReader:
 
 
 class Attention:
-    """Norm, attention and its output product. `slot` counts from the range's first layer.
+    """Norm, attention and its output product of one layer.
 
     Args:
-        window: keys that a row sees; 0: all before it.
+        slot: the layer's number, counted from the first layer of the range.
+        window: number of keys that a row sees; 0: all up to its own.
     """
 
     def __init__(self, reader: TensorReader, at: str, slot: int, *, window: int) -> None:
@@ -128,7 +129,7 @@ class Attention:
 
 
 class FeedForward:
-    """One gated product for every row."""
+    """The gated feed-forward of one layer, or of one expert."""
 
     def __init__(self, reader: TensorReader, at: str) -> None:
         self._gate_up = reader.linear(at, "gate_proj", "up_proj")
@@ -139,7 +140,7 @@ class FeedForward:
 
 
 class ExpertRouter:
-    """Which experts a row has, in the order of their numbers, and what each counts: [T, K] and float32 [T, K]."""
+    """Chooses each row's experts, in the order of their numbers, and their shares: [T, K] and float32 [T, K]."""
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
         self._linear, self._moe = reader.linear(at, "gate"), moe
@@ -153,9 +154,9 @@ class ExpertRouter:
 
 
 class Experts:
-    """Router and experts of one layer. A row's experts are added in the order of their numbers, in float32: which rows share one changes nothing.
+    """Router and experts of one layer. A row's experts are added in the order of their numbers, in float32, so other rows change nothing.
 
-    Shapes: E experts, K of them a row, R rows of one expert.
+    Shapes: E experts, K of them for each row, R rows of one expert.
     """
 
     def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
@@ -207,8 +208,11 @@ class GroupedExperts:
 
 
 class Layer:
-    """One layer of any family. `index` counts from the model's first layer, `slot` from the range's. Where the model is a mixture, a few experts a token
-    stand in place of one feed-forward.
+    """One layer of any family, with experts in place of the feed-forward if the model is a mixture.
+
+    Args:
+        index: the layer's number, counted from the model's first layer.
+        slot: the layer's number, counted from the first layer of the range.
     """
 
     def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
