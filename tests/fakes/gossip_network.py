@@ -104,7 +104,8 @@ class SimulatedNetwork:
         )
         said = (card.version.to_bytes(8, "big") + card.instance).ljust(self.sealed_bytes, b".")
         sealed = SealedCard(card, said, b"." * self.certificate_bytes, node.issued_at)
-        self._act(node, node.gossip.announce(sealed, chain, self.clock(node)))
+        node.gossip.announce(sealed, chain, self.clock(node))
+        self._schedule(node)
 
     def kill(self, label: str) -> SimulatedNode:
         """SIGKILL: the node says nothing."""

@@ -53,7 +53,7 @@ def told(effect: Effect) -> str:
         case Revoked(node_id):
             return f"{node_id} is revoked"
         case Clashed(node_id, addresses, other_addresses):
-            return f"CLASH: {node_id} is claimed at {' '.join(addresses)} and at {' '.join(other_addresses)}"
+            return f"CLASH: {node_id} runs here, at {' '.join(addresses)}, and elsewhere, at {' '.join(other_addresses)}"
         case Ignored(peer, node_id, reason):
             return f"ignored{f' of {node_id}' if node_id else ''}, from {peer}: {reason}"
         case Reseal(_, reason):

@@ -20,6 +20,7 @@ from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
 from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
+from paceline.net.member.meter import SAME_ID_HINT
 from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
@@ -172,8 +173,8 @@ def _show(looked: Looked, console: Console) -> None:
         if use.drafts or use.blocks or proposers or use.by != FLEET:
             print_lines(console, _drafts(use))
     for clash in view.clashes:
-        where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
-        console.print(Text.assemble(("two running nodes claim the id", "red"), where))
+        where = f": here at {', '.join(clash.addresses)}, there at {', '.join(clash.other_addresses)}. {SAME_ID_HINT}"
+        console.print(Text.assemble((f"{clash.node_id} runs elsewhere too", "red"), where), soft_wrap=True)
     for name, words in different_models(view.cards):
         console.print(Text(f"{name}: {words}. {ONE_NAME_HINT}", "yellow"))
     if view.revoked:

@@ -150,14 +150,15 @@ class LiveCard:
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two running processes claim one id. The card in the view is the newer one's."""
+    """This node's id runs elsewhere too: two machines have copies of one home folder."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
-    """Of the newer card."""
+    """This node's own addresses."""
     other_addresses: tuple[str, ...]
-    """Of the other process."""
+    """Addresses of the other process."""
     seen_s_ago: float
+    """Seconds since this node last signed a card above the other one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class FleetView:
     nodes: tuple[LiveCard, ...]
     """Ordered by node id; this node's own card among them once it was announced."""
     clashes: tuple[Clash, ...] = ()
+    """The conflict about this node's own id, if there is one. Conflicts about other ids are shown on the nodes that have them."""
     revoked: tuple[NodeId, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView, Revocations
-from paceline.fleet.intake import ClashWatch, ExchangePeer, FleetIntake, Peers, Shares
+from paceline.fleet.intake import ExchangePeer, FleetIntake, OwnId, Peers, Shares
 from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Reply, Reseal, StampChain
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
@@ -53,10 +53,10 @@ class Gossip:
         self._preset, self._rng = preset, rng
         self._revocations = Revocations(revocations)
         self._registry = CardRegistry(own, self._revocations, preset.bounds.max_nodes)
-        self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
+        self._own_id = OwnId(preset.exchange_s)
         self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
         self._peers = Peers(own, rng, preset.remember_lost_s)
-        self._intake = FleetIntake(self._registry, self._revocations, self._clashes, self._peers)
+        self._intake = FleetIntake(self._registry, self._revocations, self._own_id, self._peers)
         for seed in seeds:
             self._peers.give_seed(seed)
         self._chain: StampChain | None = None
@@ -65,11 +65,10 @@ class Gossip:
         self._next_round: float | None = None
         self._last_round = float("-inf")
         self._next_stamp = 0.0
-        self._next_rise = float("-inf")
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
-    def announce(self, sealed: SealedCard, chain: StampChain | None, now: float) -> tuple[Effect, ...]:
+    def announce(self, sealed: SealedCard, chain: StampChain | None, now: float) -> None:
         """Take this node's own new card (signed, version above every one before) and tell others soon. A goodbye is told at once.
 
         Args:
@@ -84,7 +83,6 @@ class Gossip:
         self._next_round = max(now, self._last_round + self._preset.exchange_s / 10)
         if sealed.card.leaving:
             self._next_round = now
-        return self._intake.own(sealed.card, now)
 
     def add_seed(self, address: str, now: float) -> None:
         """An address where a node may be, heard on the network (mDNS): it is called soon, in a round that is brought forward."""
@@ -195,7 +193,9 @@ class Gossip:
     # ------------------------------------------------------------------------------------------------------------------ reading
 
     def view(self, now: float) -> FleetView:
-        return FleetView(self.own, self._registry.snapshot(now), self._clashes.clashes(now), self._revocations.ids)
+        own = self._registry.own_card
+        clashes = () if own is None else self._own_id.conflicts(own.card, now)
+        return FleetView(self.own, self._registry.snapshot(now), clashes, self._revocations.ids)
 
     @property
     def members(self) -> Mapping[NodeId, tuple[str, ...]]:
@@ -263,9 +263,6 @@ class Gossip:
         return (Reseal(own.card.version if own else 0, "the card has no stamps left"),)
 
     def _rise(self, now: float) -> tuple[Effect, ...]:
-        """Sign a card above one of this node's own id that others hold, at most once a round: two who claim one id must not race."""
+        """Ask for a card above those of this node's own id that another process signed."""
         own = self._registry.own_card
-        if own is None or own.card.version > self._intake.above or now < self._next_rise:
-            return ()
-        self._next_rise = now + self._preset.exchange_s
-        return (Reseal(self._intake.above, "others hold a newer card of this node, from an earlier life or another process"),)
+        return () if own is None else self._own_id.rise(own.card, now)

@@ -214,11 +214,13 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Clashed:
-    """Two running processes claim one id. Newest evidence first."""
+    """This node's id runs elsewhere too."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
+    """This node's own addresses."""
     other_addresses: tuple[str, ...]
+    """Addresses of the other process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,6 @@ class Preset:
     remember_lost_s: float = 86400.0
     """Nodes that expired are called again for so long, one a round, so that a healed partition is noticed. Raising it: calls into the
     void go on for longer after a machine was given away."""
-    clash_memory_s: float = 600.0
-    """A clash of ids is shown for so long after it was last seen. Raising it: it stays on display for longer after it was resolved."""
     bounds: Bounds = field(default_factory=Bounds)
 
 

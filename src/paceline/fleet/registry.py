@@ -40,14 +40,10 @@ class Merged(Enum):
     REVOKED = auto()
     FORGED = auto()
     """A stamp that its card disowns."""
-    RIVAL = auto()
-    """Not taken, but another process's card of the very version that is held: two processes claim one id."""
     FULL = auto()
     """One id more than the bound."""
     OWN = auto()
-    """This node's own id, and not newer than what it announced."""
-    OWN_AHEAD = auto()
-    """This node's own id in a version above what it announced (or another card of the same): an earlier life, or another process."""
+    """A card of this node's own id."""
 
 
 @dataclass(slots=True)
@@ -184,7 +180,7 @@ class CardRegistry:
         key = node_key(card.node_id)
         self._lacking.discard(key)
         if key == self.own_key:
-            return self._own_seen(card)
+            return Merged.OWN
         if self._revocations.voids(card.node_id, passed.sealed.issued_at):
             return Merged.REVOKED
         held = self._live(key, now)
@@ -193,8 +189,7 @@ class CardRegistry:
             held.freshen(now - passed.age_s)
             return Merged.STALE
         if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
-            same = held.sealed.card
-            return Merged.RIVAL if card.version == same.version and card.instance != same.instance else Merged.STALE
+            return Merged.STALE
         if held is None and rank <= self._floor(key):
             return Merged.STALE
         if passed.beat:
@@ -342,12 +337,6 @@ class CardRegistry:
         return tuple(entries), tuple(sorted(self._floors.items())), self._revocations.digest
 
     # ----------------------------------------------------------------------------------------------------------------- private
-
-    def _own_seen(self, card: NodeCard) -> Merged:
-        last = self.own_card
-        if last is None or (card.version, card.instance) == (last.card.version, last.card.instance):
-            return Merged.OWN
-        return Merged.OWN_AHEAD if card.version >= last.card.version else Merged.OWN
 
     def _live(self, key: int, now: float) -> Entry | None:
         held = self._entries.get(key)

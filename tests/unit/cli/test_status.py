@@ -59,7 +59,7 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
         "[/red] ([int4])",
         "b: m layers 3 to 13 (int8, 1 of 4 streams)",
         "[fd00::2]:8154",
-        "[fd00::3]:1 and [fd00::4]:1",
+        "[fd00::3]:1, there at [fd00::4]:1",
         "?]0;pwned??b: all is well",
     ):
         assert part in shown

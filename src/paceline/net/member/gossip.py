@@ -314,7 +314,8 @@ class GossipDriver:
             sealed = sign_card(self._identity, card)
             self.opener.know(sealed)
             self._said = said
-            self._do((*self._gossip.announce(sealed, chain, self._clock.monotonic()), Changed(card)))
+            self._gossip.announce(sealed, chain, self._clock.monotonic())
+            self._do((Changed(card),))
             self._wake.set()
 
 

@@ -9,7 +9,7 @@ from paceline.net.member.node import FleetNode
 ROWS: tuple[Row[FleetNode], ...] = (
     gauge("paceline_fleet_nodes", "Nodes in view, this one included.", lambda node: len(node.view().nodes)),
     gauge("paceline_fleet_revoked", "Nodes known to be revoked.", lambda node: len(node.view().revoked)),
-    gauge("paceline_fleet_clashes", "Node ids that two running processes claim.", lambda node: len(node.view().clashes)),
+    gauge("paceline_fleet_clashes", "1 while another running process claims the id of this node.", lambda node: len(node.view().clashes)),
     gauge("paceline_fleet_failing_addresses", "Addresses whose last call failed.", lambda node: len(node.book.failures)),
     counter("paceline_gossip_rounds", "Rounds of exchanges begun.", lambda node: node.meter.rounds),
     histogram("paceline_gossip_exchange_seconds", "Exchanges that this node began, until they were answered.", lambda node: node.meter.exchange),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ async def test_three_nodes_in_a_row_see_one_another(tmp_path: Path) -> None:
             await until_seen(a, "a", "b")
             await until_seen(b, "a", "b")
     assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is None
+
+
+@in_loop
+async def test_both_nodes_with_a_copied_home_say_that_the_id_runs_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        shutil.copytree(tmp_path / "b", tmp_path / "other machine" / "b")
+        copy = make_node(fleet, tmp_path / "other machine", "b", a)
+        async with running(b, copy):
+            for node in (b, copy):
+                await until(lambda node=node: bool(node.sight().view.clashes))
+                (clash,) = node.sight().view.clashes
+                assert clash.addresses == node.addresses
+            assert {clash.other_addresses for node in (b, copy) for clash in node.sight().view.clashes} == {b.addresses, copy.addresses}
+            assert not a.sight().view.clashes
+    assert [line.levelname for line in caplog.records if "b runs elsewhere too" in line.message] == ["ERROR", "ERROR"]
 
 
 @in_loop
