@@ -48,7 +48,7 @@ from paceline.fleet.card import (
     StepTime,
 )
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
-from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply
 from paceline.machine.kv_spans import KvMove
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.discovery import Failure
@@ -97,9 +97,10 @@ class Example:
 class Trusting:
     """A `CardOpener` that believes what it is told."""
 
-    def card(self, signed: fleet_pb2.SignedCard) -> SealedCard:
-        sealed = fleet_pb2.SignedCard(card=signed.card, signature=signed.signature)
-        return SealedCard(read_card(signed.card), sealed.SerializeToString(deterministic=True), signed.certificate)
+    def card(self, passed: fleet_pb2.PassedCard) -> SealedCard:
+        signed = passed.card
+        sealed = fleet_pb2.SignedCard(card=signed.card, beat=signed.beat, signature=signed.signature)
+        return SealedCard(read_card(signed.card), sealed.SerializeToString(deterministic=True), signed.beat, signed.certificate)
 
     def revocation(self, signed: fleet_pb2.SignedRevocation) -> SealedRevocation:
         said = fleet_pb2.Revocation.FromString(signed.revocation)
@@ -181,15 +182,14 @@ RICH_CARD = NodeCard(
     mlx_version="0.29",
     software="0.9.0",
     leaving=True,
-    stamp_anchor=b"fedcba9876543210",
     serves_shards=True,
     shard_memory_bytes=40 << 30,
     devices=(Device("torch-cuda", "H100", 80 << 30, 70 << 30, 3_350_000_000_000, 60 << 30, ("bf16", "int8")),),
 )
 
 
-def sealed(card: NodeCard, certificate: bytes) -> SealedCard:
-    return SealedCard(card, bytes_of(fleet_pb2.SignedCard(card=write_card(card), signature=b"signature")), certificate)
+def sealed(card: NodeCard, certificate: bytes, beat: int = 0) -> SealedCard:
+    return SealedCard(card, bytes_of(fleet_pb2.SignedCard(card=write_card(card), beat=beat, signature=b"signature")), beat, certificate)
 
 
 def revoked() -> SealedRevocation:
@@ -206,7 +206,6 @@ def listed() -> SealedList:
     )
 
 
-STAMPS = (Stamp(1 << 63, 12, 3, b"p" * 16, 1.25), Stamp(5, 13, 256, b"q" * 16, 0.0))
 SERVED_CARD = replace(
     MINIMAL_CARD,
     models=(
@@ -219,14 +218,14 @@ SERVED_CARD = replace(
         ),
     ),
 )
-PASSED = (PassedCard(sealed(RICH_CARD, b"certificate"), 3, b"p" * 16, 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
+PASSED = (PassedCard(sealed(RICH_CARD, b"certificate", 3), 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
 
 
 def fleet_examples() -> Iterator[Example]:
     for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD), ("served", SERVED_CARD)):
         yield Example(f"NodeCapability/{name}", card, partial(write_card, card), read_card, fleet_pb2.NodeCapability)
-    rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), STAMPS, PASSED, (revoked(),), b"set", listed())
-    reply = Reply(STAMPS, PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())
+    rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), PASSED, (revoked(),), b"set", listed())
+    reply = Reply(PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())
 
     def request_of(message: fleet_pb2.ExchangeCapabilitiesRequest) -> ExchangeRequest:
         return asyncio.run(read_request(message, Trusting(), fail))
@@ -239,7 +238,9 @@ def fleet_examples() -> Iterator[Example]:
     for name, answer in (("rich", reply), ("minimal", Reply())):
         yield coded(name, fleet_pb2.ExchangeCapabilitiesResponse, answer, write_reply, reply_of)
     signed = fleet_pb2.SignedRevocation.FromString(revoked().sealed)
-    passed = fleet_pb2.PassedCard(card=fleet_pb2.SignedCard(card=b"card", signature=b"s", certificate=b"c"), beat=1, proof=b"p", age_ms=9)
+    passed = fleet_pb2.PassedCard(
+        card=fleet_pb2.SignedCard(card=b"card", signature=b"s", certificate=b"c", beat=1), node_key=5, version=6, age_ms=9
+    )
     for message in (
         fleet_pb2.Revocation.FromString(signed.revocation),
         fleet_pb2.RevocationList.FromString(fleet_pb2.SignedRevocationList.FromString(listed().sealed).list),

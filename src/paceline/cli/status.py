@@ -99,7 +99,6 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
             {
                 **asdict(live.card),
                 "instance": live.card.instance.hex(),
-                "stamp_anchor": live.card.stamp_anchor.hex(),
                 "trust": live.trust,
                 "age_s": live.age_s,
             }

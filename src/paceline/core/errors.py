@@ -55,7 +55,7 @@ PacelineError
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
-|       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
+|       `-- MessageTooLarge   more digests, cards, revocations or bytes than the bounds allow
 |-- DrawFailed                no token can be drawn from a row of logits
 |   `-- FormFailed              `form_not_followed`: the form of an answer can't be followed to its end
 |-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
@@ -286,7 +286,7 @@ class MalformedMessage(GossipRefused):
 
 
 class MessageTooLarge(GossipRefused):
-    """A message with more digests, cards, stamps, revocations or bytes than the bounds allow."""
+    """A message with more digests, cards, revocations or bytes than the bounds allow."""
 
 
 ENGINE_GONE = "engine_gone"

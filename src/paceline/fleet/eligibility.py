@@ -141,9 +141,9 @@ class LiveCard:
 
     card: NodeCard
     age_s: float
-    """Since its node last stamped it. 0 to the card's TTL; about 0 for this node's own."""
+    """Since its node last signed it. 0 to the card's TTL; about 0 for this node's own."""
     beat: int = 0
-    """Stamps since the card was signed."""
+    """How many times its node has signed it again."""
     trust: Trust = Trust.MEMBER
     """What the node's certificate says."""
 

@@ -1,4 +1,4 @@
-"""What a node learns: revocations first, then cards, then stamps, merged into what it knows, and told as effects.
+"""What a node learns: revocations first, then cards, merged into what it knows, and told as effects.
 
 How often a peer may ask is bounded: each has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
 
@@ -31,7 +31,6 @@ from paceline.fleet.messages import (
     Reseal,
     Restarted,
     Revoked,
-    Stamp,
 )
 from paceline.fleet.registry import CardRegistry, Merged
 
@@ -206,7 +205,6 @@ class Shares:
 
 REFUSED = {
     Merged.REVOKED: "its node is revoked",
-    Merged.FORGED: "a stamp that its card disowns",
     Merged.FULL: "the fleet has as many nodes as this one may hold",
 }
 
@@ -217,7 +215,7 @@ class FleetIntake:
     def __init__(self, registry: CardRegistry, revocations: Revocations, own_id: OwnId, peers: Peers) -> None:
         self._registry, self._revocations, self._own_id, self._peers = registry, revocations, own_id, peers
         self.news = True
-        """Whether something but stamps was learnt since the last round."""
+        """Whether something was learnt since the last round beyond that nodes are still there."""
         self.revocation_news = False
         """The same of revocations: until the next round is over they go out ahead of everything."""
 
@@ -233,7 +231,6 @@ class FleetIntake:
         self,
         revocations: Iterable[SealedRevocation],
         cards: Iterable[PassedCard],
-        stamps: Iterable[Stamp],
         peer: NodeId,
         now: float,
     ) -> tuple[Effect, ...]:
@@ -247,9 +244,6 @@ class FleetIntake:
             else:
                 effects += self._taken(merged, passed.sealed.card)
         effects += [Ignored(peer, ids[0], reason, len(ids)) for reason, ids in refused.items()]
-        forged = sum(self._registry.merge_stamp(stamp, now) is Merged.FORGED for stamp in stamps)
-        if forged:
-            effects.append(Ignored(peer, None, REFUSED[Merged.FORGED], forged))
         return tuple(effects)
 
     def revoke(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:

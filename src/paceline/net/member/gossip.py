@@ -24,7 +24,6 @@ from paceline.fleet.eligibility import FleetView
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
 from paceline.fleet.messages import (
-    LINK_BYTES,
     Appeared,
     Changed,
     Clashed,
@@ -33,10 +32,10 @@ from paceline.fleet.messages import (
     GossipCall,
     Ignored,
     Left,
+    Renew,
     Reseal,
     Restarted,
     Revoked,
-    StampChain,
 )
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
@@ -73,8 +72,8 @@ class GossipDriver:
     """One node's gossip, alive between `start` and `close`.
 
     Args:
-        news: told what happens, all but `GossipCall` and `Reseal`. Must not wait.
-        card: what this node says of itself now. Version, stamps and times are filled in here.
+        news: told what happens, all but `GossipCall`, `Reseal` and `Renew`. Must not wait.
+        card: what this node says of itself now. Version and times are filled in here.
         seeds: addresses to call at the start.
     """
 
@@ -95,7 +94,7 @@ class GossipDriver:
         self._identity, self._folder, self._preset, self._news, self._card = identity, folder, preset, news, card
         self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
         self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
-        self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, clock)
+        self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, self._gossip.held, clock)
         self._exchanger: Exchanger | None = None
         self._measures = Shares(int(MEASURES_PER_S * MEASURE_PERIOD_S), MEASURE_PERIOD_S, 2 * preset.bounds.max_nodes)
         self._instance = secrets.token_bytes(16)
@@ -251,6 +250,8 @@ class GossipDriver:
                 case Reseal(above, reason):
                     logger.info("announcing this node anew: %s", reason)
                     self._spawn(self._seal(above))
+                case Renew():
+                    self._renew()
                 case Ignored(peer, node_id, reason):
                     self._refusals.note(peer or "a peer", f"{node_id or 'a card'}: {reason}")
                     self._meter.refused += 1
@@ -285,6 +286,12 @@ class GossipDriver:
 
         return refuse
 
+    def _renew(self) -> None:
+        """Sign and announce this node's unchanged card again. Only versions are kept on disk: a restart makes a new one."""
+        own = self._gossip.own_card
+        if own is not None:
+            self._gossip.announce(sign_card(self._identity, own.card, own.beat + 1), self._clock.monotonic())
+
     async def _seal(self, above: int, *, leaving: bool = False) -> None:
         """Sign and announce this node's card as it is now."""
         async with self._sealing:
@@ -300,7 +307,6 @@ class GossipDriver:
                 if own is None:
                     raise
                 logger.warning("the version of this node's card is not kept: %s", error)
-            chain = StampChain(self._identity.node_id, self._version, secrets.token_bytes(LINK_BYTES))
             card = replace(
                 said,
                 node_id=self._identity.node_id,
@@ -309,12 +315,11 @@ class GossipDriver:
                 ttl_s=self._preset.ttl_s,
                 announced_at=int(self._clock.wall()),
                 leaving=leaving,
-                stamp_anchor=chain.anchor,
             )
             sealed = sign_card(self._identity, card)
             self.opener.know(sealed)
             self._said = said
-            self._gossip.announce(sealed, chain, self._clock.monotonic())
+            self._gossip.announce(sealed, self._clock.monotonic())
             self._do((Changed(card),))
             self._wake.set()
 

@@ -22,7 +22,7 @@ class FleetMeter:
     answered: int = 0
     """Those that peers began."""
     refused: int = 0
-    """Requests, cards, stamps and revocations that were not taken."""
+    """Requests, cards and revocations that were not taken."""
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of exchanges, without TLS and framing."""

@@ -15,7 +15,7 @@ ROWS: tuple[Row[FleetNode], ...] = (
     histogram("paceline_gossip_exchange_seconds", "Exchanges that this node began, until they were answered.", lambda node: node.meter.exchange),
     counter("paceline_gossip_exchanges_failed", "Exchanges that this node began and no node answered.", lambda node: node.meter.failed),
     counter("paceline_gossip_exchanges_answered", "Exchanges that peers began.", lambda node: node.meter.answered),
-    counter("paceline_gossip_refused", "Requests, cards, stamps and revocations not taken.", lambda node: node.meter.refused),
+    counter("paceline_gossip_refused", "Requests, cards and revocations not taken.", lambda node: node.meter.refused),
     counter("paceline_gossip_sent_bytes", "Of messages, before TLS.", lambda node: node.meter.sent_bytes),
     counter("paceline_gossip_received_bytes", "Of messages, after TLS.", lambda node: node.meter.received_bytes),
     counter("paceline_fleet_refusals", "Parties turned away, logged or not.", lambda node: node.refusals.total),

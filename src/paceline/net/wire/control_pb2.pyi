@@ -43,7 +43,7 @@ class SeenNode(_message.Message):
     card: _builtins.bytes
     """A serialised NodeCapability."""
     age_ms: _builtins.int
-    """Since the node stamped it."""
+    """Since the node signed it."""
     trust: _builtins.str
     """As its certificate says: guest, member, trusted."""
     def __init__(

@@ -25,7 +25,7 @@ EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 def lie(signer: Identity, about: Identity, certificate: bytes, version: int = 1 << 60) -> wire.SignedCard:
     """A card of `about`, signed by somebody."""
     data = write_card(card_of(about, version=version))
-    return wire.SignedCard(card=data, signature=signer.sign(SignedKind.CARD, data), certificate=certificate)
+    return wire.SignedCard(card=data, signature=signer.sign(SignedKind.CARD, data + bytes(4)), certificate=certificate)
 
 
 @in_loop
@@ -83,7 +83,7 @@ async def test_what_no_node_would_say_is_left_out(tmp_path: Path, caplog: pytest
         stub = CapabilityServiceStub(mallory.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
         own = mallory.identity
         data = write_card(replace(card_of(own), device="\x1b]0;pwned\x07"))
-        signed = wire.SignedCard(card=data, signature=own.sign(SignedKind.CARD, data), certificate=own.member.certificate)
+        signed = wire.SignedCard(card=data, signature=own.sign(SignedKind.CARD, data + bytes(4)), certificate=own.member.certificate)
         await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=signed)]))
         assert a.view().ids == ("a",)
         assert "refused mallory: The card of mallory: device can't be" in caplog.text

@@ -38,9 +38,8 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
     card = write_passed(PassedCard(sealed_card(fleet.member("x"))))
     return {
         "CapabilityService/ExchangeCapabilities": fleet_pb2.ExchangeCapabilitiesRequest(
-            cards=[card],
+            cards=[card, fleet_pb2.PassedCard(node_key=1, version=3, card=fleet_pb2.SignedCard(beat=1, signature=bytes(71)))],
             digests=fleet_pb2.CardDigests(node_keys=[1, 2], versions=[3, 4], beats=[5, 6]),
-            stamps=fleet_pb2.Stamps(node_keys=[1], versions=[3], beats=[1], ages_ms=[1], proofs=bytes(16)),
             revocations=[fleet_pb2.SignedRevocation.FromString(fleet.revoke("x").sealed)],
         ),
         "CapabilityService/GetNodeCapability": fleet_pb2.GetNodeCapabilityRequest(),
