@@ -54,6 +54,7 @@ from paceline.net.card_codec import read_card, write_card
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
 from paceline.net.member.state import Sight, sight_of, write_sight
+from paceline.net.protocol import OtherVersion
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_servicer import WeightsDescription, parts
@@ -244,17 +245,18 @@ def fleet_examples() -> Iterator[Example]:
     for message in (
         fleet_pb2.Revocation.FromString(signed.revocation),
         fleet_pb2.RevocationList.FromString(fleet_pb2.SignedRevocationList.FromString(listed().sealed).list),
-        fleet_pb2.GetNodeCapabilityResponse(card=passed),
+        fleet_pb2.GetNodeCapabilityResponse(card=passed, protocol=3),
         fleet_pb2.MeasureLinkRequest(response_bytes=4096, payload=b"\0" * 8),
         fleet_pb2.MeasureLinkResponse(payload=b"\0" * 8),
         fleet_pb2.RenewRequest(certificate_request=b"request"),
         fleet_pb2.RenewResponse(certificate=b"certificate"),
-        fleet_pb2.JoinRequest(certificate_request=b"request", token_id="token", proof=b"proof", nonce=b"nonce"),
+        fleet_pb2.JoinRequest(certificate_request=b"request", token_id="token", proof=b"proof", nonce=b"nonce", protocol=3),
         fleet_pb2.JoinResponse(certificate=b"node", ca_certificate=b"ca", peer_addresses=["10.0.0.1:7500"], revocations=[signed]),
     ):
         yield plain("rich", message)
         yield plain("minimal", type(message)())
     yield plain("minimal", fleet_pb2.GetNodeCapabilityRequest())
+    yield plain("rich", fleet_pb2.GetNodeCapabilityRequest(protocol=3))
     facts = fleet_pb2.NodeFacts(clock_unix_us=1_800_000_000_000_000, tensor_port=40001, arithmetic=2, python="3.11.2", numba="0.62.0")
     yield plain("facts", fleet_pb2.GetNodeCapabilityResponse(card=passed, facts=facts))
 
@@ -268,7 +270,14 @@ def control_examples() -> Iterator[Example]:
     )
     drafts = (DraftUse("ngram", 10, 40, 25, "node-2", "small", 12, 0.0035, 1, "it is slow"),)
     rich = Sight(
-        view, (Failure("10.0.0.9:7500", "refused", -3.5),), 77, drafts, 1_760_000_000, 1_790_000_000, (("m", "node-1 alone: 20 tokens/s"),)
+        view,
+        (Failure("10.0.0.9:7500", "refused", -3.5),),
+        77,
+        drafts,
+        1_760_000_000,
+        1_790_000_000,
+        (("m", "node-1 alone: 20 tokens/s"),),
+        (OtherVersion(NodeId("node-9"), 2, 1),),
     )
     for name, sight in (("rich", rich), ("minimal", Sight(FleetView(NodeId(""), ()), (), 0))):
         yield coded(name, control_pb2.GetFleetViewResponse, sight, partial(write_sight, "fleet" * (name == "rich")), sight_of)
@@ -480,7 +489,7 @@ def tensor_examples() -> Iterator[Example]:
 
 def rank_examples() -> Iterator[Example]:
     ticket = b"t" * 32
-    least = RankRequest(1, "m", SHA, WeightsFormat.INT4, 1, (Stops(1, 0, 1), Stops(2, 4, 8)), 1, 1, 1, 1, ("h:1",), ticket)
+    least = RankRequest("m", SHA, WeightsFormat.INT4, 1, (Stops(1, 0, 1), Stops(2, 4, 8)), 1, 1, 1, 1, ("h:1",), ticket)
     rich = replace(
         least, weights=WeightsFormat.BF16, rank=2, stops=(Stops(1, 2, 3), Stops(2, 4, 6), Stops(3, 6, 9)), n_blocks=900, max_rows=512,
         logits_rows=64, max_blocks=512, addresses=("10.0.0.2:7501", "10.1.0.2:7501"),

@@ -22,6 +22,7 @@ from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, node_key
 from paceline.fleet.presets import Measures
 from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, to_ms
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.handlers import check_parts
 from paceline.net.trust.seals import Voids, open_card, open_list, open_revocation
@@ -111,6 +112,7 @@ _REQUEST: Final = Codec(
     _REFUSE,
     {"digests": Mapped(write=_DIGESTS.write, read=lambda digests: frozenset(_DIGESTS.read(digests))), **_SIGNED},
     given=_SIGNED,
+    beside=["protocol"],
 )
 _REPLY: Final = Codec(
     Reply,
@@ -118,9 +120,16 @@ _REPLY: Final = Codec(
     _REFUSE,
     {"wanted": Mapped(write=_DIGESTS.write, read=_DIGESTS.read, always=True), **_SIGNED},
     given=_SIGNED,
+    beside=["protocol"],
 )
-write_request: Final = _REQUEST.write
-write_reply: Final = _REPLY.write
+
+
+def write_request(request: ExchangeRequest, protocol: int = PROTOCOL_VERSION) -> wire.ExchangeCapabilitiesRequest:
+    return _REQUEST.write(request, protocol=protocol)
+
+
+def write_reply(reply: Reply, protocol: int = PROTOCOL_VERSION) -> wire.ExchangeCapabilitiesResponse:
+    return _REPLY.write(reply, protocol=protocol)
 
 
 def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:

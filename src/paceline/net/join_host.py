@@ -185,7 +185,7 @@ class JoinHost(JoinServiceServicer):
             watch.ended(peer)
 
     async def _join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
-        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
+        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce, request.protocol)
         try:
             # Signing and waiting for the disk are not for the event loop.
             async with self._deciding:

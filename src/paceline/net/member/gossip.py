@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.core.background import Background, TaskSet, came_within, end_tasks, in_background
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, PacelineError
+from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, OtherProtocol, PacelineError
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
@@ -51,6 +51,7 @@ from paceline.net.exchange_codec import (
 )
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
+from paceline.net.protocol import PROTOCOL_VERSION, OtherVersions, other_protocol
 from paceline.net.server import KIB, Service
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
@@ -90,11 +91,13 @@ class GossipDriver:
         background: Background,
         seeds: tuple[str, ...],
         revocations: tuple[SealedRevocation, ...],
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self._identity, self._folder, self._preset, self._news, self._card = identity, folder, preset, news, card
         self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
         self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
         self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, self._gossip.held, clock)
+        self.versions = OtherVersions(protocol, clock, self.lose)
         self._exchanger: Exchanger | None = None
         self._measures = Shares(int(MEASURES_PER_S * MEASURE_PERIOD_S), MEASURE_PERIOD_S, 2 * preset.bounds.max_nodes)
         self._instance = secrets.token_bytes(16)
@@ -174,6 +177,10 @@ class GossipDriver:
         return None if latest is None else latest.sealed
 
     @property
+    def node_id(self) -> NodeId:
+        return self._identity.node_id
+
+    @property
     def addresses(self) -> frozenset[str]:
         """Everywhere this node may call."""
         return self._gossip.addresses
@@ -201,6 +208,8 @@ class GossipDriver:
         """
         try:
             self._gossip.admit(peer, measure(request), self._clock.monotonic())
+            if (refusal := self.hear_version(peer, request.protocol)) is not None:
+                raise refusal
             opened = await read_request(request, self.opener, self._refuse(peer))
         except FleetError as error:
             self._refusals.note(peer, error.message)
@@ -210,9 +219,18 @@ class GossipDriver:
         self._meter.answered += 1
         self._meter.received_bytes += request.ByteSize()
         self._do(answered.effects)
-        reply = write_reply(answered.reply)
+        reply = write_reply(answered.reply, self.versions.own)
         self._meter.sent_bytes += reply.ByteSize()
         return reply
+
+    def hear_version(self, peer: NodeId, spoken: int) -> OtherProtocol | None:
+        """Note which protocol version a caller speaks. Return the refusal that it gets where that is not this node's."""
+        try:
+            self.versions.check(peer, spoken)
+        except OtherProtocol:
+            # For the caller, this node is the one that speaks another version.
+            return other_protocol(self._identity.node_id, self.versions.own, spoken)
+        return None
 
     def own_passed(self) -> wire.PassedCard | None:
         passed = self._gossip.own_passed(self._clock.monotonic())
@@ -336,8 +354,11 @@ class CapabilityServicer(CapabilityServiceServicer):
         return await self._gossip.answer(request, self._guard.peer(context).node_id)
 
     async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
-        del request, context
-        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts())
+        peer = self._guard.peer(context).node_id
+        # Every caller gets the card: its certificate says which node to update. Commands of this machine are no other node.
+        if request.protocol and peer != self._gossip.node_id:
+            self._gossip.hear_version(peer, request.protocol)
+        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts(), protocol=self._gossip.versions.own)
 
     async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
         self._gossip.count_measure(self._guard.peer(context).node_id)

@@ -703,11 +703,14 @@ Global___CardDigests: _TypeAlias = CardDigests  # noqa: Y015
 class ExchangeCapabilitiesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     REVOCATIONS_FIELD_NUMBER: _builtins.int
     REVOCATIONS_DIGEST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     CARDS_FIELD_NUMBER: _builtins.int
     REVOCATION_LIST_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another. One that differs is refused before the rest is read."""
     revocations_digest: _builtins.bytes
     """Hash of the set of revocations, so that equal sets are not sent."""
     @_builtins.property
@@ -727,6 +730,7 @@ class ExchangeCapabilitiesRequest(_message.Message):
     def __init__(
         self,
         *,
+        protocol: _builtins.int = ...,
         revocations: _abc.Iterable[Global___SignedRevocation] | None = ...,
         revocations_digest: _builtins.bytes = ...,
         digests: Global___CardDigests | None = ...,
@@ -735,7 +739,7 @@ class ExchangeCapabilitiesRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "revocation_list", b"revocation_list"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "protocol", b"protocol", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -745,12 +749,15 @@ Global___ExchangeCapabilitiesRequest: _TypeAlias = ExchangeCapabilitiesRequest  
 class ExchangeCapabilitiesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     REVOCATIONS_FIELD_NUMBER: _builtins.int
     REVOCATIONS_DIGEST_FIELD_NUMBER: _builtins.int
     CARDS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     REVOCATION_LIST_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """As the caller's."""
     revocations_digest: _builtins.bytes
     more: _builtins.bool
     """There was more than one message may carry: exchange again."""
@@ -773,6 +780,7 @@ class ExchangeCapabilitiesResponse(_message.Message):
     def __init__(
         self,
         *,
+        protocol: _builtins.int = ...,
         revocations: _abc.Iterable[Global___SignedRevocation] | None = ...,
         revocations_digest: _builtins.bytes = ...,
         cards: _abc.Iterable[Global___PassedCard] | None = ...,
@@ -782,7 +790,7 @@ class ExchangeCapabilitiesResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["revocation_list", b"revocation_list", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "protocol", b"protocol", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,12 +800,17 @@ Global___ExchangeCapabilitiesResponse: _TypeAlias = ExchangeCapabilitiesResponse
 class GetNodeCapabilityRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another, as the caller speaks it."""
     def __init__(
         self,
+        *,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -809,6 +822,9 @@ class GetNodeCapabilityResponse(_message.Message):
 
     CARD_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another."""
     @_builtins.property
     def card(self) -> Global___PassedCard: ...
     @_builtins.property
@@ -818,10 +834,11 @@ class GetNodeCapabilityResponse(_message.Message):
         *,
         card: Global___PassedCard | None = ...,
         facts: Global___NodeFacts | None = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -955,6 +972,7 @@ class JoinRequest(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     certificate_request: _builtins.bytes
     """PKCS #10, DER; its common name is the node id asked for."""
     token_id: _builtins.str
@@ -962,6 +980,8 @@ class JoinRequest(_message.Message):
     """Proves knowledge of the token's secret for this very request."""
     nonce: _builtins.bytes
     """Random; a second request with it is a replay."""
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another. A newcomer of another one is told so, if it holds the token."""
     def __init__(
         self,
         *,
@@ -969,10 +989,11 @@ class JoinRequest(_message.Message):
         token_id: _builtins.str = ...,
         proof: _builtins.bytes = ...,
         nonce: _builtins.bytes = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request", "nonce", b"nonce", "proof", b"proof", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request", "nonce", b"nonce", "proof", b"proof", "protocol", b"protocol", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
