@@ -261,7 +261,7 @@ class OtherProtocol(FleetError):
     def __init__(self, message: str, hint: str = "", *, spoken: int) -> None:
         super().__init__(message, hint)
         self.spoken = spoken
-        """The version of the node that is at the other end for whoever reads this."""
+        """The version that the peer speaks."""
 
 
 class NodeStopping(FleetError):

@@ -70,7 +70,7 @@ class Gossip:
     def announce(self, sealed: SealedCard, now: float) -> None:
         """Take this node's own card, new (version above every one before) or signed again (beat above the last), and tell others soon.
 
-        A goodbye is told at once, and a card that was signed again with the round that asked for it.
+        A goodbye goes out at once, and a card that was signed again with the round that asked for it.
 
         Args:
             sealed: the card. Without `leaving` it starts the node's gossip; with it, call `tick` until its calls are done, then stop.

@@ -1,11 +1,11 @@
-"""What a node learns: revocations first, then cards, merged into what it knows, and told as effects.
+"""A node merges news into its registry, revocations first, then cards, and says what changed as effects.
 
-How often a peer may ask is bounded: each has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
+Each peer has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
 
-Whom to exchange with next: some members, in turn and in random order, and one of those who can't be members yet or any more. Every member comes up once
+The next peers of exchanges are some members, in turn and in random order, and one node that can't be a member yet or any more. Every member comes up once
 before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or mDNS) are called until a live card lists
-them; nodes that expired are called so that a healed partition is noticed. Any machine on the network can say something by mDNS, so what was heard there
-takes every second turn at most, and the place of nothing that was given.
+them; nodes that expired are called so that a healed partition is noticed. Any machine on the network can announce itself by mDNS, so such addresses
+take every second turn at most, and never the place of an address that was given.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class FleetIntake:
     def __init__(self, registry: CardRegistry, revocations: Revocations, own_id: OwnId, peers: Peers) -> None:
         self._registry, self._revocations, self._own_id, self._peers = registry, revocations, own_id, peers
         self.news = True
-        """Whether something was learnt since the last round beyond that nodes are still there."""
+        """True if the last round brought more than signs of life."""
         self.revocation_news = False
         """The same of revocations: until the next round is over they go out ahead of everything."""
 

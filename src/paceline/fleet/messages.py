@@ -1,8 +1,8 @@
-"""What nodes tell one another, as values. Transport turns them into the messages of fleet.proto and back, and checks all signatures first.
+"""The messages between nodes, as values. Transport turns them into the messages of fleet.proto and back, and checks all signatures first.
 
 A node signs its unchanged card again each round, with a higher beat. Peers that hold the card get the new signature and the beat alone, some 100 bytes.
 
-What gossip asks its owner to do, and what it tells it happened. Values: gossip itself does nothing. `GossipCall`, `Reseal` and `Renew` are asked;
+The effects that gossip returns to its owner: gossip itself does nothing. `GossipCall`, `Reseal` and `Renew` are asked;
 everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
@@ -17,7 +17,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard, SealedList, SealedRevocation
 
 RENEWAL_BYTES = 104
-"""Of a card that the reader holds, on the wire: signature, beat, age, and which card it is."""
+"""Size on the wire of a card that the reader holds: signature, beat, age, and which card it is."""
 
 
 @lru_cache(4096)
@@ -42,7 +42,7 @@ class PassedCard:
 
     sealed: SealedCard
     age_s: float = 0.0
-    """Since the node signed it, summed over the monotonic clocks of those who held it."""
+    """Since the node signed it, summed over the monotonic clocks of the nodes that held it."""
     with_card: bool = True
     """False: the reader holds this version, and gets the newest beat and signature of it."""
     with_certificate: bool = True

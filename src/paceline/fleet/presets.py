@@ -68,7 +68,7 @@ class Preset:
     """Times in seconds. The defaults are those of `lan`."""
 
     ttl_s: int = 120
-    """A card whose node has not signed it for so long is dropped. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
+    """A card is dropped when its node has not signed it for this long. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
     `restamp_s` and the time that a card takes to reach every node (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
     exchange_s: float = 30.0
     """From one round of exchanges to the next. Raising it: news takes longer to arrive, in proportion; bytes fall in proportion."""

@@ -21,7 +21,7 @@ from paceline.fleet.presets import Bounds
 
 
 class Merged(Enum):
-    """What became of a card that was offered."""
+    """The result of offering a card."""
 
     NEW = auto()
     """A node that was not held."""

@@ -33,7 +33,7 @@ Voids = Callable[[NodeId, int], bool]
 
 
 def _signed_bytes(card: bytes, beat: int) -> bytes:
-    """What a node signs of a card. The beat has a fixed length, so no other card and beat make the same bytes."""
+    """Return the bytes that a node signs. The beat has a fixed length, so no other card and beat make the same bytes."""
     return card + beat.to_bytes(4, "big")
 
 
