@@ -2,7 +2,7 @@
 
 A node signs its unchanged card again each round, with a higher beat. Peers that hold the card get the new signature and the beat alone, some 100 bytes.
 
-The effects that gossip returns to its owner: gossip itself does nothing. `GossipCall`, `Reseal` and `Renew` are asked;
+The effects that gossip returns: it does nothing itself. Its owner carries out `GossipCall`, `Reseal` and `Renew`;
 everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
