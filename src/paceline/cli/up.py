@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline import __version__
 from paceline.backends.memory import human
 from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import ensure
@@ -179,6 +180,7 @@ def run_up(
     from paceline.ways.draft.service import drafting_alone
 
     home, clock = Home.from_environment(), SystemClock()
+    home.keep_layout(__version__)
     beside = tuple(resolve(path, home) for path in sharing.beside)
     port, notes = take_port(api, home), ExitStack()
     served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))

@@ -31,6 +31,7 @@ PacelineError
 |       `-- NoRoom            a model can't be loaded: those that fill the memory are in the middle of answers
 |-- FleetError                something between the machines of a fleet
 |   |-- NodeUnreachable       a member that can't be reached, or no longer
+|   |-- OtherProtocol         a node that speaks another protocol version; `spoken` is that version
 |   |-- NodeStopping          a node that is being stopped, and takes no new requests
 |   |-- RemoteProposerError   a draft that another node was asked for and did not give; `status` is gRPC's
 |   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
@@ -55,7 +56,7 @@ PacelineError
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
-|       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
+|       `-- MessageTooLarge   more digests, cards, revocations or bytes than the bounds allow
 |-- DrawFailed                no token can be drawn from a row of logits
 |   `-- FormFailed              `form_not_followed`: the form of an answer can't be followed to its end
 |-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
@@ -254,6 +255,15 @@ class NodeUnreachable(FleetError):
     """A member of the fleet can't be reached, or no longer."""
 
 
+class OtherProtocol(FleetError):
+    """A node speaks another protocol version than its peer, so neither is a member for the other."""
+
+    def __init__(self, message: str, hint: str = "", *, spoken: int) -> None:
+        super().__init__(message, hint)
+        self.spoken = spoken
+        """The version that the peer speaks."""
+
+
 class NodeStopping(FleetError):
     """A node that is being stopped takes no new requests; those it has end, or move on."""
 
@@ -286,7 +296,7 @@ class MalformedMessage(GossipRefused):
 
 
 class MessageTooLarge(GossipRefused):
-    """A message with more digests, cards, stamps, revocations or bytes than the bounds allow."""
+    """A message with more digests, cards, revocations or bytes than the bounds allow."""
 
 
 ENGINE_GONE = "engine_gone"
@@ -432,6 +442,7 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     ModelAway: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
     Overloaded: ErrorRow("RESOURCE_EXHAUSTED", 429, "rate_limit_exceeded", True),
     FleetError: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
+    OtherProtocol: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
     NodeStopping: ErrorRow("UNAVAILABLE", 503, SERVER_STOPPING, True),
     NotTrusted: ErrorRow("PERMISSION_DENIED", 503, NO_MACHINE, True),
     GossipRefused: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
