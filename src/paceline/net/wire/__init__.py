@@ -1,1 +1,1 @@
-"""What protoc made of proto/, by tools/generate_stubs.py. Nothing here is written by hand."""
+"""Messages and services as protoc generates them."""
