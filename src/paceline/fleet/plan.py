@@ -90,14 +90,14 @@ class PlanRequest:
     """Numerics id that all stages of a pipeline must compute. A machine known to compute other bytes is left out; one that is not known yet is not.
     Empty: any machine may hold layers."""
     allows_unlike: bool = False
-    """Allow machines to share the layers although they are known to compute different bytes."""
+    """True: machines that are known to compute different bytes may share the layers."""
     max_shards: int = 16
     """Largest number of machines that run layers of a pipeline for its orchestrator."""
     last_route: tuple[LayerSpan, ...] = ()
     """Stages after the orchestrator in a pipeline that is to continue. Stages that are still there keep their layers, and so their KV, if other
     machines can take the layers of the lost stages."""
     in_need: bool = False
-    """Accept worse plans if nothing else is found: links that were not measured count as poor, and layers of shards that the orchestrator itself serves
+    """True: if nothing else is found, links that were not measured count as poor, and layers of shards that the orchestrator itself serves
     may be stages."""
     requests: int = 10
     """Number of requests that share the time to load: 1 while an answer waits for it. Raising it: the time to load counts less."""
