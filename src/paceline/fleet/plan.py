@@ -10,8 +10,8 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
 
 LEAST_ROWS = 512
-"""Rows of a batch that a stage has working memory for, whatever its first caller asks: the next caller may want more. Raising it: each stage reserves
-more memory, a little for each row; lowering it: a later caller's larger batches are cut into more steps."""
+"""Rows of a batch that a stage has working memory for, even if its first caller asks for fewer: the next caller may want more, and a row takes little.
+Raising it: each stage reserves more memory; lowering it: a loaded shard is too small for a later caller more often."""
 
 
 Way = NewType("Way", str)

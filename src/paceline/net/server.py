@@ -58,8 +58,7 @@ IDLE_S = 300
 """Seconds without any call until the server closes a connection; the next call dials again. Raising it: idle connections hold memory longer; lowering
 it: more calls begin with a handshake."""
 AGE_S = 3600
-"""Seconds until new calls need a new connection, so that certificates are checked again. Raising it: an expired certificate stays in use longer;
-lowering it: more handshakes."""
+"""Seconds until new calls need a new connection. Raising it: after a renewal, a connection shows its old certificate longer; lowering it: more handshakes."""
 KIB = 1 << 10
 MAX_REQUEST_BYTES = 2112 * KIB
 """Largest message that gRPC gathers before this code sees it. It is a little more than any method takes, so a message that is too long for its method
