@@ -139,7 +139,7 @@ class WeightsLibrary(Protocol):
 
 
 class _CallerLeft(Exception):
-    """Error that stops a description after its last caller has left."""
+    """Error that stops a description after its caller has left."""
 
 
 class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
