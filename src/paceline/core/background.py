@@ -100,7 +100,7 @@ class Background:
         return tuple(name for name, trouble in sorted(self._troubles.items()) if trouble.failures > 1 and not trouble.is_steady(now))
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
-        """Start work as a task on the running event loop, restarted after each failure. It ends when it returns, or when the caller cancels the task."""
+        """Start work as a task on the running event loop, restarted after each failure. The task ends when the work returns, or when the caller cancels it."""
         return in_background(self._kept(work, name), name)
 
     async def _kept(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:

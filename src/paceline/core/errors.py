@@ -448,8 +448,8 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     ExecutorUnavailable: ErrorRow("UNAVAILABLE", 503, "", True),
     EngineGone: ErrorRow("UNAVAILABLE", 503, "", True),
 }
-"""The error types that a node may name to another, with their reports to gRPC, to the API and to the choice of a next node. Any other type counts as its
-nearest ancestor here.
+"""The error types that a node may name to another. gRPC, the API and the choice of a next node use this table alone. Any other type counts as its nearest
+ancestor here.
 """
 
 

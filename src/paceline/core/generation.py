@@ -16,7 +16,7 @@ from paceline.core.ids import RequestId
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The first two are OpenAI's; the others never reach a client as an answer."""
+    """Reason why a sequence ended. The first two are OpenAI's; the others never reach a client as an answer."""
 
     STOP = "stop"
     LENGTH = "length"

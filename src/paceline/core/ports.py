@@ -1,7 +1,7 @@
 """Ports of this machine that are reserved before they are served. Until then connections are refused, and no other program can take the port.
 
-On Linux a bound socket that does not listen keeps no program out that sets SO_REUSEADDR, as all servers do. So the socket listens for a moment, which fails
-where another program listens, and then clears its own SO_REUSEADDR.
+On Linux a bound socket that does not listen does not keep out a program that sets SO_REUSEADDR, as all servers do. So the socket listens for a moment, which
+fails where another program listens, and then clears its own SO_REUSEADDR.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _held(family: socket.AddressFamily, address: tuple[Any, ...], *, dual: bool 
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(address)
         if sys.platform == "linux":
-            if address[1]:  # one that was given by the system would be taken back
+            if address[1]:  # a port chosen by the system would be released
                 held.listen()
                 held.shutdown(socket.SHUT_RDWR)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 MOST_LABELS = 256
-"""Labels with a histogram of their own, at most, in a node's life. Raising it: more memory and a longer page; lowering it: more values share the last label."""
+"""Labels with their own histogram in a node's life, at most. Raising it: more memory and a longer page; lowering it: more values share the label `rest`."""
 _OF_ONE_ENGINE = frozenset({"max_context", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
 
 

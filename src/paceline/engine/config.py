@@ -26,7 +26,7 @@ class EngineConfig:
     max_running: int = 32
     """Sequences that run at the same time. Raising it: each decode step takes longer, and with it the time between tokens of all sequences."""
     max_waiting: int = 256
-    """Sequences that may queue beyond `max_running`. Raising it: clients wait longer before they are refused with a time to come back."""
+    """Sequences that may queue beyond `max_running`. Raising it: fewer requests are refused, and queued ones wait longer."""
     prefill_chunk: int = 512
     """Prompt rows in one step, in addition to the decode rows, while no answer waits for its next token. Raising it: faster prompts on machines that profit
     from many rows, and memory for each row.

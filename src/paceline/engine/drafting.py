@@ -136,7 +136,7 @@ class Asking:
         state.since = self._clock.monotonic()
         state.unused += 1
         if state.unused > UNUSED:
-            # Nothing of it is worth verifying, or it always comes too late: it may be the one that slows this machine down.
+            # None of its drafts is worth verifying, or they come too late: this source may be the one that slows the machine down.
             state.pause_until = known + min(2 ** (state.unused - UNUSED), LONGEST_PAUSE)
         source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
 
@@ -151,10 +151,10 @@ class Asking:
     def _answered(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, answer: DraftAnswer) -> None:
         state, ids = drafts.states[maker], answer.token_ids
         if state.since is None or answer.position != state.end:
-            return  # it goes on behind a guess that was wrong
+            return  # the answer continues a wrong guess
         state.since = None
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
-            drafts.rates[maker].learn_fresh(0)  # so that no step waits for nothing
+            drafts.rates[maker].learn_fresh(0)  # so that no step waits in vain
             return
         old, known = drafts.buffers.get(maker), len(seq.tokens)
         if old is not None and not old.resumes:

@@ -169,7 +169,7 @@ class DraftBuffer:
 
 @dataclass(slots=True)
 class SyncState:
-    """What a source knows of a sequence, as far as the engine sent it."""
+    """The tokens of a sequence that a source has, as the engine sent them."""
 
     source: DraftSource
     right: int = 0

@@ -378,7 +378,7 @@ class Engine:
             if seq.givers and any(isinstance(one, DrawFailed) for one in drawn[own]):
                 tops = [float(logits_RV[row.logits_row, : self._vocabulary.size].max()) for row in rows[own]]
                 if not all(isfinite(top) or top == -inf for top in tops):
-                    self._scheduler.found_lie(seq.givers)  # if it is not theirs, it comes again without them, and ends the answer
+                    self._scheduler.found_lie(seq.givers)  # if they are not to blame, the draw fails again and ends the answer
             if seq.distrusted:
                 continue
             if n_scores or seq.ends_with_prompt:

@@ -108,10 +108,10 @@ class Grammars:
             raise _refusal(grammar, refusal) from None
 
     def knows(self, grammar: Grammar) -> bool:
-        """Return whether a grammar is compiled already. Takes no time.
+        """Return whether a grammar is already compiled, at once.
 
         Raises:
-            InvalidRequest: it is too large, or was refused before.
+            InvalidRequest: the grammar is too large, or was refused before.
         """
         if len(grammar.text) > MAX_GRAMMAR_LETTERS:
             field = _FIELDS[grammar.kind]

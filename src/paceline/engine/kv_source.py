@@ -24,7 +24,7 @@ from paceline.engine.sequence import BlockCheck, SequenceState
 MOST_UNKEPT = 1 << 14
 """Names of blocks that wait to be kept. Raising it: more memory; lowering it: blocks of a burst are dropped before they are kept."""
 MOST_CHAINS = 32
-"""Prefixes remembered as used last. Raising it: more memory, and more prefixes of which other nodes never hear, since they get only `MOST_MARKS` names."""
+"""Prefixes remembered as used last. Raising it: more memory, and more prefixes that are never advertised, since nodes get only `MOST_MARKS` names."""
 MOST_MARKS = 64
 """Names that are advertised to a node. Raising it: more prefixes are found elsewhere, and more is sent whenever one is used."""
 LEAST_MARK = 4
@@ -386,7 +386,7 @@ class KvLoans:
             length = common_length(chain.keys, other.keys)
             if length < min(chain.n_prompt, other.n_prompt):
                 other.n_shared, chain.n_shared = max(other.n_shared, length), max(chain.n_shared, length)
-            else:  # one conversation, which goes on or is asked again
+            else:  # the same conversation, continued or asked again
                 chain.n_shared = max(chain.n_shared, min(other.n_shared, length))
                 if last in known:
                     del self._chains[last]
