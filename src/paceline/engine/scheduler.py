@@ -1,19 +1,16 @@
 """Continuous batching: decides which rows run next, and which blocks they use.
 
 Laws:
-- Each step, every running sequence with one row to run gets it, and prompts share the rows that `step_costs.rows_of_prompts` gives them in addition: neither
-  starves the other.
-- First come, first admitted, this node's own clients before other nodes'. Two kinds of sequences are passed by those that can run, by `PASSED` of them at most:
-  one that would only hold blocks behind prompts which fill a step anyway, and one that finds no blocks. The latest to come is preempted first, so the earliest
-  always advances. A preempted sequence resumes by recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there
-  on.
+- Every running sequence with one row to run gets it in each step, and prompts get the rows that `step_costs.rows_of_prompts` adds: neither starves.
+- First come, first admitted, this node's own clients before other nodes'. A sequence that finds no blocks, or would only hold blocks behind prompts which fill
+  a step anyway, is passed by at most `PASSED` others. The latest to come is preempted first, so the earliest always advances. A preempted sequence is
+  recomputed, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
 - A sequence is in more than one batch in flight only with draft rows, or with chunks of its prompt. Its blocks stay its own until its last batch is collected,
   and enter the prefix cache only when their rows are known to be right.
 - With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what follows
   waits for one part at most. Any room left there is filled with drafts that continue drafts in flight.
-- A loss takes the batches in flight, and of the rest what the executor can't restore: that is run again. If KV is lost again before all of it was, the oldest
-  sequence goes first and alone. If KV is lost while it is being restored, half as many sequences are restored, the oldest first. So an answer advances however
-  often KV is lost.
+- A loss takes the batches in flight, and of the rest what the executor can't restore: that is run again. After a loss during this, the oldest sequence runs
+  first and alone; after a loss during a restore, half as many sequences are restored, the oldest first. So answers advance however often KV is lost.
 - A draft takes no block from another sequence: it is cut short if none is free.
 - A sequence with blocks being fetched runs nothing; for the pool it is in flight.
 - Blocks from peers are checked before a row runs behind them. If one is wrong, nothing that depends on blocks of these peers stays in the cache or goes on.
@@ -39,9 +36,7 @@ from paceline.engine.sequence import Phase, PlannedBatch, SequenceState, oldest
 from paceline.engine.step_costs import PromptLeft, StepCosts, StepLoad, rows_of_prompts
 
 LEAST_ROWS = 32
-"""Prompt rows in the step after a recalled one; the next step has twice as many. Raising it: more is lost where requests keep coming; lowering it: prompts are
-slower after a recall.
-"""
+"""Prompt rows in the step after a recalled one; the next has twice as many. Raising it: more is lost where requests keep coming."""
 PASSED = 16
 """Maximum number of sequences admitted before one that came earlier. Raising it: short requests wait less behind long ones, and long ones wait longer."""
 
@@ -98,9 +93,7 @@ class Scheduler:
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState, *, failed: bool = False) -> None:
-        """Remove a sequence that ended. Its blocks are given back now, or when its batch is collected. With `failed`, blocks not yet published are never
-        shared.
-        """
+        """Remove a sequence that ended. Its blocks are given back now or after its batch. With `failed`, unpublished blocks are never shared."""
         if failed:
             seq.n_publishable = 0
         if seq.phase is Phase.WAITING:
@@ -241,7 +234,6 @@ class Scheduler:
         return [seq for seq in self.waiting if len(seq.tokens) >= seq.most_tokens]
 
     def _most_tokens(self, seq: SequenceState) -> int:
-        """Return the maximum tokens of prompt and answer that a sequence may have now."""
         context, asked = context_of(self._config, self._executor), seq.request.max_tokens
         return (
             context if asked is None else min(context, seq.n_prompt + max(asked, 1))
@@ -283,11 +275,9 @@ class Scheduler:
             yield from self._ahead()
 
     def _prompts(self, most: int, answers: int, logits: int) -> Iterator[tuple[SequenceState, int]]:
-        """Yield the prompts to run, and the sequences that are recomputed, each with its number of rows.
+        """Yield the prompts and recomputed sequences to run, each with its number of rows: at most `most`, next to `answers` rows of answers.
 
         Args:
-            most: maximum rows of prompts.
-            answers: rows of answers in the same step.
             logits: rows that may need logits in addition to one for each sequence.
         """
         fetching = () if self.kv is None else self.kv.fetching
