@@ -290,7 +290,6 @@ async def _plan_and_load(
 
     began_s = time.perf_counter()
     await whole.settle(stop)
-    note_compiling(console)
     with opening_bar(console, settings.model) as (reading, own, others):
         told = LoadTold(reading, own, others, partial(print_lines, console))
         opening = asyncio.create_task(serve_planned(whole, settings, asked, SystemClock(), told))
@@ -320,7 +319,6 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(settings.model, console) as progress:
         from paceline.node.build import build_node
 
-        note_compiling(console)
         node = build_node(settings, progress)
     return _told_loaded(node, began_s, console)
 
@@ -345,14 +343,6 @@ def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None
         yield progress
 
 
-def note_compiling(console: Console) -> None:
-    """Say why a first start takes longer."""
-    from paceline.machine.setup import must_compile
-
-    if must_compile():
-        console.print("First start: compiling kernels for this processor takes some fifteen seconds, once", style="dim", soft_wrap=True)
-
-
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
     """Load an encoder; a model of that name that only the fleet has is no encoder."""
     from paceline.core.clock import SystemClock
@@ -373,7 +363,6 @@ def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedP
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(f"{name} to draft with", console) as progress:
-        note_compiling(console)
         proposer = load_proposer(name, threads, progress, SystemClock())
     rate = proposer.offer.tokens_per_second
     print_lines(console, f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s")
