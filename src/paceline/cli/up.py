@@ -43,14 +43,13 @@ from paceline.store.home import Home
 from paceline.ways.tensor.rank import STOP_TOLD
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from paceline.cli.sharing_options import SharingOptions
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
     from paceline.node.build import BuiltNode
     from paceline.node.planning import Constraints
     from paceline.node.serving import FleetServing
+    from paceline.server.api import Api
     from paceline.server.service import ApiService
     from paceline.server.settings import TlsFiles
     from paceline.ways.draft.service import LoadedProposer
@@ -235,7 +234,7 @@ def run_up(
                 await answer(app, stop)
                 ending.clients_know()
 
-        async def answer(app: FastAPI, stop: asyncio.Event) -> None:
+        async def answer(app: Api, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

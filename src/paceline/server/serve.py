@@ -30,12 +30,12 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from fastapi import FastAPI
 
 from paceline.core.background import end_tasks
 from paceline.core.errors import ConfigError
 from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.ports import hold_port, listen_on
+from paceline.server.api import Api
 from paceline.server.app import service_of
 from paceline.server.faults import overloaded
 from paceline.server.guard import network_of
@@ -216,7 +216,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: FastAPI,
+    app: Api,
     host: str,
     held: socket.socket,
     *,
