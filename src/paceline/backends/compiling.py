@@ -20,8 +20,10 @@ from typing import Any, cast
 
 from numba import njit
 from numba.core import types
+from numba.core.caching import Cache
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.runtime import rtsys
 from numba.core.types.functions import BaseFunction
 
 
@@ -119,3 +121,13 @@ def _resolve_once(self: Any, context: Any, args: Any, kws: Any) -> Any:
 
 
 BaseFunction.get_call_type = _resolve_once
+
+
+def _load_alone(self: Any, sig: Any, target_context: Any) -> Any:
+    """`Cache.load_overload` without all that compiling needs: reading machine code takes Numba's run-time functions alone."""
+    rtsys.initialize(target_context)
+    with self._guard_against_spurious_io_errors():
+        return self._load_overload(sig, target_context)
+
+
+Cache.load_overload = _load_alone

@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from paceline.cli.sharing_options import SharingOptions
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
+    from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
     from paceline.node.planning import Constraints
     from paceline.node.serving import FleetServing
-    from paceline.server.api import Api
+    from paceline.server.application import Application
     from paceline.server.service import ApiService
     from paceline.server.settings import TlsFiles
     from paceline.ways.draft.service import LoadedProposer
@@ -168,13 +169,10 @@ def run_up(
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
     from paceline.machine.models import Models
-    from paceline.net.member.state import Claim
-    from paceline.net.trust.folder import FleetFolder
     from paceline.node.build import build_node
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import serve, url_of
-    from paceline.ways.draft.service import drafting_alone
 
     home, clock = Home.from_environment(), SystemClock()
     beside = tuple(resolve(path, home) for path in sharing.beside)
@@ -183,7 +181,7 @@ def run_up(
     certificate = None if tls is None else tls.certificate
     note = partial(announced, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
     notes.enter_context(note(url_of(api.host, port, tls), is_ready=False))
-    claim = None if fleet is None else Claim(FleetFolder(home.fleet), fleet)
+    claim = None if fleet is None else _claim(home, fleet)
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
@@ -211,6 +209,8 @@ def run_up(
                 if fleet is None:
                     app = create_app(models, served, encoder, models)
                     if proposers and models.nodes:
+                        from paceline.ways.draft.service import drafting_alone
+
                         node = models.nodes[0]
                         drafting = drafting_alone(node.drafts, node.model.tokenizer, proposers)
                         service_of(app).metrics.add(*await stack.enter_async_context(drafting))
@@ -234,7 +234,7 @@ def run_up(
                 await answer(app, stop)
                 ending.clients_know()
 
-        async def answer(app: Api, stop: asyncio.Event) -> None:
+        async def answer(app: Application, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
@@ -255,6 +255,13 @@ def run_up(
         models.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
+
+
+def _claim(home: Home, fleet: FleetSettings) -> Claim:
+    from paceline.net.member.state import Claim
+    from paceline.net.trust.folder import FleetFolder
+
+    return Claim(FleetFolder(home.fleet), fleet)
 
 
 def take_port(api: ApiOptions, home: Home) -> socket.socket:
@@ -357,7 +364,8 @@ def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
 def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:
     """`load`, of a model to draft with."""
     from paceline.core.clock import SystemClock
-    from paceline.ways.draft.service import JACOBI, load_proposer
+    from paceline.ways.draft.names import JACOBI
+    from paceline.ways.draft.service import load_proposer
 
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()

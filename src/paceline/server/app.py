@@ -25,7 +25,7 @@ from paceline.server.aliases import Aliases
 from paceline.server.anthropic import models as anthropic_models
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.embedder import TextEncoder
 from paceline.server.embeddings import EmbeddingRequest
 from paceline.server.faults import Fault, Refusal, api_of, fault_of_error, server_fault
@@ -58,7 +58,7 @@ BODIES: tuple[type[BaseModel], ...] = (
 EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
-def document(app: Api, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
+def document(app: Application, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
     api = app.described()
     _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *EMBEDDING_BODIES)], ref_template=REF)
@@ -90,14 +90,14 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
 
 
-def service_of(app: Api) -> ApiService:
+def service_of(app: Application) -> ApiService:
     """The service of an application made by `create_app`."""
     return cast("ApiService", app.state.service)
 
 
 def create_app(
     inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None, models: Models[Any] | None = None
-) -> Api:
+) -> Application:
     """The OpenAI API over `inference`.
 
     Args:
@@ -108,11 +108,11 @@ def create_app(
     service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
 
     @asynccontextmanager
-    async def lifespan(_: Api) -> AsyncGenerator[None, None]:
+    async def lifespan(_: Application) -> AsyncGenerator[None, None]:
         yield
         service.close()
 
-    app = Api(
+    app = Application(
         title="Paceline",
         version="1",
         description="One OpenAI endpoint out of the machines you own.",
@@ -133,7 +133,7 @@ def create_app(
     return app
 
 
-def _add_faults(app: Api) -> None:
+def _add_faults(app: Application) -> None:
     """Errors leave as the path's API writes them, wherever they were raised."""
 
     async def answered(request: Request, error: Exception) -> Response:
@@ -156,7 +156,7 @@ def _add_faults(app: Api) -> None:
         app.add_exception_handler(kind, answered)
 
 
-def _of_router(app: Api, request: Request, error: HTTPException) -> Fault:
+def _of_router(app: Application, request: Request, error: HTTPException) -> Fault:
     """The router's own refusals."""
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
@@ -166,7 +166,7 @@ def _of_router(app: Api, request: Request, error: HTTPException) -> Fault:
     return Fault(error.status_code, message, code=HTTP_CODES.get(error.status_code), headers=headers)
 
 
-def _add_routes(app: Api, service: ApiService) -> None:
+def _add_routes(app: Application, service: ApiService) -> None:
     encoder, settings = service.embedder.encoder, service.settings
     refused, key = refusals(replies.ErrorReply, settings), refusals(replies.ErrorReply, settings, 401)
     stream = replies.event_stream(

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.embedder import MOST_INPUTS, Embedded, Embedder, Input, TextEncoder
 from paceline.server.fields import Body, ignored_fields, json_response, read_body
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
@@ -58,7 +58,7 @@ class Embeddings(LazyModel):
     usage: EmbeddingUsage
 
 
-def add_routes(app: Api, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     answers = {200: {"model": Embeddings}, **refusals(ErrorReply, service.settings)}
 
     @app.post("/v1/embeddings", summary="Embed texts", responses=answers, openapi_extra=body_of(EmbeddingRequest))

@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from paceline.core.errors import UserError
 from paceline.machine.models import Models
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.faults import Refusal, fault_of_mistake
 from paceline.server.fields import json_response
 from paceline.server.lazy_model import LazyModel
@@ -67,7 +67,7 @@ class UnloadRequest(LoadRequest):
     wait_s: float = Field(default=0.0, ge=0, le=3600)
 
 
-def add_routes(app: Api, service: ApiService, models: Models[Any]) -> None:
+def add_routes(app: Application, service: ApiService, models: Models[Any]) -> None:
     async def done(work: Coroutine[Any, Any, Result], request: Request) -> Result:
         try:
             return await service.while_wanted(work, request)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.text import Tokenizer
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.lazy_model import LazyModel
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
@@ -113,7 +113,7 @@ def detokenize(intake: Intake, body: bytes) -> Response:
     return json_response({"prompt": text, "content": text}, ignored_fields(asked))
 
 
-def add_routes(app: Api, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(ErrorReply, service.settings)
 
     @app.post(

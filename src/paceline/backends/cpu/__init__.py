@@ -18,7 +18,6 @@ from paceline.backends.instructions import (
 )
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.core.weights import EMBEDDING
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.exchange import Exchange
@@ -87,6 +86,7 @@ def load(
     from paceline.backends.cpu.padding import Padded, padded
     from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
+    from paceline.core.weights import EMBEDDING
 
     width = source.spec.hidden
     if padded(source.spec) is not source.spec:

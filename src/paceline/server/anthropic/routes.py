@@ -30,7 +30,7 @@ from paceline.server.anthropic.requests import (
     ToolUseBlock,
 )
 from paceline.server.anthropic.shape import MessageShape
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.call import Call
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.intake import ChatPrompt, Intake
@@ -248,7 +248,7 @@ def _prompt(intake: Intake, chat: ChatCompletionRequest) -> ChatPrompt:
         raise ContextOverflow(TOO_LONG + error.message, error.hint, field=error.field) from error
 
 
-def add_routes(app: Api, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(replies.MessageFaultReply, service.settings)
     stream = event_stream("The event's JSON; its `type` is the event's name.")
 

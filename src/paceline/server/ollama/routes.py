@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.core.inference import ModelFacts, ServedModel
-from paceline.server.api import Api
+from paceline.server.application import Application
 from paceline.server.embedder import Input
 from paceline.server.embeddings import EmbeddingRequest, encoder_of, inputs_of, json_numbers, parse_embedding_body
 from paceline.server.faults import Fault, Refusal
@@ -128,7 +128,7 @@ _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 
 
-def add_routes(app: Api, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(replies.OllamaError, service.settings)
     guarded = refusals(replies.OllamaError, service.settings, 401)
     encoder = service.embedder.encoder
@@ -255,7 +255,7 @@ class OllamaEmbedding(LazyModel):
     embedding: list[float]
 
 
-def _add_embeddings(app: Api, service: ApiService, refused: Documented) -> None:
+def _add_embeddings(app: Application, service: ApiService, refused: Documented) -> None:
     async def embedded(asked: EmbeddingRequest, request: Request, field: str) -> tuple[TextEncoder, Embedded]:
         encoder = encoder_of(asked, service)
         return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)

@@ -29,10 +29,10 @@ class _Documented:
     """As FastAPI's `add_api_route` takes it."""
 
 
-class Api(Starlette):
+class Application(Starlette):
     """An application without routes, but for its document."""
 
-    def __init__(self, *, title: str, version: str, description: str, lifespan: Lifespan[Api]) -> None:
+    def __init__(self, *, title: str, version: str, description: str, lifespan: Lifespan[Application]) -> None:
         super().__init__(lifespan=lifespan)
         self.title, self.version, self.description = title, version, description
         self.openapi: Callable[[], dict[str, Any]] = self.described
