@@ -23,7 +23,7 @@ from numba.core import types
 from numba.core.caching import Cache
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.registry import CPUDispatcher, cpu_target
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.core.types.functions import BaseFunction
 
 
