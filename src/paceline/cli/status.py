@@ -26,7 +26,7 @@ from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan, plan_request
 from paceline.store.home import Home
-from paceline.ways.draft.sources import FLEET
+from paceline.ways.draft.names import FLEET
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.routes.fleet_access import typical_request
 
