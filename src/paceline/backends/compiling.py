@@ -107,7 +107,7 @@ _target._internal_codegen = _Codegen("paceline")  # noqa: SLF001 - Numba has no 
 
 _resolve: Any = BaseFunction.get_call_type
 _resolved: dict[tuple[int, tuple[Any, ...]], tuple[Any, Any]] = {}
-"""Signatures by function type and operands' types, with the function type, whose id is the key's."""
+"""Signatures by function type and operands' types, with the function type: its id is in the key."""
 
 
 def _resolve_once(self: Any, context: Any, args: Any, kws: Any) -> Any:

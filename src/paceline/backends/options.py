@@ -23,7 +23,7 @@ class Compiling:
     total: int
     """Functions."""
     done_share: float
-    """Of the work, from 0 to 1."""
+    """Share of the work, from 0 to 1."""
     left_s: float | None
     """Estimated from what the functions before took; None before the first one."""
 
@@ -31,7 +31,7 @@ class Compiling:
 CompileProgress = Callable[[Compiling], None]
 """Called from any thread, when compiling begins and for each compiled function."""
 compile_progress: ContextVar[CompileProgress | None] = ContextVar("compile_progress", default=None)
-"""What loads that begin in this context call. A context's: between the command line and the kernels lie callers that know of no kernels."""
+"""Called by loads that begin in this context. A context's: between the command line and the kernels lie callers that know of no kernels."""
 
 
 @contextmanager

@@ -325,6 +325,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     ensure(settings.model, console)
     resolve(settings.model, Home.from_environment())  # what is not there is not said to load
     began_s = time.perf_counter()
+    gc.freeze()  # what was imported stays: a load collects garbage twice, and need not look there
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(settings.model, console) as progress:
         from paceline.node.build import build_node
 

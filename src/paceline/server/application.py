@@ -26,7 +26,7 @@ class _Documented:
     handler: Handler
     methods: tuple[str, ...]
     described: Mapping[str, Any]
-    """As FastAPI's `add_api_route` takes it."""
+    """Arguments of FastAPI's `add_api_route`."""
 
 
 class Application(Starlette):

@@ -16,7 +16,7 @@ from paceline.backends.cpu.kernels import compile_kernel
 
 def main() -> None:
     lowering, folder = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, whose end closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks: its end closes the input
     gc.disable()  # types and code live as long as the process: looking for garbage among them takes a tenth of the time
     cpu.prepare(cpu.Lowering(lowering), Path(folder))
     _answer("\n")

@@ -49,7 +49,7 @@ def cost_of(name: str) -> float:
 
 
 def is_packer(name: str) -> bool:
-    """Whether weights can't be packed before the function is compiled."""
+    """Return whether weights can't be packed before the function is compiled."""
     return name.startswith("pack.")
 
 

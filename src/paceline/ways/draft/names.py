@@ -1,4 +1,4 @@
-"""What options call drafts. Apart from what drafts, which takes time to import."""
+"""Names of drafts in options, in a module of their own: the code that drafts takes time to import."""
 
 from __future__ import annotations
 
