@@ -1,7 +1,11 @@
-"""A thousand simulated nodes: rounds until every node knows every other, and bytes a node sends and receives in a round afterwards.
+"""Simulated nodes: rounds until every node knows every other, bytes a node sends and receives in a round afterwards, and how long views show a dead node.
+
+    python bench/gossip.py                                   # a thousand nodes
+    python bench/gossip.py --nodes 50 --preset lan --churn 1
 
 Nodes start together on a random graph in which each is given `--degree` addresses. They run the real `Gossip`, on a network with loss. When
-the fleet has converged it is measured at rest for some rounds, then with churn (nodes killed, others started).
+the fleet has converged it is measured at rest for some rounds, then with churn (nodes killed, others started). At last one node is killed, and the
+time is measured until no view shows it.
 """
 
 from __future__ import annotations
@@ -46,6 +50,10 @@ class Outcome:
     churn_bytes_per_node_round: int
     churn_missing: int
     churn_dead_shown: int
+    dead_shown_s: float
+    """Seconds from a node's death until no view shows it."""
+    dead_shown_ttls: float
+    """The same in TTLs."""
     oldest_card_s: float
     wall_s: float
 
@@ -77,10 +85,18 @@ def counted(network: SimulatedNetwork, rounds: int, step: float) -> tuple[float,
     return sum(spent) / len(spent) / rounds, max(spent) // rounds
 
 
+def shown_after_death(network: SimulatedNetwork, rng: random.Random) -> float:
+    """Kill a node; return the seconds until no view shows it, to a hundredth of the TTL."""
+    dead, died = network.kill(rng.choice(sorted(network.nodes))), network.now
+    while any(dead.node_id in node.gossip.members for node in network.nodes.values()) and network.now - died < 3 * network.preset.ttl_s:
+        network.run(network.preset.ttl_s / 100)
+    return network.now - died
+
+
 def simulate(
-    preset: Preset, count: int, *, degree: int, loss: float, seed: int, steady_rounds: int, churn: int, churn_rounds: int
+    preset: Preset, count: int, *, degree: int, loss: float, seed: int, steady_rounds: int, churn: int, churn_rounds: int, dead: bool = True
 ) -> Outcome:
-    """Run the whole story once."""
+    """Run the whole story once; without `dead` nothing is measured of a node that dies."""
     began = time.perf_counter()
     rng = random.Random(seed)
     network = SimulatedNetwork(preset, seed=seed, loss=loss, size=size, sealed_bytes=CARD_BYTES, certificate_bytes=CERTIFICATE_BYTES)
@@ -97,18 +113,20 @@ def simulate(
     some = list(network.nodes.values())[:50]
     oldest = max(live.age_s for node in some for live in node.gossip.view(network.clock(node)).nodes)
 
-    dead: dict[str, float] = {}
+    killed: dict[str, float] = {}
     old_hands = list(network.nodes.values())
     spent, born = 0.0, 0
     for _ in range(churn_rounds if churn else 0):
         for _ in range(churn):
             label = rng.choice(sorted(network.nodes))
-            dead[network.kill(label).node_id] = network.now
+            killed[network.kill(label).node_id] = network.now
             born += 1
             network.start(f"late-{born:04}", seeds=rng.sample(sorted(network.nodes), degree))
         spent += counted(network, 1, step)[0]
-    late = {id_ for id_, died in dead.items() if network.now - died > preset.ttl_s}
+    late = {id_ for id_, died in killed.items() if network.now - died > preset.ttl_s}
     shown = sum(len(late.intersection(node.gossip.view(network.clock(node)).ids)) for node in network.nodes.values()) if late else 0
+    churn_missing = missing([node for node in old_hands if node.alive])
+    dead_shown_s = shown_after_death(network, rng) if dead else 0.0
     return Outcome(
         nodes=count,
         degree=degree,
@@ -123,8 +141,10 @@ def simulate(
         steady_missing=steady_missing,
         churn_per_round=churn,
         churn_bytes_per_node_round=round(spent / churn_rounds) if churn else 0,
-        churn_missing=missing([node for node in old_hands if node.alive]),
+        churn_missing=churn_missing,
         churn_dead_shown=shown,
+        dead_shown_s=round(dead_shown_s, 1),
+        dead_shown_ttls=round(dead_shown_s / preset.ttl_s, 2),
         oldest_card_s=round(oldest, 1),
         wall_s=round(time.perf_counter() - began, 1),
     )
@@ -137,7 +157,8 @@ def main() -> int:
     parser.add_argument("--loss", type=float, default=0.05, help="share of messages that never arrive")
     parser.add_argument("--churn", type=int, default=5, help="nodes killed, and as many started, a round")
     parser.add_argument("--churn-rounds", type=int, default=4)
-    parser.add_argument("--steady-rounds", type=int, default=4, help="a multiple of the rounds between two stamps")
+    parser.add_argument("--steady-rounds", type=int, default=4, help="a multiple of the rounds in which a card is signed again once")
+    parser.add_argument("--no-dead", action="store_true", help="do not wait until a node that was killed has left every view: one TTL less")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=["lan", "simulation"], default="simulation")
     given = parser.parse_args()
@@ -151,6 +172,7 @@ def main() -> int:
         steady_rounds=given.steady_rounds,
         churn=given.churn,
         churn_rounds=given.churn_rounds,
+        dead=not given.no_dead,
     )
     for name, value in asdict(outcome).items():
         print(f"{name.replace('_', ' '):32} {value:>14,}", file=sys.stderr)

@@ -10,22 +10,18 @@ from paceline.fleet.messages import ExchangeRequest, PassedCard, Reply
 
 CALL_BYTES = 260
 DIGEST_BYTES = 8 + 8 + 2
-STAMP_BYTES = 8 + 8 + 2 + 3 + 16
 TAG_BYTES = 4
 """Of a field with a length: its number, and a length of up to three bytes."""
 
 
 def _cards(cards: tuple[PassedCard, ...]) -> int:
-    return sum(
-        len(passed.sealed.sealed) + 2 * TAG_BYTES + (len(passed.sealed.certificate) + TAG_BYTES) * passed.with_certificate + 3 + 18 + 4
-        for passed in cards
-    )
+    return sum(passed.nbytes + 2 * TAG_BYTES * passed.with_card for passed in cards)
 
 
 def size(message: ExchangeRequest | Reply) -> int:
     """Bytes of a serialised message, at most a few more than it has, and half of what its call costs besides."""
     total = CALL_BYTES // 2 + len(message.revocations_digest) + TAG_BYTES
     total += sum(len(sealed.sealed) + TAG_BYTES for sealed in message.revocations)
-    total += len(message.stamps) * STAMP_BYTES + (6 * TAG_BYTES if message.stamps else 0) + _cards(message.cards)
+    total += _cards(message.cards)
     digests = message.digests if isinstance(message, ExchangeRequest) else message.wanted
     return total + (len(digests) * DIGEST_BYTES + 4 * TAG_BYTES if digests else 0)

@@ -191,7 +191,7 @@ def test_row_18_a_card_has_one_form_and_may_say_more(fleet: TestFleet) -> None:
     data = write_card(card_of(alice))
 
     def opened(card: bytes) -> object:
-        message = wire.SignedCard(card=card, signature=alice.sign(SignedKind.CARD, card), certificate=alice.member.certificate)
+        message = wire.SignedCard(card=card, signature=alice.sign(SignedKind.CARD, card + bytes(4)), certificate=alice.member.certificate)
         return open_card(message, root=fleet.authority.root, voids=fleet.revocations.voids, now=fleet.clock.wall()).card
 
     assert opened(data) == card_of(alice)

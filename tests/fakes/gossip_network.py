@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.gossip import Gossip
-from paceline.fleet.messages import LINK_BYTES, Effect, ExchangeRequest, GossipCall, Reply, Reseal, StampChain
+from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Renew, Reply, Reseal, node_key
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 
@@ -91,7 +91,6 @@ class SimulatedNetwork:
         """Have a node sign and announce a new card."""
         wall = self.wall(node.skew_s)
         node.persisted = next_version(node.persisted, wall, above)
-        chain = StampChain(node.node_id, node.persisted, self._rng.randbytes(LINK_BYTES))
         card = NodeCard(
             node_id=node.node_id,
             version=node.persisted,
@@ -100,11 +99,9 @@ class SimulatedNetwork:
             ttl_s=self.preset.ttl_s,
             announced_at=int(wall),
             leaving=leaving,
-            stamp_anchor=chain.anchor,
         )
-        said = (card.version.to_bytes(8, "big") + card.instance).ljust(self.sealed_bytes, b".")
-        sealed = SealedCard(card, said, b"." * self.certificate_bytes, node.issued_at)
-        self._act(node, node.gossip.announce(sealed, chain, self.clock(node)))
+        self._sign(node, card, 0)
+        self._schedule(node)
 
     def kill(self, label: str) -> SimulatedNode:
         """SIGKILL: the node says nothing."""
@@ -162,6 +159,23 @@ class SimulatedNetwork:
 
     # ----------------------------------------------------------------------------------------------------------------- private
 
+    def _sign(self, node: SimulatedNode, card: NodeCard, beat: int) -> None:
+        said = (card.version.to_bytes(8, "big") + beat.to_bytes(4, "big") + card.instance).ljust(self.sealed_bytes, b".")
+        sealed = SealedCard(card, said, beat, b"." * self.certificate_bytes, node.issued_at)
+        node.gossip.announce(sealed, self.clock(node))
+
+    def _opened(self, reader: SimulatedNode, cards: tuple[PassedCard, ...]) -> tuple[PassedCard, ...]:
+        """Return the cards that transport would take: a signature without its card fits only the card that it was made for."""
+        taken: list[PassedCard] = []
+        for passed in cards:
+            card = passed.sealed.card
+            held = None if passed.with_card else reader.gossip.held(node_key(card.node_id), card.version)
+            if passed.with_card or (held is not None and held.card == card):
+                taken.append(passed)
+            elif held is not None:
+                reader.gossip.lacks_certificate(card.node_id)
+        return tuple(taken)
+
     def _stop(self, node: SimulatedNode) -> None:
         if node.alive:
             self.kill(node.label)
@@ -174,6 +188,8 @@ class SimulatedNetwork:
                 self._send(node, effect)
             elif isinstance(effect, Reseal):
                 self.announce(node, above=effect.above)
+            elif isinstance(effect, Renew) and (own := node.gossip.own_card) is not None:
+                self._sign(node, own.card, own.beat + 1)
         self._schedule(node)
 
     def _schedule(self, node: SimulatedNode) -> None:
@@ -206,7 +222,8 @@ class SimulatedNetwork:
             self._fail(caller, call)
             return
         callee.bytes_received += sent
-        answered = callee.gossip.on_request(call.request, caller.node_id, self.clock(callee))
+        request = replace(call.request, cards=self._opened(callee, call.request.cards))
+        answered = callee.gossip.on_request(request, caller.node_id, self.clock(callee))
         size = 0 if self.size is None else self.size(answered.reply)
         callee.bytes_sent += size
         self._act(callee, answered.effects)
@@ -222,6 +239,7 @@ class SimulatedNetwork:
         if caller.gossip.voids(callee.node_id, callee.issued_at):
             self._fail(caller, call)
             return
+        reply = replace(reply, cards=self._opened(caller, reply.cards))
         self._act(caller, caller.gossip.on_reply(call.id, reply, callee.node_id, self.clock(caller)))
 
     def _fail(self, caller: SimulatedNode, call: GossipCall) -> None:

@@ -48,12 +48,13 @@ from paceline.fleet.card import (
     StepTime,
 )
 from paceline.fleet.eligibility import Clash, FleetView, LiveCard
-from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply
 from paceline.machine.kv_spans import KvMove
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
 from paceline.net.member.state import Sight, sight_of, write_sight
+from paceline.net.protocol import OtherVersion
 from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_servicer import WeightsDescription, parts
@@ -97,9 +98,10 @@ class Example:
 class Trusting:
     """A `CardOpener` that believes what it is told."""
 
-    def card(self, signed: fleet_pb2.SignedCard) -> SealedCard:
-        sealed = fleet_pb2.SignedCard(card=signed.card, signature=signed.signature)
-        return SealedCard(read_card(signed.card), sealed.SerializeToString(deterministic=True), signed.certificate)
+    def card(self, passed: fleet_pb2.PassedCard) -> SealedCard:
+        signed = passed.card
+        sealed = fleet_pb2.SignedCard(card=signed.card, beat=signed.beat, signature=signed.signature)
+        return SealedCard(read_card(signed.card), sealed.SerializeToString(deterministic=True), signed.beat, signed.certificate)
 
     def revocation(self, signed: fleet_pb2.SignedRevocation) -> SealedRevocation:
         said = fleet_pb2.Revocation.FromString(signed.revocation)
@@ -181,15 +183,14 @@ RICH_CARD = NodeCard(
     mlx_version="0.29",
     software="0.9.0",
     leaving=True,
-    stamp_anchor=b"fedcba9876543210",
     serves_shards=True,
     shard_memory_bytes=40 << 30,
     devices=(Device("torch-cuda", "H100", 80 << 30, 70 << 30, 3_350_000_000_000, 60 << 30, ("bf16", "int8")),),
 )
 
 
-def sealed(card: NodeCard, certificate: bytes) -> SealedCard:
-    return SealedCard(card, bytes_of(fleet_pb2.SignedCard(card=write_card(card), signature=b"signature")), certificate)
+def sealed(card: NodeCard, certificate: bytes, beat: int = 0) -> SealedCard:
+    return SealedCard(card, bytes_of(fleet_pb2.SignedCard(card=write_card(card), beat=beat, signature=b"signature")), beat, certificate)
 
 
 def revoked() -> SealedRevocation:
@@ -206,7 +207,6 @@ def listed() -> SealedList:
     )
 
 
-STAMPS = (Stamp(1 << 63, 12, 3, b"p" * 16, 1.25), Stamp(5, 13, 256, b"q" * 16, 0.0))
 SERVED_CARD = replace(
     MINIMAL_CARD,
     models=(
@@ -219,14 +219,14 @@ SERVED_CARD = replace(
         ),
     ),
 )
-PASSED = (PassedCard(sealed(RICH_CARD, b"certificate"), 3, b"p" * 16, 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
+PASSED = (PassedCard(sealed(RICH_CARD, b"certificate", 3), 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
 
 
 def fleet_examples() -> Iterator[Example]:
     for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD), ("served", SERVED_CARD)):
         yield Example(f"NodeCapability/{name}", card, partial(write_card, card), read_card, fleet_pb2.NodeCapability)
-    rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), STAMPS, PASSED, (revoked(),), b"set", listed())
-    reply = Reply(STAMPS, PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())
+    rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), PASSED, (revoked(),), b"set", listed())
+    reply = Reply(PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())
 
     def request_of(message: fleet_pb2.ExchangeCapabilitiesRequest) -> ExchangeRequest:
         return asyncio.run(read_request(message, Trusting(), fail))
@@ -239,21 +239,24 @@ def fleet_examples() -> Iterator[Example]:
     for name, answer in (("rich", reply), ("minimal", Reply())):
         yield coded(name, fleet_pb2.ExchangeCapabilitiesResponse, answer, write_reply, reply_of)
     signed = fleet_pb2.SignedRevocation.FromString(revoked().sealed)
-    passed = fleet_pb2.PassedCard(card=fleet_pb2.SignedCard(card=b"card", signature=b"s", certificate=b"c"), beat=1, proof=b"p", age_ms=9)
+    passed = fleet_pb2.PassedCard(
+        card=fleet_pb2.SignedCard(card=b"card", signature=b"s", certificate=b"c", beat=1), node_key=5, version=6, age_ms=9
+    )
     for message in (
         fleet_pb2.Revocation.FromString(signed.revocation),
         fleet_pb2.RevocationList.FromString(fleet_pb2.SignedRevocationList.FromString(listed().sealed).list),
-        fleet_pb2.GetNodeCapabilityResponse(card=passed),
+        fleet_pb2.GetNodeCapabilityResponse(card=passed, protocol=3),
         fleet_pb2.MeasureLinkRequest(response_bytes=4096, payload=b"\0" * 8),
         fleet_pb2.MeasureLinkResponse(payload=b"\0" * 8),
         fleet_pb2.RenewRequest(certificate_request=b"request"),
         fleet_pb2.RenewResponse(certificate=b"certificate"),
-        fleet_pb2.JoinRequest(certificate_request=b"request", token_id="token", proof=b"proof", nonce=b"nonce"),
+        fleet_pb2.JoinRequest(certificate_request=b"request", token_id="token", proof=b"proof", nonce=b"nonce", protocol=3),
         fleet_pb2.JoinResponse(certificate=b"node", ca_certificate=b"ca", peer_addresses=["10.0.0.1:7500"], revocations=[signed]),
     ):
         yield plain("rich", message)
         yield plain("minimal", type(message)())
     yield plain("minimal", fleet_pb2.GetNodeCapabilityRequest())
+    yield plain("rich", fleet_pb2.GetNodeCapabilityRequest(protocol=3))
     facts = fleet_pb2.NodeFacts(clock_unix_us=1_800_000_000_000_000, tensor_port=40001, arithmetic=2, python="3.11.2", numba="0.62.0")
     yield plain("facts", fleet_pb2.GetNodeCapabilityResponse(card=passed, facts=facts))
 
@@ -267,7 +270,14 @@ def control_examples() -> Iterator[Example]:
     )
     drafts = (DraftUse("ngram", 10, 40, 25, "node-2", "small", 12, 0.0035, 1, "it is slow"),)
     rich = Sight(
-        view, (Failure("10.0.0.9:7500", "refused", -3.5),), 77, drafts, 1_760_000_000, 1_790_000_000, (("m", "node-1 alone: 20 tokens/s"),)
+        view,
+        (Failure("10.0.0.9:7500", "refused", -3.5),),
+        77,
+        drafts,
+        1_760_000_000,
+        1_790_000_000,
+        (("m", "node-1 alone: 20 tokens/s"),),
+        (OtherVersion(NodeId("node-9"), 2, 1),),
     )
     for name, sight in (("rich", rich), ("minimal", Sight(FleetView(NodeId(""), ()), (), 0))):
         yield coded(name, control_pb2.GetFleetViewResponse, sight, partial(write_sight, "fleet" * (name == "rich")), sight_of)
@@ -479,7 +489,7 @@ def tensor_examples() -> Iterator[Example]:
 
 def rank_examples() -> Iterator[Example]:
     ticket = b"t" * 32
-    least = RankRequest(1, "m", SHA, WeightsFormat.INT4, 1, (Stops(1, 0, 1), Stops(2, 4, 8)), 1, 1, 1, 1, ("h:1",), ticket)
+    least = RankRequest("m", SHA, WeightsFormat.INT4, 1, (Stops(1, 0, 1), Stops(2, 4, 8)), 1, 1, 1, 1, ("h:1",), ticket)
     rich = replace(
         least, weights=WeightsFormat.BF16, rank=2, stops=(Stops(1, 2, 3), Stops(2, 4, 6), Stops(3, 6, 9)), n_blocks=900, max_rows=512,
         logits_rows=64, max_blocks=512, addresses=("10.0.0.2:7501", "10.1.0.2:7501"),

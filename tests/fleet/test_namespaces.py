@@ -31,7 +31,7 @@ BY_MDNS = ("n4", "n5")
 TTL_S = 6
 PRESET = f"desk,ttl_s={TTL_S},exchange_s=1,restamp_s=1,rpc_timeout_s=3"
 ON_ITS_WAY_S = 1.5
-"""Ages do not count the time that stamps are on the wire, nor the watcher's own."""
+"""Ages do not count the time that cards are on the wire, nor the watcher's own."""
 
 View = dict[str, tuple[int, float, int]]
 

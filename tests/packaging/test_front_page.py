@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_inference import ScriptedInference
+
+from paceline.server.app import create_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/guide.md")
@@ -52,3 +56,16 @@ def test_every_command_of_the_guide_exists() -> None:
 
 def test_the_chart_is_of_the_table() -> None:
     subprocess.run([sys.executable, str(ROOT / "tools/draw_chart.py"), "--check"], check=True, timeout=100)
+
+
+def test_each_endpoint_has_an_example_with_its_answer() -> None:
+    text = (ROOT / "docs/reference/examples.md").read_text()
+    shown = set(re.findall(r"^`(\w+) (\S+)`$", text, re.MULTILINE))
+    paths = create_app(ScriptedInference(), encoder=ScriptedEncoder()).openapi()["paths"]
+    asked = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    kept = {path: re.sub(r"\{\w+\}", r"[^/]+", path) for _, path in asked}
+    lacking = {
+        (method, path) for method, path in asked if not any(method == verb and re.fullmatch(kept[path], place) for verb, place in shown)
+    }
+    assert lacking == set()
+    assert text.count("```sh") == len(re.findall(r"```(?:json|text)", text)) == len(re.findall(r"^## ", text, re.MULTILINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,19 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in files()}
+
+
 def test_no_file_is_too_long() -> None:
     assert [str(path) for path in files() if lines(path) > LONGEST] == []
 
 
 def test_no_two_public_classes_have_one_name() -> None:
     places = defaultdict[str, list[str]](list)
-    for path in files():
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in trees().items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(SOURCE)))
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
@@ -90,3 +96,45 @@ def test_no_retired_word_comes_back() -> None:
         str(path.relative_to(root)): sorted(set(words.findall(path.read_text()))) for path in (*sources, *pages) if path != Path(__file__)
     }
     assert {path: said for path, said in found.items() if said} == {}
+
+
+GIVEN_LATER = {
+    "node/build.py": {"built.loans.wake"},
+    "node/pipelines.py": {"built.loans.wake", "peers.prompts_per_s"},
+    "node/serving.py": {"portrait.left_bytes", "portrait.load", "portrait.prefills", "portrait.served", "self.ranks.left_bytes", "self.shards.host.warm.beside"},
+    "server/app.py": {"app.openapi"},  # as FastAPI documents it
+    "server/serve.py": {"client.protocol.left"},
+    "ways/kv/pushing.py": {"fetch.hang_up"},
+    "ways/kv/service.py": {"fetch.hang_up", "kv.compute", "kv.loans.on_used", "kv.on_checked"},
+    "ways/kv/source.py": {"loans.on_checked"},
+    "ways/tensor/rank.py": {"weights.reads"},
+}  # fmt: skip
+"""Callbacks that another object sets after construction, by file. The list may only shrink."""
+NO_CALLBACKS = {"client.opening", "prompt.ended", "shard.loading"}
+"""Attributes with the name of a callback."""
+
+
+def is_callable(annotation: ast.expr) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == "Callable" for each in ast.walk(annotation))
+
+
+def is_own(attribute: ast.Attribute) -> bool:
+    return isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
+
+
+def test_no_object_sets_a_callback_of_another_one() -> None:
+    callbacks, found = {"openapi"}, defaultdict[str, set[str]](set)
+    given: list[tuple[str, ast.Attribute]] = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name | ast.Attribute) and is_callable(node.annotation):
+                callbacks.add(node.target.attr if isinstance(node.target, ast.Attribute) else node.target.id)
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                every = target.elts if isinstance(target, ast.Tuple) else [target]
+                given += [
+                    (path.relative_to(SOURCE).as_posix(), each) for each in every if isinstance(each, ast.Attribute) and not is_own(each)
+                ]
+    for name, each in given:
+        if each.attr in callbacks and (spelled := ast.unparse(each)) not in NO_CALLBACKS:
+            found[name].add(spelled)
+    assert found == GIVEN_LATER

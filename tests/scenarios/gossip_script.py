@@ -31,6 +31,7 @@ from paceline.fleet.messages import (
     Ignored,
     Left,
     PassedCard,
+    Renew,
     Reseal,
     Restarted,
     Revoked,
@@ -53,13 +54,13 @@ def told(effect: Effect) -> str:
         case Revoked(node_id):
             return f"{node_id} is revoked"
         case Clashed(node_id, addresses, other_addresses):
-            return f"CLASH: {node_id} is claimed at {' '.join(addresses)} and at {' '.join(other_addresses)}"
+            return f"CLASH: {node_id} runs here, at {' '.join(addresses)}, and elsewhere, at {' '.join(other_addresses)}"
         case Ignored(peer, node_id, reason):
             return f"ignored{f' of {node_id}' if node_id else ''}, from {peer}: {reason}"
         case Reseal(_, reason):
             return f"signs a new card: {reason}"
-        case GossipCall():
-            raise AssertionError("calls are not told")
+        case GossipCall() | Renew():
+            raise AssertionError("what each round does is not told")
 
 
 class Script:
@@ -71,7 +72,7 @@ class Script:
         self.network = SimulatedNetwork(lan(), seed=1, on_effect=self._happened)
 
     def _happened(self, now: float, node: SimulatedNode, effect: Effect) -> None:
-        if not isinstance(effect, GossipCall):
+        if not isinstance(effect, GossipCall | Renew):
             self.out.append(f"{now:7.1f} {node.label}: {told(effect)}")
 
     def run(self, line: str) -> None:
@@ -152,7 +153,7 @@ class Script:
     def do_ages(self, words: list[str], named: dict[str, str]) -> None:
         for node in self.network.nodes.values():
             live = node.gossip.view(self.network.clock(node)).nodes
-            self.out.append(f"{node.label}: " + ", ".join(f"{one.card.node_id} {one.age_s:.1f} s, stamp {one.beat}" for one in live))
+            self.out.append(f"{node.label}: " + ", ".join(f"{one.card.node_id} {one.age_s:.1f} s, beat {one.beat}" for one in live))
 
     def do_clashes(self, words: list[str], named: dict[str, str]) -> None:
         for node in self.network.nodes.values():

@@ -1,4 +1,4 @@
-"""Compiled kernels, kept between runs. A first start compiles for some fifteen seconds; later ones read machine code.
+"""Compiled kernels, kept between runs: a first start compiles them, later ones read machine code.
 
 Numba notices a changed function but not a changed callee, so the folder's name is a hash of all kernel sources, of the compilers'
 versions and of the processor. Must run before the kernel modules are imported.
@@ -121,14 +121,21 @@ def _warn(target: Path, reason: str) -> None:
 
 
 @contextmanager
-def alone(*, wait: bool = True) -> Generator[None]:
-    """Compile while no other process does, where compiled kernels are kept and may be written. Without `wait`, beside one that does: little may be compiled twice."""
+def alone(*, wait: bool = True) -> Generator[Path | None]:
+    """Compile while no other process does, where compiled kernels are kept and may be written.
+
+    Args:
+        wait: for another process that compiles. Without it the block runs at the same time: little may be compiled twice.
+
+    Yields:
+        The folder in use; None where other processes compile too, or nothing is kept.
+    """
     folder = Path(os.environ.get(_VARIABLE, ""))
     if in_use() and os.access(folder, os.W_OK):
-        with _locked(folder, wait=wait):
-            yield
+        with _locked(folder, wait=wait) as locked:
+            yield folder if locked else None
     else:
-        yield
+        yield None
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +13,35 @@ from paceline.core.model import LayerRange, WeightsFormat
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read) while a model loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """How far the compiling of a model's kernels is."""
+
+    done: int
+    total: int
+    """Functions."""
+    done_share: float
+    """Share of the work, from 0 to 1."""
+    left_s: float | None
+    """Estimated from what the functions before took; None before the first one."""
+
+
+CompileProgress = Callable[[Compiling], None]
+"""Called from any thread, when compiling begins and for each compiled function."""
+compile_progress: ContextVar[CompileProgress | None] = ContextVar("compile_progress", default=None)
+"""Called by loads that begin in this context. A context's: between the command line and the kernels lie callers that know of no kernels."""
+
+
+@contextmanager
+def showing_compiling(progress: CompileProgress) -> Generator[None]:
+    """Have loads that begin in the block call `progress`."""
+    token = compile_progress.set(progress)
+    try:
+        yield
+    finally:
+        compile_progress.reset(token)
 
 
 class DeviceKind(StrEnum):

@@ -27,7 +27,7 @@ from paceline.engine.drafts import DRAFTS, OFF, DraftSource
 from paceline.engine.engine import Engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.speed import steps
-from paceline.ways.draft.sources import FLEET
+from paceline.ways.draft.names import FLEET
 
 GRAM = 8
 """Tokens of the pieces by which a text that goes round in circles is known."""

@@ -310,6 +310,9 @@ async def _others(identity: Identity, folder: FleetFolder, looked: Looked | None
         one = reaches[address]
         if address in known or (one.member is not None and one.member.node_id == own):
             continue
+        if one.barrier is Barrier.VERSION:
+            findings.append(Finding("versions", Level.PROBLEM, address, one.why, _todo(one, "that machine", "--fleet-port")))
+            continue
         level = Level.PROBLEM if address in peers else Level.NOTE
         findings.append(Finding("port.grpc", level, address, one.why, _todo(one, "that machine", "--fleet-port")))
     findings += [Finding("models", Level.NOTE, name, words, ONE_NAME_HINT) for name, words in different_models(cards.values())]
@@ -360,11 +363,6 @@ def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: 
     yield from _judge_card(node_id, best, here)
     if best.setting is not None:
         yield from _judge_setting(node_id, card, best.setting, here)
-    else:
-        said = (
-            f"it runs paceline {printable(card.software, 40) or 'of an older version'}, which tells neither its clock nor its tensor port"
-        )
-        yield Finding("versions", Level.NOTE, node_id, said, f"Update it to {__version__}.")
 
 
 def _judge_card(node_id: NodeId, best: Reach, here: OwnSide) -> Iterator[Finding]:
@@ -450,5 +448,7 @@ def _todo(one: Reach, who: str, option: str) -> str:
             return f"Another program has port {port} there, or a node of another fleet: choose another {option}, or join it to this fleet."
         case Barrier.CLOCK:
             return "Set the clock that is wrong, here or there (timedatectl set-ntp true); a certificate that has expired is made anew by paceline join."
+        case Barrier.VERSION:
+            return "All machines of a fleet need Paceline of one protocol version."
         case Barrier.FAILED | None:
             return f"See what paceline up prints on {who}."

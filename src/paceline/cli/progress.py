@@ -1,7 +1,8 @@
-"""Progress of something counted in bytes: a bar on a terminal, nothing elsewhere."""
+"""Progress of bytes and of kernels: a bar on a terminal; elsewhere nothing, or lines."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from paceline.backends.options import CompileProgress, Compiling, showing_compiling
 from paceline.cli.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -18,17 +20,37 @@ if TYPE_CHECKING:
 
 STEP_PERCENT = 10
 """Between two lines about a load where no bar can be drawn."""
+KERNEL_STEP = 0.25
+"""Share of the work between two lines about kernels, likewise."""
 
 
 class _WhileCounting(ProgressColumn):
-    """A column that has something to say only while bytes are counted: neither before their number is known, nor once all are there."""
+    """A column that is empty unless bytes are counted: before their number is known, and for kernels."""
 
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
         self._column = column
 
     def render(self, task: Task) -> RenderableType:
-        return "" if task.total is None else self._column(task)
+        return "" if task.total is None or _END_S in task.fields else self._column(task)
+
+
+_END_S = "end_s"
+"""Field of the task that counts kernels: when it will end (`time.monotonic`), or None."""
+
+
+class _EstimateLeft(ProgressColumn):
+    """Seconds until kernels are compiled."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        end_s: float | None = task.fields.get(_END_S)
+        return Text("" if end_s is None else _about(end_s - time.monotonic()), style="progress.remaining")
+
+
+def _about(left_s: float) -> str:
+    return f"about {max(1, round(left_s))} s left"
 
 
 class _Speed(ProgressColumn):
@@ -60,7 +82,27 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
             progress.update(counted, completed=done, total=total or None, visible=not full)
             progress.update(uncounted, visible=full)
 
-        yield show
+        with showing_compiling(_kernel_bar(progress, console)):
+            yield show
+
+
+def _kernel_bar(progress: Progress, console: Console) -> CompileProgress:
+    """A bar for the kernels, or a line at each step where none can be drawn."""
+    bar = progress.add_task("", total=1.0, visible=False, end_s=None)
+    told_share = 0.0
+
+    def show(compiling: Compiling) -> None:
+        nonlocal told_share
+        label = f"Compiling kernels for this processor, once: {compiling.done} of {compiling.total}"
+        end_s = None if compiling.left_s is None else time.monotonic() + compiling.left_s
+        is_visible = compiling.done < compiling.total
+        progress.update(bar, description=label, completed=compiling.done_share, visible=is_visible, end_s=end_s)
+        is_step = compiling.done == 0 or compiling.done_share >= told_share + KERNEL_STEP
+        if is_visible and is_step and not console.is_terminal:
+            told_share = compiling.done_share
+            print_lines(console, label if compiling.left_s is None else f"{label}, {_about(compiling.left_s)}")
+
+    return show
 
 
 @contextmanager
@@ -110,10 +152,11 @@ def opening_bar(
             if loading:
                 say(label, opening.percent, str(opening))
 
-        yield reading, own, others
+        with showing_compiling(_kernel_bar(progress, console)):
+            yield reading, own, others
 
 
 def _bars(console: Console) -> Progress:
     counting = (DownloadColumn(binary_units=True), _Speed(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(_WhileCounting, counting))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(_WhileCounting, counting), _EstimateLeft())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -16,9 +16,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from paceline.backends.memory import human
@@ -28,6 +27,9 @@ from paceline.core.text import printable
 from paceline.server.settings import OWNER_HEADER
 from paceline.store.home import Home, read_json_object
 from paceline.store.kv_folder import BLOCK_COUNTS
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class RunningEndpoint:
         Raises:
             OSError: its certificate can't be read any more.
         """
+        import httpx  # a start takes a note of itself, and asks no endpoint
+
         headers = {"Authorization": f"Bearer {api_key}"} if api_key and self.has_key else {}
         verify = ssl.create_default_context(cafile=self.certificate) if self.certificate else True
         headers |= {OWNER_HEADER: self.owner_key} if self.owner_key else {}
@@ -147,6 +151,8 @@ def lives(process: int) -> bool:
 
 
 def _answers(endpoint: RunningEndpoint) -> bool:
+    import httpx
+
     try:
         with endpoint.client() as client:
             answer = client.get("/health")
@@ -311,6 +317,8 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
 
 
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
+    import httpx
+
     (state, error, failing), models = (GONE, "", ()), None
     try:
         with one.client(os.environ.get("PACELINE_API_KEY")) as client:
@@ -378,6 +386,8 @@ def _read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...
 
 def _figures(one: RunningEndpoint) -> dict[str, float]:
     """Figures of the endpoint's own page, and when they were read; empty where it does not give them."""
+    import httpx
+
     try:
         with one.client(os.environ.get("PACELINE_API_KEY")) as client:
             answer = client.get("/metrics")
@@ -394,6 +404,8 @@ def _figures(one: RunningEndpoint) -> dict[str, float]:
 
 
 def _samples(page: str) -> Iterator[tuple[str, float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             labels = (sample.labels.get(label) for label in ("what", "transport", "outcome", "node"))

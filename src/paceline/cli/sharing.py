@@ -25,12 +25,9 @@ from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings, read_settings, read_trust_policy
 from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
-from paceline.net.trust.certificates import is_address
-from paceline.node.ways import parse_pin, parse_ways
 from paceline.store.home import Home
+from paceline.ways.draft.names import FLEET, JACOBI
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.draft.service import JACOBI
-from paceline.ways.draft.sources import FLEET
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR
 
@@ -116,6 +113,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         _check_alone(settings, sharing.propose)
         run_up(settings, api, sharing=sharing, greet=greet)
     from paceline.node.planning import Constraints
+    from paceline.node.ways import parse_pin
     from paceline.ways.pipeline.host.serving import hosting_of
     from paceline.ways.pipeline.routes.build import PipelineOrder
 
@@ -143,6 +141,8 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
     """What a person allows."""
+    from paceline.node.ways import parse_ways
+
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
     fitting = frozenset({ALONE, *drafted, *((PIPELINE, TENSOR) if pipelines.enabled and not sharing.more else ())})
     if spread:  # pins alone may be of ranks, where that is said
@@ -165,6 +165,8 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draf
 
 def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
     """No node drafts for this one where that is none of the ways; prompt lookup is no way, but the engine's own."""
+    from paceline.node.ways import parse_ways
+
     allowed = parse_ways(ways)
     if settings is None or allowed is None or DRAFT in allowed or settings.draft in {NGRAM, OFF}:
         return settings
@@ -237,6 +239,8 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
                 "Start one here: paceline init. Or join one: paceline join. Or try several nodes on this machine: paceline up --local-nodes 3.",
             )
         return None
+    from paceline.net.trust.certificates import is_address  # which imports what proves identities: of members alone
+
     for peer in peers:
         if not is_address(peer):
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")

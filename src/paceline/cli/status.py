@@ -20,12 +20,13 @@ from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
 from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
+from paceline.net.member.meter import SAME_ID_HINT
 from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
 from paceline.net.trust.folder import FleetFolder
 from paceline.node.ways import plan, plan_request
 from paceline.store.home import Home
-from paceline.ways.draft.sources import FLEET
+from paceline.ways.draft.names import FLEET
 from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.routes.fleet_access import typical_request
 
@@ -98,7 +99,6 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
             {
                 **asdict(live.card),
                 "instance": live.card.instance.hex(),
-                "stamp_anchor": live.card.stamp_anchor.hex(),
                 "trust": live.trust,
                 "age_s": live.age_s,
             }
@@ -109,6 +109,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
         "drafts": [asdict(use) for use in looked.sight.drafts],
         "different_models": [{"model": name, "which": words} for name, words in different_models(view.cards)],
         "clashes": [asdict(clash) for clash in view.clashes],
+        "other_versions": [asdict(other) for other in looked.sight.other_versions],
         "revoked": list(view.revoked),
         "revocations_as_of": looked.sight.revocations_as_of,
         "certificate_ends": looked.sight.certificate_ends,
@@ -128,6 +129,7 @@ def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
                 each.sight.view.revoked,
                 [(use.by, use.node_id, use.model_id, use.trouble) for use in each.sight.drafts],
                 [clash.node_id for clash in each.sight.view.clashes],
+                each.sight.other_versions,
                 [failure.address for failure in each.sight.failures],
             )
             for each in looked
@@ -172,8 +174,10 @@ def _show(looked: Looked, console: Console) -> None:
         if use.drafts or use.blocks or proposers or use.by != FLEET:
             print_lines(console, _drafts(use))
     for clash in view.clashes:
-        where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
-        console.print(Text.assemble(("two running nodes claim the id", "red"), where))
+        where = f": here at {', '.join(clash.addresses)}, there at {', '.join(clash.other_addresses)}. {SAME_ID_HINT}"
+        console.print(Text.assemble((f"{clash.node_id} runs elsewhere too", "red"), where), soft_wrap=True)
+    for other in looked.sight.other_versions:
+        console.print(Text.assemble((other.words, "red"), f". {other.todo}"), soft_wrap=True)
     for name, words in different_models(view.cards):
         console.print(Text(f"{name}: {words}. {ONE_NAME_HINT}", "yellow"))
     if view.revoked:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline import __version__
 from paceline.backends.memory import human
 from paceline.cli import EXIT_INTERRUPTED
 from paceline.cli.models import ensure
@@ -43,15 +44,15 @@ from paceline.store.home import Home
 from paceline.ways.tensor.rank import STOP_TOLD
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from paceline.cli.sharing_options import SharingOptions
     from paceline.core.inference import ServedModel
     from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
+    from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
     from paceline.node.planning import Constraints
     from paceline.node.serving import FleetServing
+    from paceline.server.application import Application
     from paceline.server.service import ApiService
     from paceline.server.settings import TlsFiles
     from paceline.ways.draft.service import LoadedProposer
@@ -170,22 +171,20 @@ def run_up(
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
     from paceline.machine.models import Models
-    from paceline.net.member.state import Claim
-    from paceline.net.trust.folder import FleetFolder
     from paceline.node.build import build_node
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import serve, url_of
-    from paceline.ways.draft.service import drafting_alone
 
     home, clock = Home.from_environment(), SystemClock()
+    home.keep_layout(__version__)
     beside = tuple(resolve(path, home) for path in sharing.beside)
     port, notes = take_port(api, home), ExitStack()
     served = replace(api.settings, owner_key=secrets.token_urlsafe(32), ways=tuple(each.way for each in WAYS))
     certificate = None if tls is None else tls.certificate
     note = partial(announced, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
     notes.enter_context(note(url_of(api.host, port, tls), is_ready=False))
-    claim = None if fleet is None else Claim(FleetFolder(home.fleet), fleet)
+    claim = None if fleet is None else _claim(home, fleet)
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
@@ -213,6 +212,8 @@ def run_up(
                 if fleet is None:
                     app = create_app(models, served, encoder, models)
                     if proposers and models.nodes:
+                        from paceline.ways.draft.service import drafting_alone
+
                         node = models.nodes[0]
                         drafting = drafting_alone(node.drafts, node.model.tokenizer, proposers)
                         service_of(app).metrics.add(*await stack.enter_async_context(drafting))
@@ -236,7 +237,7 @@ def run_up(
                 await answer(app, stop)
                 ending.clients_know()
 
-        async def answer(app: FastAPI, stop: asyncio.Event) -> None:
+        async def answer(app: Application, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
@@ -257,6 +258,13 @@ def run_up(
         models.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
+
+
+def _claim(home: Home, fleet: FleetSettings) -> Claim:
+    from paceline.net.member.state import Claim
+    from paceline.net.trust.folder import FleetFolder
+
+    return Claim(FleetFolder(home.fleet), fleet)
 
 
 def take_port(api: ApiOptions, home: Home) -> socket.socket:
@@ -291,7 +299,6 @@ async def _plan_and_load(
 
     began_s = time.perf_counter()
     await whole.settle(stop)
-    note_compiling(console)
     with opening_bar(console, settings.model) as (reading, own, others):
         told = LoadTold(reading, own, others, partial(print_lines, console))
         opening = asyncio.create_task(serve_planned(whole, settings, asked, SystemClock(), told))
@@ -318,10 +325,10 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     ensure(settings.model, console)
     resolve(settings.model, Home.from_environment())  # what is not there is not said to load
     began_s = time.perf_counter()
+    gc.freeze()  # what was imported stays: a load collects garbage twice, and need not look there
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(settings.model, console) as progress:
         from paceline.node.build import build_node
 
-        note_compiling(console)
         node = build_node(settings, progress)
     return _told_loaded(node, began_s, console)
 
@@ -346,14 +353,6 @@ def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None
         yield progress
 
 
-def note_compiling(console: Console) -> None:
-    """Say why a first start takes longer."""
-    from paceline.machine.setup import must_compile
-
-    if must_compile():
-        console.print("First start: compiling kernels for this processor takes some fifteen seconds, once", style="dim", soft_wrap=True)
-
-
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
     """Load an encoder; a model of that name that only the fleet has is no encoder."""
     from paceline.core.clock import SystemClock
@@ -369,12 +368,12 @@ def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
 def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:
     """`load`, of a model to draft with."""
     from paceline.core.clock import SystemClock
-    from paceline.ways.draft.service import JACOBI, load_proposer
+    from paceline.ways.draft.names import JACOBI
+    from paceline.ways.draft.service import load_proposer
 
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(f"{name} to draft with", console) as progress:
-        note_compiling(console)
         proposer = load_proposer(name, threads, progress, SystemClock())
     rate = proposer.offer.tokens_per_second
     print_lines(console, f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s")

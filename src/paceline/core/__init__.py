@@ -1,1 +1,1 @@
-"""What every other package may lean on: ids, errors, clocks, model sizes, request types. Stdlib, pydantic and numpy only."""
+"""Types and helpers that every other package may import: ids, errors, clocks, model sizes, request types. Uses stdlib, numpy and prometheus_client only."""

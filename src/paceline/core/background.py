@@ -1,6 +1,6 @@
-"""Tasks that go on beside everything else: what ends one is logged, since nothing waits for it, and work that must go on is started again.
+"""Background tasks: a failure is logged, since nothing awaits the task, and work that must continue is restarted.
 
-Law: work that fails is started again for as long as its owner wants it, after a pause that doubles. What fails again and again is named.
+Law: failed work is restarted for as long as its owner wants it, after a pause that doubles. `Background.failing` names the work that fails repeatedly.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before work that failed is started again: doubled with each failure. Raising them: a fault that passes is felt for longer."""
+"""Seconds before failed work is restarted: the first pause, doubled with each failure, and the longest. Raising them: a passing fault is felt for longer."""
 STEADY_S = 120.0
-"""Work that went on for so long since its last failure counts as sound."""
+"""Seconds after the end of the last pause from which the work counts as sound, and its failures are forgotten."""
 
 
 def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run work on this event loop once, until it ends, or its owner, who keeps the task, cancels it."""
+    """Start a coroutine once as a task on the running event loop, and log its failure. The caller keeps the task and may cancel it."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
 
 
 def tell_loop(loop: asyncio.AbstractEventLoop, work: Callable[..., object], *args: Any) -> None:
-    """Have a loop do something soon; from any thread. One that is closed is told nothing."""
+    """Schedule a call on an event loop from any thread. Do nothing if the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(work, *args)
 
 
 async def came_within(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for an event, so long at most; None: for as long as it takes. Returns whether it came."""
+    """Wait for an event for at most `seconds`; None: without a limit.
+
+    Returns:
+        Whether the event was set.
+    """
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -49,7 +53,7 @@ async def came_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, however they do."""
+    """Cancel tasks and wait until all of them have ended; their errors are dropped."""
     ending = [task for task in tasks if task is not None]
     for task in ending:
         task.cancel()
@@ -57,21 +61,21 @@ async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 class TaskSet(set[asyncio.Task[None]]):
-    """Tasks that nothing waits for, until each is over."""
+    """Running tasks that nothing awaits. A task leaves the set when it ends."""
 
     def start(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-        """Run one more on this event loop."""
+        """Start a coroutine as a task on the running event loop and keep it."""
         return self.hold(asyncio.create_task(work, name=name))
 
     def hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """One that was started."""
+        """Keep a task that was started elsewhere."""
         self.add(task)
         task.add_done_callback(self.discard)
         return task
 
 
 def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], name: str) -> Future[Result]:
-    """The same on an event loop, from any thread."""
+    """Start a coroutine on an event loop from any thread, and log its failure under `name`."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
 
     def tell_failure(done: Future[Result]) -> None:
@@ -83,7 +87,7 @@ def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, 
 
 
 class Background:
-    """Work of one node that is started again where it fails."""
+    """Restarts a node's background work where it fails."""
 
     def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._clock, self._sleep = clock, sleep
@@ -91,12 +95,12 @@ class Background:
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """Names of work that failed more than once, and has not gone on for long since."""
+        """Names of work that failed more than once and has not been steady since."""
         now = self._clock.monotonic()
         return tuple(name for name, trouble in sorted(self._troubles.items()) if trouble.failures > 1 and not trouble.is_steady(now))
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
-        """Run work on this event loop until it ends without an error, or its owner, who keeps the task, cancels it."""
+        """Start work as a task on the running event loop, restarted after each failure. The task ends when the work returns, or when the caller cancels it."""
         return in_background(self._kept(work, name), name)
 
     async def _kept(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -118,7 +122,7 @@ class Background:
             self._troubles.pop(name, None)
 
     def _pause_s(self, name: str) -> float:
-        """After another failure."""
+        """Count another failure of this work, and return the seconds to wait."""
         return self._troubles.setdefault(name, Backoff(PAUSE_S, LONGEST_PAUSE_S, STEADY_S)).fail(self._clock.monotonic())
 
 

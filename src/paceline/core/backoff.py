@@ -1,4 +1,4 @@
-"""Pauses after failures, and who is left out for a while. Callers give the time, seconds of one monotonic clock."""
+"""Pauses after failures, and keys that are left out for a while. Callers pass the time, in seconds of one monotonic clock."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Backoff:
 
     Args:
         first_s: seconds after the first failure.
-        most_s: the longest pause.
-        steady_s: a failure so long after the end of the last pause counts as the first again. Infinite: only `reset` forgets.
+        most_s: the longest pause, in seconds.
+        steady_s: a failure at least this long after the end of the last pause counts as the first again. Infinite: only `reset` forgets.
     """
 
     def __init__(self, first_s: float, most_s: float, steady_s: float = math.inf) -> None:
         self._first_s, self._most_s, self._steady_s = first_s, most_s, steady_s
         self.failures = 0
         self.until_s = -math.inf
-        """When the last pause ends."""
+        """The monotonic time at which the last pause ends."""
 
     def fail(self, now: float) -> float:
         """Count a failure. Returns the seconds to wait."""
@@ -35,7 +35,7 @@ class Backoff:
         return pause_s
 
     def is_steady(self, now: float) -> bool:
-        """Return whether nothing failed, or nothing for `steady_s`."""
+        """Return whether there was no failure, or the last pause ended at least `steady_s` ago."""
         return not self.failures or now - self.until_s >= self._steady_s
 
     def reset(self) -> None:
@@ -44,13 +44,13 @@ class Backoff:
 
 
 class LeftOut(Generic[Key, Why]):
-    """Keys that are left out until a time, and why."""
+    """Keys that are left out until a time, each with a reason."""
 
     def __init__(self) -> None:
         self._left_out: dict[Key, tuple[float, Why]] = {}
 
     def add(self, key: Key, until_s: float, why: Why) -> None:
-        """Leave a key out until then, in place of what was said of it before."""
+        """Leave a key out until `until_s`. Replaces the key's earlier time and reason."""
         self._left_out[key] = until_s, why
 
     def remove(self, key: Key) -> None:
@@ -58,13 +58,13 @@ class LeftOut(Generic[Key, Why]):
         self._left_out.pop(key, None)
 
     def now(self, now: float) -> dict[Key, Why]:
-        """Return those that are left out, and why."""
+        """Return the keys that are left out at `now`, each with its reason. Expired keys are forgotten."""
         self._left_out = {key: each for key, each in self._left_out.items() if each[0] > now}
         return {key: why for key, (_, why) in self._left_out.items()}
 
 
 class Recent:
-    """The times of the last events: whether `most` of them came within `within_s` seconds."""
+    """The times of the last events. It is full where `most` of them came within the last `within_s` seconds."""
 
     def __init__(self, most: int, within_s: float) -> None:
         self._within_s = within_s
@@ -75,7 +75,7 @@ class Recent:
         self._times.append(now)
 
     def ago(self, now: float) -> list[float]:
-        """Return how many seconds ago each was that still counts, the oldest first."""
+        """Return how many seconds ago each event was that still counts, the oldest first."""
         return [now - at for at in self._times if now - at < self._within_s]
 
     def is_full(self, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Time as an argument: code that needs the time is given a clock."""
+"""Clocks. Code that needs the time gets a clock as an argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The clocks of the operating system."""
 
     def monotonic(self) -> float:
         return time.perf_counter()
@@ -29,12 +29,12 @@ class SystemClock:
 
 
 class SteadyClock:
-    """A clock by which a machine that slept has lost no time: what others did not say meanwhile is not held against them. For one thread.
+    """A monotonic clock that leaves out the time for which the machine slept, so that peers are not blamed for silence meanwhile. For one thread.
 
-    Law: between two looks at most `most_s` pass, so it must be looked at more often than that.
+    Law: a step between two readings counts for `most_s` at most, so it must be read more often than that.
 
     Args:
-        most_s: raising it: more of a sleep counts; lowering it: time counts less while the thread is held up.
+        most_s: seconds. Raising it: more of a sleep counts. Lowering it: time is lost while the thread is held up.
     """
 
     def __init__(self, clock: Clock, most_s: float = 3.0) -> None:
@@ -53,8 +53,9 @@ class SteadyClock:
 
 
 PREPARE_S = 600.0
-"""Seconds that a load may go on without bytes to count: before the first and after the last, kernels are compiled, by one process of a machine at a time.
-Compiling takes 45 s on two cores. Raising it: a load that hangs there is given up later; lowering it: slow or busy machines never load for the first time.
+"""Seconds for which a load may go on without bytes to count. Kernels are compiled before the first byte and after the last, by one process of a machine at a
+time; compiling takes 45 s on two cores. Raising it: a load that hangs there is given up later; lowering it: slow or busy machines never load for the first
+time.
 """
 
 
@@ -64,6 +65,6 @@ def silence_allowed(done: int, total: int, still_s: float) -> float:
     Args:
         done: bytes loaded.
         total: bytes to load; 0 while that is not known.
-        still_s: while bytes are counted.
+        still_s: seconds allowed while bytes are counted.
     """
     return still_s if done < total else max(still_s, PREPARE_S)

@@ -13,12 +13,12 @@ PacelineError
 |   |   `-- FetchInProgress   another process of this machine is fetching the same model
 |   |-- MembershipError       init, join, token, revoke or ca can't be done on this machine as it stands
 |   |-- IdentityError         a key or a certificate on disk is missing, open to others, or damaged
-|   |-- TokenError            a text that is no join token
+|   |-- TokenError            a text that is not a join token
 |   |-- JoinRefused           the machine that was asked does not let this one in
 |   |-- Unreachable           another machine answers at none of its addresses
-|   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` says for want of what
-|       |-- VocabularyMismatch  a draft model whose tokens are others than those of the model it would draft for
-|       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
+|   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` names what is missing
+|       |-- VocabularyMismatch  a draft model with another vocabulary than the model it would draft for
+|       `-- ImpossiblePin     a pinned machine or range of layers is not available
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
 |   |-- InvalidRequest        a field is wrong; `field` names it
 |   |   |-- NotServed         a part of a request that others serve and Paceline does not, such as an image
@@ -26,40 +26,41 @@ PacelineError
 |   |   `-- WayNotAllowed     the model is served in none of the ways that the request allows
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
 |   |-- UnknownModel          the model named is not served here
-|   |-- ModelAway             it is about to be, or was until a moment ago
+|   |-- ModelAway             the model will be served here soon, or was until a moment ago
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
-|       `-- NoRoom            a model can't be loaded: those that fill the memory are in the middle of answers
-|-- FleetError                something between the machines of a fleet
-|   |-- NodeUnreachable       a member that can't be reached, or no longer
+|       `-- NoRoom            a model can't be loaded: the models that fill the memory are answering
+|-- FleetError                a failure between the machines of a fleet
+|   |-- NodeUnreachable       a member that can't be reached
+|   |-- OtherProtocol         a node that speaks another protocol version; `spoken` is that version
 |   |-- NodeStopping          a node that is being stopped, and takes no new requests
-|   |-- RemoteProposerError   a draft that another node was asked for and did not give; `status` is gRPC's
-|   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
-|   |   `-- RevokedNode       a certificate that the CA has voided
-|   |-- WeightsError          weights that don't come from another node
+|   |-- RemoteProposerError   a remote draft request failed; `status` is gRPC's
+|   |-- NotTrusted            a certificate, card or revocation that does not prove what it says
+|   |   `-- RevokedNode       a certificate that the CA has revoked
+|   |-- WeightsError          weights can't be fetched from another node
 |   |   |-- SourceLost        the node can't be reached, does not have them, or went away mid-way
-|   |   `-- WrongBytes        it describes or sends something else than the model asked for
-|   |-- PipelineError         one model over several machines; `code` is what a client is told
-|   |   |-- PipelineDisabled      `pipeline_disabled`: this machine's settings don't allow it
-|   |   |-- ShardUnavailable      `shard_unavailable`: no machines cover all layers, or they have no stream free
+|   |   `-- WrongBytes        the node describes or sends something else than the model asked for
+|   |-- PipelineError         one model over several machines; clients get its `code`
+|   |   |-- PipelineDisabled      `pipeline_disabled`: this machine's settings don't allow pipelines
+|   |   |-- ShardUnavailable      `shard_unavailable`: no machines cover all layers, or they have no free stream
 |   |   |-- WeightsMismatch       `weights_mismatch`: a shard's weights or format differ from those asked for
 |   |   |-- BadPipelineRequest    `bad_request`: an unknown model, a malformed message
-|   |   |-- ShardCorrupt          `shard_corrupt`: what a shard sent is no activations, or not what its layers compute
+|   |   |-- ShardCorrupt          `shard_corrupt`: a shard sent malformed activations, or others than its layers compute
 |   |   `-- PipelineStalled       `pipeline_stalled`: no progress within its bound
 |   |-- TensorStreamError     a stream of activations is broken, for good
 |   |   |-- StreamClosed          the other side went away
 |   |   |-- StreamStalled         the other side takes or sends nothing within the bound
-|   |   |   `-- StreamIdle        no message has begun to come
-|   |   |-- NixlFailed            what was to be read from another process's memory can't be
+|   |   |   `-- StreamIdle        no message has begun to arrive
+|   |   |-- NixlFailed            another process's memory can't be read
 |   |   |-- TensorTooLarge        `tensor_too_large`: a tensor beyond the receive bound
 |   |   `-- StreamCorrupt         a gap, an overrun, a shape that does not match, bytes that are no chunk
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
-|       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
+|       `-- MessageTooLarge   more digests, cards, revocations or bytes than the bounds allow
 |-- DrawFailed                no token can be drawn from a row of logits
 |   `-- FormFailed              `form_not_followed`: the form of an answer can't be followed to its end
-|-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
-|   `-- EngineGone            `engine_gone`: the model's engine failed; it is built anew, or stays down
+|-- ExecutorUnavailable       nothing can run the model for now; clients get its `code`
+|   `-- EngineGone            `engine_gone`: the model's engine failed; it is rebuilt, or stays down
 `-- ExecutorLost              spans of the model can't be reached any more
 """
 
@@ -141,11 +142,11 @@ class IdentityError(UserError):
 
 
 class TokenError(UserError):
-    """A text that is no join token, or a damaged one."""
+    """A text that is not a join token, or a damaged one."""
 
 
 class JoinRefused(UserError):
-    """The machine that was asked does not let this one in, and says why."""
+    """The machine that was asked refuses to let this one join, and says why."""
 
 
 class Unreachable(UserError):
@@ -153,21 +154,21 @@ class Unreachable(UserError):
 
 
 class PlacementError(UserError):
-    """No machine of the fleet, and no set of them, can run what was asked."""
+    """No machine of the fleet, and no set of machines, can run what was asked."""
 
     def __init__(self, message: str, hint: str = "", *, constraint: str = "no candidate", awaited: str = "") -> None:
         super().__init__(message, hint)
         self.constraint = constraint
         self.awaited = awaited
-        """What would have to come, for one who waits for it; empty: the message says it."""
+        """The missing resource, for a caller that waits for it. Empty: the message names it."""
 
 
 class VocabularyMismatch(PlacementError):
-    """A draft model whose tokens are others than those of the model it would draft for."""
+    """A draft model with another vocabulary than the model it would draft for."""
 
 
 class ImpossiblePin(PlacementError):
-    """A machine or a range of layers was pinned that can't be had."""
+    """A machine or a range of layers was pinned that is not available."""
 
 
 class RequestError(PacelineError):
@@ -203,7 +204,7 @@ class UnknownModel(RequestError):
 
 
 class ModelAway(RequestError):
-    """A model that is about to be served here, or was until a moment ago: a later request may find it."""
+    """A model that will be served here soon, or was until a moment ago: a later request may find it."""
 
 
 class Overloaded(RequestError):
@@ -215,7 +216,7 @@ class Overloaded(RequestError):
 
 
 class NoRoom(Overloaded):
-    """A model can't be loaded beside those that are in the middle of answers; `busy` names them."""
+    """A model can't be loaded, because the models that fill the memory are answering; `busy` names them."""
 
     def __init__(self, message: str, hint: str = "", *, busy: tuple[str, ...]) -> None:
         super().__init__(message, hint, retry_after_s=5)
@@ -223,15 +224,15 @@ class NoRoom(Overloaded):
 
 
 class FleetError(PacelineError):
-    """Something between the machines of a fleet."""
+    """A failure between the machines of a fleet."""
 
 
 class WeightsError(FleetError):
-    """Weights that don't come from another node."""
+    """Weights that can't be fetched from another node."""
 
 
 class SourceLost(WeightsError):
-    """The node can't be reached, does not have the model, or went away mid-way. Another may have it."""
+    """The node can't be reached, does not have the model, or went away midway. Another node may have it."""
 
 
 class WrongBytes(WeightsError):
@@ -247,21 +248,30 @@ class NotTrusted(FleetError):
 
 
 class RevokedNode(NotTrusted):
-    """A certificate that the CA has voided."""
+    """A certificate that the CA has revoked."""
 
 
 class NodeUnreachable(FleetError):
-    """A member of the fleet can't be reached, or no longer."""
+    """A member of the fleet that can't be reached."""
+
+
+class OtherProtocol(FleetError):
+    """A node speaks another protocol version than its peer, so neither is a member for the other."""
+
+    def __init__(self, message: str, hint: str = "", *, spoken: int) -> None:
+        super().__init__(message, hint)
+        self.spoken = spoken
+        """The version that the peer speaks."""
 
 
 class NodeStopping(FleetError):
-    """A node that is being stopped takes no new requests; those it has end, or move on."""
+    """A node that is stopping takes no new requests. Its running requests end, or move to another node."""
 
 
 class RemoteProposerError(FleetError):
-    """A draft that was asked of another node and not had: it refused, was late, can't be reached, or sent what is no draft.
+    """A remote draft request failed: refused, timed out, unreachable, or invalid reply.
 
-    What the verifier holds is intact: it may go on without drafts, or with those of another.
+    The verifier's state is intact: it may continue without drafts, or with those of another node.
     """
 
     def __init__(self, message: str, hint: str = "", *, status: str) -> None:
@@ -270,7 +280,7 @@ class RemoteProposerError(FleetError):
 
 
 class GossipRefused(FleetError):
-    """What a peer sent is not taken; it changed nothing."""
+    """A peer's message was refused. It changed nothing."""
 
 
 class PeerFloods(GossipRefused):
@@ -282,32 +292,32 @@ class PeerFloods(GossipRefused):
 
 
 class MalformedMessage(GossipRefused):
-    """Bytes from a peer that are not the message they should be."""
+    """Bytes from a peer that are not a valid message."""
 
 
 class MessageTooLarge(GossipRefused):
-    """A message with more digests, cards, stamps, revocations or bytes than the bounds allow."""
+    """A message with more digests, cards, revocations or bytes than the bounds allow."""
 
 
 ENGINE_GONE = "engine_gone"
 NO_MACHINE = "no_machine"
 SERVER_STOPPING = "server_stopping"
 FORM_NOT_FOLLOWED = "form_not_followed"
-"""Codes: what clients are told, and what an answer that was cut short ends with. Another node helps in all cases but the last."""
+"""Error codes that clients get, and that end an answer that was cut short. The request may go to another node in all cases but the last."""
 
 
 class DrawFailed(PacelineError):
-    """No token can be drawn from a row of logits. It ends its sequence, and no other."""
+    """No token can be drawn from a row of logits. This ends the row's sequence, and no other."""
 
 
 class FormFailed(DrawFailed):
-    """An answer left the form it was to have, or the form grew beyond what can be followed. `code` is what clients are told."""
+    """An answer left the form it must follow, or the form grew beyond what can be followed. Clients get the `code`."""
 
     code = FORM_NOT_FOLLOWED
 
 
 class ExecutorUnavailable(PacelineError):
-    """Nothing can run the model for now: what is under way ends with an error, and a later request may find it running again."""
+    """Nothing can run the model for now. Running requests end with an error; a later request may find the model running again."""
 
     def __init__(self, message: str, hint: str = "", *, code: str) -> None:
         super().__init__(message, hint)
@@ -315,14 +325,14 @@ class ExecutorUnavailable(PacelineError):
 
 
 class EngineGone(ExecutorUnavailable):
-    """The model's engine failed. What it ran has ended with an error."""
+    """The model's engine failed. Its requests have ended with an error."""
 
     def __init__(self, message: str, hint: str = "", *, code: str = ENGINE_GONE) -> None:
         super().__init__(message, hint, code=code)
 
 
 class ExecutorLost(PacelineError):
-    """Spans of the model can't be reached; the engine replays live sequences once they are back."""
+    """Spans of the model can't be reached. The engine replays live sequences once the spans are back."""
 
     def __init__(self, message: str, spans: tuple[LayerSpan, ...]) -> None:
         super().__init__(message)
@@ -330,25 +340,25 @@ class ExecutorLost(PacelineError):
 
 
 class PipelineError(FleetError):
-    """One model over several machines. `code` is what a client is told, by the name it has on the wire."""
+    """An error of a pipeline: one model on several machines. Clients get the `code`, which is also its name on the wire."""
 
     code = "pipeline_error"
 
 
 class PipelineDisabled(PipelineError):
-    """This machine's settings don't allow it."""
+    """This machine's settings don't allow pipelines."""
 
     code = "pipeline_disabled"
 
 
 class ShardUnavailable(PipelineError):
-    """No machines cover all layers of the model, or those that could have no stream free."""
+    """No machines cover all layers of the model, or those that do have no free stream."""
 
     code = "shard_unavailable"
 
 
 class WeightsMismatch(PipelineError):
-    """A shard's weights, or their format, differ from those asked for."""
+    """A shard's weights, or their format, differ from those that were asked for."""
 
     code = "weights_mismatch"
 
@@ -360,23 +370,23 @@ class BadPipelineRequest(PipelineError):
 
 
 class ShardCorrupt(PipelineError):
-    """What a shard sent is no activations, or not what its layers compute."""
+    """A shard sent malformed activations, or others than its layers compute."""
 
     code = "shard_corrupt"
 
 
 class PipelineStalled(PipelineError):
-    """No progress within its bound."""
+    """A pipeline made no progress within its bound."""
 
     code = "pipeline_stalled"
 
 
 class TensorStreamError(FleetError):
-    """A stream of activations is broken, for good."""
+    """A stream of activations is broken and can't be used again."""
 
 
 class StreamClosed(TensorStreamError):
-    """The other side went away, or this side closed."""
+    """The other side went away, or this side closed the stream."""
 
 
 class StreamStalled(TensorStreamError):
@@ -384,30 +394,30 @@ class StreamStalled(TensorStreamError):
 
 
 class StreamIdle(StreamStalled):
-    """Nothing came, and nothing was under way. The stream is as good as before, unlike after every other error of its kind."""
+    """Nothing arrived, and nothing was under way. The stream can still be used, unlike after every other `StreamStalled`."""
 
 
 class NixlFailed(TensorStreamError):
-    """What was to be read from another process's memory can't be; or there is no NIXL here that could."""
+    """Another process's memory can't be read, or NIXL is not installed here."""
 
 
 class TensorTooLarge(TensorStreamError):
-    """A tensor beyond the receive bound."""
+    """A tensor larger than the receive bound."""
 
 
 class StreamCorrupt(TensorStreamError):
-    """A gap, an overrun, a shape that does not match, bytes that are no chunk."""
+    """A gap, an overrun, a shape that does not match, or bytes that are not a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """What an error is to others.
+    """How an error is reported to other nodes and to clients.
 
     Args:
         grpc: the status it leaves a node with, by its name in gRPC.
         http: the API's status.
         code: the API's code; "" where the error itself has one.
-        elsewhere: whether a request that one node refuses so may be asked of the next, which may not share the reason.
+        elsewhere: whether the request may be sent to the next node, which may not have the same reason to refuse it.
     """
 
     grpc: str
@@ -432,6 +442,7 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     ModelAway: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
     Overloaded: ErrorRow("RESOURCE_EXHAUSTED", 429, "rate_limit_exceeded", True),
     FleetError: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
+    OtherProtocol: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
     NodeStopping: ErrorRow("UNAVAILABLE", 503, SERVER_STOPPING, True),
     NotTrusted: ErrorRow("PERMISSION_DENIED", 503, NO_MACHINE, True),
     GossipRefused: ErrorRow("FAILED_PRECONDITION", 503, NO_MACHINE, True),
@@ -448,25 +459,27 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     ExecutorUnavailable: ErrorRow("UNAVAILABLE", 503, "", True),
     EngineGone: ErrorRow("UNAVAILABLE", 503, "", True),
 }
-"""The kinds that another node may name, and all that gRPC, the API and a request's next node go by. Any other error counts as its nearest ancestor here."""
+"""The error types that a node may name to another. gRPC, the API and the choice of a next node use this table alone. Any other type counts as its nearest
+ancestor here.
+"""
 
 
 def kind_of(error: PacelineError) -> type[PacelineError]:
-    """An error's own type where the table has it, or its nearest ancestor there."""
+    """Return the error's own type if the table has it, else its nearest ancestor there."""
     return next(kind for kind in type(error).__mro__ if kind in ERROR_TABLE)
 
 
 def code_of(error: PacelineError) -> str:
-    """What the API calls an error."""
+    """Return the API's code of an error."""
     return ERROR_TABLE[kind_of(error)].code or getattr(error, "code", NO_MACHINE)
 
 
 def goes_elsewhere(error: PacelineError) -> bool:
-    """Whether the next node may be asked what one refused with this."""
+    """Return whether a request that failed with this error may be sent to another node."""
     return ERROR_TABLE[kind_of(error)].elsewhere
 
 
 def how_to_install(*words: str) -> str:
-    """The command that installs into this very Python. Environments of uv have no pip of their own."""
+    """Return the shell command that installs packages into this very Python. Environments of uv have no pip of their own."""
     pip = python_command("-m", "pip", "install") if find_spec("pip") else ["uv", "pip", "install", "--python", *python_command()[:1]]
     return shlex.join([*pip, *words])

@@ -1,4 +1,4 @@
-"""Files and folders of this machine: a file is written whole or not at all, and only its owner can read it."""
+"""Files and folders of this machine. A file is written whole or not at all, and only its owner can read it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 WRITABLE_HINT: Final = "Make it yours and writable, or set PACELINE_HOME to a folder that is."
-"""Of a folder of Paceline's that can't be written."""
+"""The hint for a folder of Paceline's that can't be written."""
 
 
 class Under:
-    """A path under the `root` of the object that has it."""
+    """A descriptor: the path `parts` below the `root` of the object that holds it."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -23,19 +23,19 @@ class Under:
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path` where it is there, else the nearest folder above it that is."""
+    """Return `path` if it exists, else the nearest existing folder above it."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write `data` at `path`, whole or not at all; readable by its owner alone.
+    """Write `data` at `path`, whole or not at all; only the owner can read it.
 
     Args:
-        path: its folder is made where it is missing.
-        durable: wait until a power cut can't lose it, as a key or a promise made to others must not be.
+        path: its folder is created if it is missing.
+        durable: wait until a power cut can't lose the file. Keys, and promises made to other nodes, need this.
 
     Raises:
-        OSError: the folder can't be made or the file not written; no temporary file stays behind.
+        OSError: the folder can't be created or the file can't be written; no temporary file stays behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # mkstemp makes files of mode 0600.

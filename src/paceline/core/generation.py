@@ -1,6 +1,6 @@
 """A generation as the server asks for it and the engine answers it.
 
-Which sampling parameters are taken stands in one table for the API, for requests from other nodes and for the engine.
+One table has the ranges of sampling parameters, for the API, for requests from other nodes and for the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.ids import RequestId
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The first two are OpenAI's; the others never reach a client as an answer."""
+    """Reason why a sequence ended. The first two are OpenAI's; the others never reach a client as an answer."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `core.generation` has the ranges; the engine refuses what is out of them.
+    """How tokens are drawn. The ranges stand at the end of this module; `check_sampling` refuses values outside of them.
 
     Order: logit_bias, penalties, temperature, top-k, top-p, min-p, then the draw from noise keyed by (seed, position).
     """
@@ -34,41 +34,41 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """0 keeps all."""
+    """0 keeps all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """Fixed at admission where missing, so that a replay draws the same."""
+    """Fixed at admission if it is None, so that a replay draws the same tokens."""
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     logprobs: int | None = None
-    """None: no logprobs. Otherwise the number of top alternatives (0 to 20) reported beside each token's own."""
+    """None: no logprobs. Otherwise the number of top alternatives (0 to 20) reported with each token's own."""
 
 
 MAX_GRAMMAR_LETTERS = 256 << 10
-"""Of a grammar's text. Raising it: compiling one may hold up others for longer."""
+"""Maximum length of a grammar's text, in characters. Raising it: compiling one grammar may hold up other requests for longer."""
 
 
 class GrammarKind(StrEnum):
-    """In what language a grammar is written."""
+    """The language in which a grammar is written."""
 
     JSON_SCHEMA = "json_schema"
     """The answer is a JSON document that the schema allows."""
     REGEX = "regex"
-    """The whole answer matches it."""
+    """The whole answer matches the expression."""
     LARK = "grammar"
-    """Lark's, as llguidance reads it."""
+    """Lark's language, as llguidance reads it."""
     TOOLS = "tools"
-    """The same, made of a request's tools."""
+    """Lark's language; Paceline wrote the grammar from a request's tools."""
     FORM = "form"
-    """The same, made of a request's `response_format`."""
+    """Lark's language; Paceline wrote the grammar from a request's `response_format`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that an answer must have."""
+    """The structured output that an answer must follow."""
 
     kind: GrammarKind
     text: str
@@ -76,24 +76,24 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class KvLeg:
-    """This node's part of a request that a router sends to two: one computes the prompt, the other has its KV from there and writes the answer."""
+    """This node's part of a disaggregated request. A router sends it to two nodes: one computes the prompt, the other fetches its KV and writes the answer."""
 
     request_id: str
-    """What both have in common (see `server.call.Call.named`), and 8 hex digits of this node's own."""
+    """The id that both nodes have in common (see `server.call.Call.named`), followed by 8 hex digits of this node's own."""
     is_prefill: bool
-    """The prompt is computed here; else the answer is written here."""
+    """True: this node computes the prompt. False: it writes the answer."""
     engine_id: str = ""
-    """The node that computes the prompt, where the answer is written here; empty: it is known by its address."""
+    """The node that computes the prompt, if this node writes the answer. Empty: that node is known by its `address`."""
     address: str = ""
     tp_size: int = 1
-    """Ranks of that node."""
+    """Number of tensor-parallel ranks of that node."""
     remote_request_id: str = ""
-    """That node's own id of its part; empty: it is not known."""
+    """The other node's id of its own part. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One client request, tokenized. Each of its `n` sequences i draws with seed + i."""
+    """One client request, tokenized. Its sequence i of `n` draws with seed + i."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
@@ -102,47 +102,50 @@ class GenerationRequest:
     sampling: SamplingParams = SamplingParams()
     n: int = 1
     stop: tuple[str, ...] = ()
-    """Text that ends an answer; not part of it."""
+    """Texts that end an answer. They are not part of it."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
+    """Tokens that end an answer, in addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Benchmarks ban the end of sequence: its logits are masked, so that lengths are exact."""
+    """Mask the logits of end-of-sequence tokens. Benchmarks set it, so that lengths are exact."""
     draft: str | None = None
-    """What tokens are guessed with: "off", "ngram", "auto", or the id of a draft model. None: as the engine is set. Never changes an answer."""
+    """The source of draft tokens: "off", "ngram", "auto", or the id of a draft model. None: the engine's setting. It never changes an answer."""
     so_far: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Where the answer began at another node: the tokens of each sequence that has not ended, by index. They are run and not said again. Empty:
-    it begins here."""
+    """For an answer that began at another node: the tokens so far of each unfinished sequence, by index. They are computed again and not sent again. Empty: the
+    answer begins here.
+    """
     caller: str = ""
-    """The node that asks; empty: a client of this one."""
+    """The node that sent the request. Empty: a client of this node."""
     client: str = ""
-    """The network address of the client that asks this node; empty: not known."""
+    """The network address of the client that sent the request to this node. Empty: not known."""
     shares_kv: bool = False
-    """That node may have KV of this one: its prompts and those of this one's own clients are computed once for all."""
+    """The calling node may fetch this node's KV. Its prompts then share the prefix cache with those of this node's own clients."""
     grammar: Grammar | None = None
-    """The form of each answer. Tokens that would leave it are never drawn; logprobs are then among those that remain."""
+    """The form of each answer. Tokens that would leave it are never drawn; log probabilities are among the tokens that remain."""
     cache_salt: str = ""
-    """Prompts are computed once for requests of one caller (of all that share KV) and one salt: how soon an answer begins tells no other what was
-    asked."""
+    """The cache salt. A computed prompt is reused only for the same caller (or among all that share KV) and the same salt. Otherwise the time to the first
+    token would tell other callers which prompts were sent.
+    """
     scores_prompt: bool = False
-    """The log probabilities of the prompt's own tokens are wanted, too, with as many alternatives as `sampling.logprobs`. Only then `max_tokens` may be 0:
-    nothing else is."""
+    """Report the log probabilities of the prompt's own tokens too, each with `sampling.logprobs` alternatives. Only then `max_tokens` may be 0, to report
+    nothing else.
+    """
     ways: frozenset[str] | None = None
-    """Ways of spreading work that may serve it, as plans call them; None: whichever the plan chose."""
+    """Names of the plans' ways that may serve the request. None: any way."""
     leg: KvLeg | None = None
-    """None: all of it is this node's."""
+    """This node's part, if the request is disaggregated. None: this node serves all of it."""
 
     def allows(self, way: str) -> bool:
-        """Whether a way of spreading work may serve it."""
+        """Return whether this way of spreading work may serve the request."""
         return self.ways is None or way in self.ways
 
     @property
     def keeps_apart(self) -> bool:
-        """What is computed for it is for its caller alone."""
+        """True if KV computed for this request may only be reused for the same caller."""
         return bool(self.caller) and not self.shares_kv
 
     @property
     def indices(self) -> Sequence[int]:
-        """Of the sequences to be run."""
+        """Indices of the sequences to run."""
         return sorted(self.so_far) if self.so_far else range(self.n)
 
 
@@ -156,19 +159,19 @@ class TokenLogprob:
 
 
 LOCAL_FALLBACK = "local_fallback"
-"""The notice that one machine goes on with what others ran with it."""
+"""Kind of notice: this machine alone continues an answer that several machines ran."""
 KV_TRANSFER = "kv_transfer"
-"""The notice of how it ended that another node was to compute a prompt."""
+"""Kind of notice: the result of a remote prefill."""
 PROMPT_PROGRESS = "prompt_progress"
-"""The notice of how far a prompt is read: `tokens_read` of `tokens`."""
+"""Kind of notice: how far a prompt is read, as `tokens_read` of `tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that happened to an answer and is no part of it, for clients that ask: a machine was lost, another took over."""
+    """An event that concerns an answer without being part of it, for clients that ask. Example: a machine was lost, and another took over."""
 
     kind: str
-    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `prompt_progress`."""
+    """One of `shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `prompt_progress`."""
     detail: Mapping[str, str | int | float]
 
 
@@ -177,24 +180,24 @@ _PROMPT_COMMENT = re.compile(r": prompt: (\d+) of (\d+) tokens read")
 
 @dataclass(frozen=True, slots=True)
 class PromptReading:
-    """How far a prompt is read, in tokens."""
+    """Progress through a prompt, in tokens."""
 
     tokens_read: int
     tokens: int
 
     def comment(self) -> bytes:
-        """Return it as a comment in a stream of server-sent events."""
+        """Return the progress as a comment line of a server-sent event stream."""
         return b": prompt: %d of %d tokens read\n\n" % (self.tokens_read, self.tokens)
 
     @classmethod
     def of_comment(cls, line: str) -> PromptReading | None:
-        """Read a line of a stream; None: it is not such a comment."""
+        """Parse a line of a stream. Return None if it is not such a comment."""
         found = _PROMPT_COMMENT.fullmatch(line)
         return None if found is None else cls(int(found[1]), int(found[2]))
 
     @classmethod
     def of_notice(cls, notice: Notice) -> PromptReading | None:
-        """Read a notice, which another node may have written; None: it tells something else."""
+        """Parse a notice, which another node may have written. Return None if it is of another kind or malformed."""
         counts = notice.detail.get("tokens_read"), notice.detail.get("tokens")
         match counts:
             case (int(tokens_read), int(tokens)) if notice.kind == PROMPT_PROGRESS and 0 <= tokens_read <= tokens:
@@ -205,31 +208,32 @@ class PromptReading:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """What one sequence of a request gained in one step.
+    """The output of one step for one sequence of a request.
 
     `text` may lag behind `token_ids`: bytes of an unfinished UTF-8 character or of a possible stop string are held back.
     """
 
     request_id: RequestId
     index: int
-    """Which of the request's `n` sequences."""
+    """Index of the sequence among the request's `n`."""
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Set with `FinishReason.ERROR`: what happened."""
+    """Message of the error; set with `FinishReason.ERROR`."""
     code: str | None = None
-    """With it, where machines are missing: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled`, `pipeline_aborted`; or where the answer's form
-    can't be followed: `form_not_followed`."""
+    """Code of the error. Where machines are missing: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled` or `pipeline_aborted`. Where the answer's form
+    can't be followed: `form_not_followed`.
+    """
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens, from the second on, where they were asked for: those that follow what earlier chunks had."""
+    """Log probabilities of prompt tokens, from the second token on, where the request asked for them. They continue those of earlier chunks."""
     notices: tuple[Notice, ...] = ()
-    """Set on chunks that carry nothing else."""
+    """Notices. A chunk that carries any carries nothing else."""
     transfer: Mapping[str, object] | None = None
-    """Of a request with legs, at its end: `kv_transfer_params` of the answer."""
+    """The answer's `kv_transfer_params`; set at the end of a disaggregated request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +243,7 @@ class Range:
     least: float
     most: float
     above: bool = False
-    """`least` itself is not in it."""
+    """`least` itself is excluded."""
 
     def holds(self, value: float) -> bool:
         return (self.least < value if self.above else self.least <= value) and value <= self.most and math.isfinite(value)
@@ -260,7 +264,7 @@ MAX_BIASES = 1024
 
 
 def model_sampling(values: Mapping[str, object]) -> dict[str, float]:
-    """What of a model's own settings may stand for what a request leaves out: numbers within their ranges. Files are strangers': the rest is dropped."""
+    """Return the sampling defaults in a model's own settings: numbers within their ranges. The rest is dropped, because model files are not trusted."""
     ranges = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "repetition_penalty": REPETITION_PENALTY}
     found: dict[str, float] = {}
     for name, range_ in ranges.items():
@@ -271,7 +275,7 @@ def model_sampling(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Check what does not depend on the model.
+    """Check the sampling parameters, as far as that does not depend on the model.
 
     Raises:
         InvalidRequest: a value is out of its range; `field` names it.

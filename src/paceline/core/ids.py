@@ -1,4 +1,4 @@
-"""Distinct id types, so that a block can't be passed where a sequence is meant; and how far a member of a fleet is trusted."""
+"""Distinct id types, so that a block can't be passed where a sequence is meant; and the trust levels of a fleet's members."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NodeId = NewType("NodeId", str)
 
 
 class Trust(StrEnum):
-    """From the least to the most."""
+    """How far a member of the fleet is trusted, from the least to the most."""
 
     GUEST = "guest"
     MEMBER = "member"
-    """The default, and what certificates without a level mean."""
+    """The default, and the level of certificates that name none."""
     TRUSTED = "trusted"
 
     def reaches(self, least: Trust) -> bool:
-        """Whether it is as much as `least`, or more."""
+        """Return whether this level is `least` or higher."""
         order = list(Trust)
         return order.index(self) >= order.index(least)

@@ -1,4 +1,4 @@
-"""Models that answer, as the server sees them: one machine's engine (`machine.host`) and the whole fleet (`ways.forward.inference`) are served alike."""
+"""Models that answer, as the server sees them. The server treats one machine's engine (`machine.host`) and the whole fleet (`ways.forward.inference`) alike."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from paceline.core.text import Tokenizer
 
 
 def fingerprint_of(model: ModelRef, numerics_id: str) -> str:
-    """What equal bytes follow from, shortened: OpenAI's `system_fingerprint`."""
+    """Return OpenAI's `system_fingerprint`: the weights' digest, their format and the numerics id, shortened. Equal ones give equal bytes."""
     return f"fp_{model.digest[:12]}_{model.weights}_{numerics_id[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model beside what it takes to ask it. Empty or 0 where it is not: of other machines' models little is."""
+    """Facts about a model that are not needed to run a request. Fields are empty or 0 where unknown; little is known of other machines' models."""
 
     digest: str = ""
     """SHA-256 of the weights, hex."""
     size_bytes: int = 0
-    """Of the weights, in their files."""
+    """Bytes of the weights in their files."""
     family: str = ""
-    """Hugging Face's name of it: llama, qwen3."""
+    """Hugging Face's name of the model family, such as llama or qwen3."""
     parameters: int = 0
     stored_as: str = ""
-    """GGML's name of the type that holds most of the weights: Q4_K, BF16."""
+    """GGML's name of the type that holds most of the weights, such as Q4_K or BF16."""
     file_format: str = ""
     """`gguf` or `safetensors`."""
     hidden: int = 0
@@ -42,58 +42,58 @@ class ServedModel:
 
     name: str
     created: int
-    """Unix seconds."""
+    """Time in seconds since the Unix epoch."""
     max_context: int
-    """Tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     tokenizer: Tokenizer
     fingerprint: str
-    """See `fingerprint_of`. Equal ones give equal bytes."""
+    """The `fingerprint_of` the model. Models with equal ones give equal bytes."""
     facts: ModelFacts = ModelFacts()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Whether work advances. A live process that makes no progress is not healthy."""
+    """Liveness of an engine or a fleet. A process that lives but makes no progress is not healthy."""
 
     busy: bool
     """There is work to do."""
     seconds_since_step: float
-    """Since the engine last finished a step, or a part of one (or was last idle)."""
+    """Seconds since the engine last finished a step or a part of one, or was last idle."""
     seconds_since_sign: float = 0.0
-    """Since the engine last said anything: beside parts of steps, that it looks for machines in place of lost ones."""
+    """Seconds since the engine last gave any sign of life. Besides parts of steps, the search for replacement machines counts."""
     error: str | None = None
-    """The engine died of this."""
+    """The error that ended the engine. None: it runs."""
     lacks: str | None = None
-    """What was lost of it and is being had again: until then nothing runs."""
+    """The lost part that is being replaced; nothing runs until then. None: nothing is missing."""
     step_expected_s: float = 0.0
-    """What the steps under way take, by how long steps took; 0: not known."""
+    """Expected seconds of the steps under way, from how long steps took; 0: not known."""
     failing: tuple[str, ...] = ()
-    """Work in the background that fails again and again."""
+    """Names of background work that fails repeatedly."""
 
 
 class ChunkStream(Protocol):
-    """Chunks of one request, or of several. Each item is what they gained since the last one, in order, for all their sequences."""
+    """Chunks of one or several requests. Each item holds what all their sequences gained since the last item, in order."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]: ...
 
     def __anext__(self) -> Awaitable[Sequence[GenerationChunk]]: ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
-        """Abort what has not ended, and free its blocks at once. Idempotent; cancelling `__anext__` does the same."""
+        """Abort unfinished sequences and free their blocks at once. Idempotent; cancelling `__anext__` does the same."""
         ...
 
 
 class Inference(Protocol):
-    """Runs generations. Every method may be called from the event loop and returns at once; `models` and `expects` from any thread."""
+    """A runner of generations. Every method may be called from the event loop and returns at once; `models` and `expects` from any thread."""
 
     def models(self) -> Sequence[ServedModel]: ...
 
     def expects(self, model: str) -> bool:
-        """Whether a model that is not served now is about to be, or was until a moment ago."""
+        """Return whether a model that is not served now will be soon, or was until a moment ago."""
         ...
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
-        """Start a request. The caller that opens its stream closes it.
+        """Start a request. The caller must close the returned stream.
 
         Raises:
             UnknownModel, ContextOverflow, Overloaded: before the first item.

@@ -1,6 +1,6 @@
-"""What a model's files are made of: names, sizes, checksums, pieces, and where each tensor lies. Values only, nothing is read here.
+"""The manifest of a model's files: names, sizes, checksums, pieces, and the place of each tensor. Values only; nothing is read here.
 
-A piece is what is fetched, checked and kept as one: `PIECE` bytes of a file, the last one shorter.
+A piece is the unit that is fetched, checked and kept: `PIECE` bytes of a file, the last one shorter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD
 
 PIECE: Final = 1 << 20
 MOST_RUNS: Final = 1 << 14
-"""Stretches of a file that are asked for as one."""
+"""Byte runs in one request for weights, at most. Raising it: a request costs the peer more reads; lowering it: narrow columns need more requests."""
 SHA256_BYTES: Final = 32
 _LAYER: Final = re.compile(r"^model\.layers\.(\d{1,9})\.")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -28,13 +28,13 @@ class FileEntry:
     """One file of a model."""
 
     name: str
-    """Relative to the model's folder, with `/`."""
+    """Path relative to the model's folder, with `/`."""
     size: int
     sha256: str
     pieces: bytes
     """SHA-256 of each piece, in order, 32 bytes each."""
     in_digest: bool
-    """The model's digest covers it: weights and configuration, not tokenizers."""
+    """The model's digest covers the file: weights and configuration, not tokenizers."""
 
     @property
     def n_pieces(self) -> int:
@@ -49,19 +49,19 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorAt:
-    """Where a tensor lies."""
+    """The place of a tensor in a file, in bytes."""
 
     name: str
-    """Hugging Face's. One that no layer and no edge has is needed to open any of the model."""
+    """Hugging Face's name. A tensor outside the layers, the embedding, the final norm and the head is needed to open any part of the model."""
     file: int
-    """Place in the manifest's files."""
+    """Index into the manifest's files."""
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
-    """One model, file by file."""
+    """A model's digest, files and tensors."""
 
     digest: str
     files: tuple[FileEntry, ...]
@@ -74,14 +74,14 @@ class ModelManifest:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Layers of a model, as a stage needs them."""
+    """The layers of a model that one stage needs."""
 
     layers: LayerRange
     edges: bool
-    """Embedding, final norm and head too."""
+    """The part includes the embedding, the final norm and the head."""
 
     def needs(self, tensor: str) -> bool:
-        """Whether the part can't be opened or run without a tensor."""
+        """Return whether the part needs a tensor to be opened or run."""
         layer = _LAYER.match(tensor)
         if layer is not None:
             return int(layer[1]) in self.layers
@@ -102,10 +102,10 @@ class PieceRun:
 
 @dataclass(frozen=True, slots=True)
 class ByteRuns:
-    """Bytes of a file: `count` times `length`, each `stride` behind the one before. Of a matrix, some columns of its rows."""
+    """Strided bytes of a file: `count` runs of `length` bytes, each starting `stride` bytes after the one before. Example: some columns of a matrix."""
 
     file: int
-    """Place in the manifest's files."""
+    """Index into the manifest's files."""
     offset: int
     length: int
     stride: int
@@ -116,7 +116,7 @@ class ByteRuns:
         return self.length * self.count
 
     def pieces(self) -> Iterator[ByteRuns]:
-        """The same bytes in the same order, at most `PIECE` and `MOST_RUNS` at a time."""
+        """Yield the same bytes in the same order, at most `PIECE` bytes and `MOST_RUNS` runs at a time."""
         if self.count == 1:
             for at in range(0, self.length, PIECE):
                 yield replace(self, offset=self.offset + at, length=min(PIECE, self.length - at))
@@ -127,14 +127,14 @@ class ByteRuns:
 
 
 def is_sha256(text: str) -> bool:
-    """Whether `text` is a SHA-256 in hex, as digests are written here."""
+    """Return whether `text` is a SHA-256 in lower-case hex."""
     return _SHA256.fullmatch(text) is not None
 
 
 def combined_digest(files: Iterable[tuple[str, str]]) -> str:
-    """One digest for a model of several files, from (name without folder, hex SHA-256): equal when names and bytes are.
+    """Return one digest for several files, from (name without folder, hex SHA-256). It is equal when all names and bytes are.
 
-    A single file's own digest stands for it.
+    A single file's own digest is returned as it is.
     """
     ordered = sorted(files)
     if len(ordered) == 1:
@@ -144,19 +144,19 @@ def combined_digest(files: Iterable[tuple[str, str]]) -> str:
 
 
 def manifest_digest(files: Sequence[FileEntry]) -> str:
-    """The digest of a model with these files."""
+    """Return the digest of a model with these files. It covers weights and configuration only."""
     return combined_digest((file.name.rpartition("/")[2], file.sha256) for file in files if file.in_digest)
 
 
 def files_digest(files: Iterable[FileEntry]) -> str:
-    """One digest for all files of a model, those that its own digest leaves out too."""
+    """Return one digest for all files of a model, including those that the model's own digest leaves out."""
     return combined_digest((file.name.rpartition("/")[2], file.sha256) for file in files)
 
 
 def pieces_needed(manifest: ModelManifest, part: ModelPart | None) -> list[PieceRun]:
-    """The pieces a part of a model needs, in order and without overlap; all where `part` is None.
+    """Return the pieces that a part of a model needs, in order and without overlap; all pieces if `part` is None.
 
-    What is not weights (heads, tables, files of other kinds) is always needed: a model can't be opened without it.
+    Bytes outside the tensors (headers, tables, files of other kinds) are always needed: a model can't be opened without them.
     """
     needed: list[PieceRun] = []
     tensors: dict[int, list[TensorAt]] = {}
@@ -175,7 +175,7 @@ def pieces_needed(manifest: ModelManifest, part: ModelPart | None) -> list[Piece
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Runs (first, stop) in order, those that touch or overlap as one."""
+    """Return runs (first, stop) in order, with those that touch or overlap merged."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted(runs):
         if found and first <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""Sizes and shape of a model, without its weights. What engine, fleet and backends agree on."""
+"""Sizes and shape of a model, without its weights. Engine, fleet and backends share them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final
 from paceline.core.ids import NodeId
 
 ARITHMETIC: Final = 2
-"""Of `docs/internals/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
+"""Version of `docs/internals/arithmetic.md`. Raise it with every change that changes a byte of an answer: the numerics probe covers some shapes only."""
 BLOCK_TOKENS = 16
-"""Tokens of KV that a name stands for, and that a block counts where KV is counted between machines. What a machine keeps together may be more."""
+"""Tokens in a block of KV, as prefix keys name it and as machines count KV between them. A machine's own blocks may hold more."""
 WIDEST_BLOCK = 256
-"""Tokens that any machine keeps together, at most. Leases are asked for in whole multiples, so that they are whole blocks for all others too."""
+"""Largest number of tokens in any machine's own block. Leases are requested in whole multiples, so that they are whole blocks for every machine."""
 
 
 class ActivationDtype(StrEnum):
-    """What activations are between stages. All but bf16 are outside the identity promise."""
+    """Number format of activations between stages. Only bf16 is covered by the identity promise."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -26,10 +26,10 @@ class ActivationDtype(StrEnum):
 
 
 class WeightsFormat(StrEnum):
-    """How linear weights are held in memory. Part of what decides a model's bytes."""
+    """Format of linear weights in memory. It is one of the things that decide a model's bytes."""
 
     STORED = "stored"
-    """Each matrix in the form that keeps what its file holds. Kernels of one form for all hold the uniform format nearest to it."""
+    """Each matrix in the form that keeps the values of its file. Kernels with one form for all matrices hold the uniform format nearest to the file's."""
     INT4 = "int4"
     """Groups of 32 along the input: 4-bit codes, one scale and one offset a group (GGUF's Q4_1). The head is at least int8."""
     INT8 = "int8"
@@ -39,20 +39,20 @@ class WeightsFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """Weights, and the format that they are held in. Equal ones compute the same with the same kernels, whatever they are called."""
+    """Weights and their format in memory. Equal references compute the same bytes with the same kernels, under whatever name."""
 
     digest: str
     """SHA-256 of the weights, hex. Empty: not known."""
     weights: str
-    """Weights format."""
+    """The `WeightsFormat` in memory."""
     name: str = field(default="", compare=False)
-    """For people."""
+    """The model's name, for display only."""
 
     def __str__(self) -> str:
         return f"{self.digest[:12] or 'no digest'}, {self.weights}"
 
     def is_same(self, other: ModelRef) -> bool:
-        """Whether it is known that both are the same."""
+        """Return whether both are known to be the same. An unknown digest is never the same."""
         return self.digest != "" and self == other
 
 
@@ -70,27 +70,27 @@ class LayerRange:
         return self.start <= layer < self.stop
 
     def __str__(self) -> str:
-        """First and last, as in a shard's id."""
+        """Return the first and the last layer, as in a shard's id."""
         return f"{self.start}-{self.stop - 1}"
 
     @property
     def words(self) -> str:
-        """The same for a sentence."""
+        """The layers for use in a sentence, such as "3 to 5" or "4"."""
         return f"{self.start} to {self.stop - 1}" if self.stop - self.start != 1 else str(self.start)
 
     def within(self, whole: LayerRange) -> slice:
-        """Their places in what lies by layer, of a range that has them all."""
+        """Return the slice of these layers in a list that holds the layers of `whole`, which must include them."""
         return slice(self.start - whole.start, self.stop - whole.start)
 
 
 def shard_id(model_id: str, layers: LayerRange) -> str:
-    """What layers of a model are called in metrics and messages: `model:first-last`."""
+    """Return the name of a shard in metrics and messages: `model:first-last`."""
     return f"{model_id}:{layers}"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """Layers of a model, and the node that runs them, has them or is to have them."""
+    """A range of layers, and the node that runs or stores them, or will."""
 
     node_id: NodeId
     layers: LayerRange
@@ -98,17 +98,17 @@ class LayerSpan:
 
 @dataclass(frozen=True, slots=True)
 class YarnSpec:
-    """YaRN's scaling of rope: frequencies of many rotations within the original context stay, those of few are slowed down."""
+    """YaRN's scaling of rope. Frequencies with many rotations in the original context are kept; those with few are slowed down."""
 
     factor: float
     original: int
     """Tokens of context that the model was first trained with."""
     fast: float = 32.0
-    """Rotations from which on a frequency stays."""
+    """Number of rotations from which a frequency is kept."""
     slow: float = 1.0
-    """Rotations up to which it is divided by the factor."""
+    """Number of rotations up to which a frequency is divided by the factor."""
     whole: bool = True
-    """Between the two, the ramp begins and ends at whole frequencies."""
+    """The ramp between the two begins and ends at whole frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,72 +122,72 @@ class RopeSpec:
     llama3: tuple[float, float, float, int] | None = None
     linear_factor: float = 1.0
     dims: int | None = None
-    """Of a head that turn, the first ones; None: all."""
+    """Number of leading dimensions of a head that are rotated; None: all."""
     yarn: YarnSpec | None = None
     divisors: tuple[float, ...] = ()
-    """Of each frequency, where a model has such."""
+    """Divisor of each frequency; empty: none."""
     gain: float = 1.0
-    """Of what turns: sines and cosines are multiplied by it."""
+    """Factor on the sines and cosines."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongContext:
-    """What a model has for contexts beyond its first (LongRoPE): all positions turn by other divisors then."""
+    """The rope of a model for contexts longer than its first (LongRoPE). All positions then use these divisors."""
 
     tokens: int
     rope: RopeSpec
 
 
 def yarn_gain(factor: float, weight: float = 1.0) -> float:
-    """What YaRN multiplies sines and cosines by, unless a model says it."""
+    """Return the factor that YaRN applies to sines and cosines, for models that do not name their own."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotary_dims(rope: RopeSpec, head_dim: int) -> int:
-    """Dimensions of a head that turn, the first ones."""
+    """Return the number of leading dimensions of a head that are rotated."""
     return rope.dims or head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSpec:
-    """Layers where a row sees its last keys alone."""
+    """Sliding-window layers: a row attends only to the last keys."""
 
     tokens: int
-    """Keys that a row sees there, its own included."""
+    """Keys that a row attends to there, its own included."""
     layers: tuple[bool, ...]
-    """Of the whole model: whether each is one."""
+    """One flag for each layer of the whole model: True for a sliding-window layer."""
     rope: RopeSpec | None = None
-    """Of these layers; None: the model's."""
+    """Rope of the sliding-window layers; None: the model's rope."""
 
 
 class Norms(StrEnum):
-    """Where a layer's norms stand, of attention and feed-forward."""
+    """Positions of a layer's norms, for attention and feed-forward."""
 
     BEFORE = "before"
     AFTER = "after"
-    """What is added to the residual is normed, and its inputs are not."""
+    """The output is normed before it is added to the residual; the input is not."""
     AROUND = "around"
 
 
 class Activation(StrEnum):
-    """What becomes of the gate's products."""
+    """The activation function of the feed-forward's gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     """GELU, approximated by tanh."""
     CLAMPED = "clamped_silu"
-    """gpt-oss's: the gate, 7 at most, times the sigmoid of 1.702 times it, times one more than the up products, which are held within 7 of zero."""
+    """The activation of gpt-oss. The gate g is clamped to at most 7 and the up product u to [-7, 7]; the result is g * sigmoid(1.702 * g) * (u + 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Numbers that a family multiplies by."""
+    """Constant factors of a model family."""
 
     embedding: float = 1.0
     attention: float | None = None
-    """The scores; None: one over the root of the head's size."""
+    """Factor on the attention scores; None: one over the square root of the head's size."""
     residual: float = 1.0
-    """What attention and feed-forward add."""
+    """Factor on the outputs of attention and feed-forward, before they are added to the residual."""
     logits: float = 1.0
 
 
@@ -196,30 +196,30 @@ PLAIN = Multipliers()
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Mixture of experts in place of the dense feed-forward: `n_experts` of width `ffn`, `top_k` used a token."""
+    """Mixture of experts in place of the dense feed-forward: `n_experts` of width `ffn`, `top_k` used for each token."""
 
     n_experts: int
     top_k: int
     ffn: int
     norm_topk: bool
     biased: bool = False
-    """The router's products, and each expert's, have biases."""
+    """The router and each expert have biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Queries, keys and values that are products of products, with norms between. Of a head the last dimensions turn; those of keys are one part for all
-    heads, which comes of the first product.
+    """Low-rank attention projections (multi-head latent attention): queries, and keys with values, are each the product of two matrices with a norm between.
+    Rope rotates the last dimensions of a head. For keys these dimensions are one part shared by all heads, which comes from the first product.
     """
 
     queries: int
-    """What the first product for queries gives."""
+    """Output size of the first product for queries."""
     keys: int
-    """What the one for keys and values gives, beside the part that all heads share."""
+    """Output size of the first product for keys and values, without the part that all heads share."""
     value_dim: int
-    """Of a head's values."""
+    """Dimensions of a head's values."""
     eps: float = 1e-6
-    """Of the norms between."""
+    """Epsilon of the norms between the two products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class ModelSpec:
     """Sizes of a decoder-only transformer."""
 
     model_type: str
-    """Hugging Face's name of the family (`store.families`)."""
+    """Hugging Face's name of the model family (see `store.families`)."""
     n_layers: int
     hidden: int
     n_heads: int
@@ -241,42 +241,42 @@ class ModelSpec:
     tied_head: bool
     qkv_bias: bool = False
     out_bias: bool = False
-    """The attention output has one."""
+    """The attention output projection has a bias."""
     sinks: bool = False
-    """Each query head has a score of its own that takes a part of the weights and gives nothing."""
+    """Each query head has an attention sink: a learned score that takes a share of the softmax and adds no value."""
     qk_norm: bool = False
     qk_norm_whole: bool = False
-    """Such a norm is over all heads together."""
+    """The query and key norms span all heads together; otherwise each head."""
     moe: MoeSpec | None = None
     window: WindowSpec | None = None
     unturned: tuple[bool, ...] = ()
-    """Of the whole model: layers without rope; empty: none is one."""
+    """One flag for each layer of the whole model: True for a layer without rope. Empty: all layers have rope."""
     norms: Norms = Norms.BEFORE
     activation: Activation = Activation.SILU
     scales: Multipliers = PLAIN
     long: LongContext | None = None
-    """Where it has another rope for more than `max_context` tokens."""
+    """The model's other rope for contexts beyond `max_context` tokens; None: it has none."""
     low: LowRank | None = None
 
     def of_context(self, tokens: int | None) -> ModelSpec:
-        """The model as it serves contexts of so many tokens; None: its first."""
+        """Return the model as it serves contexts of `tokens` tokens; None: its first context length."""
         if tokens is None or self.long is None or tokens <= self.max_context:
             return self
         return replace(self, rope=self.long.rope, max_context=self.long.tokens, long=None)
 
     @property
     def ffn_width(self) -> int:
-        """Of a layer's feed-forward; of one expert's, where there are several."""
+        """Width of a layer's feed-forward, or of one expert in a mixture."""
         return self.ffn if self.moe is None else self.moe.ffn
 
     @property
     def value_dim(self) -> int:
-        """Of a head's values; `head_dim` is that of its queries and keys."""
+        """Dimensions of a head's values; `head_dim` is the size of its queries and keys."""
         return self.head_dim if self.low is None else self.low.value_dim
 
     @property
     def own_dims(self) -> int:
-        """Of a head's key, those that it doesn't share with all others."""
+        """Dimensions of a head's key that are its own, not shared with all other heads."""
         return self.head_dim if self.low is None else self.head_dim - rotary_dims(self.rope, self.head_dim)
 
     @property
@@ -284,7 +284,7 @@ class ModelSpec:
         return LayerRange(0, self.n_layers)
 
     def window_of(self, layer: int) -> int:
-        """Keys that a row of a layer sees, its own included; 0: all before it."""
+        """Return how many keys a row of the layer attends to, its own included; 0: all before it."""
         return self.window.tokens if self.window is not None and self.window.layers[layer] else 0
 
     def rope_of(self, layer: int) -> RopeSpec:
@@ -293,5 +293,5 @@ class ModelSpec:
         return (self.window.rope if self.window is not None and self.window.layers[layer] else None) or self.rope
 
     def kv_bytes_per_token(self, layers: LayerRange) -> int:
-        """Bytes of K and V one token takes in `layers`, at bf16."""
+        """Return the bytes that K and V of one token take in `layers`, at bf16."""
         return 2 * self.n_kv_heads * (self.head_dim + self.value_dim) * len(layers)

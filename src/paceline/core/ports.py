@@ -1,7 +1,7 @@
-"""A port of this machine, taken before it is served: until then who connects is refused, and no other program gets it.
+"""Ports of this machine that are reserved before they are served. Until then connections are refused, and no other program can take the port.
 
-On Linux a socket that is bound and does not listen keeps no program out that allows for connections of an earlier run (SO_REUSEADDR), as all servers
-do. So it listens for a moment, which fails where another does, and allows for none from then on.
+On Linux a bound socket that does not listen does not keep out a program that sets SO_REUSEADDR, as all servers do. So the socket listens for a moment, which
+fails where another program listens, and then clears its own SO_REUSEADDR.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError
 
 _SERVED: Final = range(20_000, 32_000)
-"""Ports that no system gives to connections that leave it: Linux's begin at 32768, those of others at 49152."""
+"""Ports that no system gives to outgoing connections: Linux's begin at 32768, those of other systems at 49152."""
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 
 def hold_port(host: str, port: int, purpose: str, options: str) -> socket.socket:
-    """Take a port: a bound socket, for `listen_on`, or to be closed by the server that then listens itself.
+    """Reserve a port: return a bound socket for `listen_on`, or for the server to close when it listens itself.
 
     Args:
         host: a name or an address of this machine; empty: all of its addresses, IPv4 and IPv6.
         port: 0 for any free one.
-        purpose: what it is for, in messages.
-        options: of `paceline up`, by which it may be another.
+        purpose: the use of the port, for messages.
+        options: options of `paceline up` that choose another port, for messages.
 
     Raises:
-        ConfigError: it is taken, not permitted, or not this machine's.
+        ConfigError: the port is taken or not permitted, or the address is not this machine's.
     """
     try:
         return _everywhere(port) if not host else _at(host, port)
@@ -44,10 +44,10 @@ def hold_port(host: str, port: int, purpose: str, options: str) -> socket.socket
 
 
 def find_port(host: str) -> int:
-    """A port that nothing listens on, for another process to take: one that no connection is given meanwhile, as those bound for 0 may be.
+    """Return a port that nothing listens on, for another process to take. Unlike a port bound as 0, no outgoing connection can take it meanwhile.
 
     Raises:
-        ConfigError: there is none, or `host` is not this machine's.
+        ConfigError: no port is free, or `host` is not this machine's.
     """
     for port in random.sample(_SERVED, k=100):
         with contextlib.suppress(OSError), _at(host, port):
@@ -56,7 +56,7 @@ def find_port(host: str) -> int:
 
 
 def listen_on(held: socket.socket, backlog: int) -> None:
-    """Have a port that is held accept connections."""
+    """Let a reserved port accept connections."""
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.listen(backlog)
 
@@ -84,7 +84,7 @@ def _held(family: socket.AddressFamily, address: tuple[Any, ...], *, dual: bool 
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(address)
         if sys.platform == "linux":
-            if address[1]:  # one that was given by the system would be taken back
+            if address[1]:  # a port chosen by the system would be released
                 held.listen()
                 held.shutdown(socket.SHUT_RDWR)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

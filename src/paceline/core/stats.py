@@ -1,8 +1,7 @@
-"""What an engine counts, as metrics and status show it, and metrics as data: each package lists its rows, and one collector reads them when the page is
-scraped. A row is a family's name, type, help and labels, and a function that reads its value from the package's source: a number or a histogram, or, by
-label, a mapping of them. Nothing is computed between scrapes.
+"""Counters of an engine, and metrics as tables. Each package lists its rows, and one collector reads them when the page is scraped.
 
-Times are counted by upper bound, cheap enough for every token.
+A row is a family's name, type, help and labels, and a function that reads its value from the package's source. A value is a number or a histogram, or a mapping
+of them by label. Nothing is computed between scrapes. Times are counted by upper bound, which is cheap enough for every token.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 MOST_LABELS = 256
-"""That have a histogram of their own in a node's life."""
+"""Labels with their own histogram in a node's life, at most. Raising it: more memory and a longer page; lowering it: more values share the label `rest`."""
 _OF_ONE_ENGINE = frozenset({"max_context", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
 
 
@@ -29,52 +28,54 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     max_context: int | None = None
-    """Tokens of prompt and answer that one sequence may have with the KV memory there is now; None: as the model is served."""
+    """Tokens of prompt and answer that one sequence may have with the KV memory there is now; None: the model's usual maximum."""
     blocks_total: int = 0
     blocks_in_use: int = 0
-    """Held by live sequences; a block that only the prefix cache keeps is not in use."""
+    """Blocks held by live sequences; a block that only the prefix cache keeps is not in use."""
     blocks_cached: int = 0
     prefix_queries_tokens: int = 0
-    """Prompt tokens looked up in the prefix cache, in all."""
+    """Prompt tokens looked up in the prefix cache since the start."""
     prefix_hits_tokens: int = 0
     prefix_fetched_tokens: int = 0
-    """Prompt tokens whose KV was kept elsewhere, and was brought back."""
+    """Prompt tokens with KV that was kept outside the cache (on disk or at another node) and brought back."""
     kept_blocks: dict[str, int] = field(default_factory=dict[str, int])
-    """KV blocks that were kept elsewhere, or were to be, by what became of them."""
+    """KV blocks kept outside the cache, or meant to be, counted by what became of them."""
     kept_bytes: int = 0
-    """What is kept there now, of all models."""
+    """Bytes of KV kept there now, for all models."""
     reading_tokens_read: int = 0
-    """Tokens that were read of the prompts being read now..."""
+    """Tokens read so far of the prompts that are being read."""
     reading_tokens: int = 0
-    """...and all of their tokens."""
+    """All tokens of the prompts that are being read."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     steps_in_flight: int = 0
     steps_expected_s: float = 0.0
-    """What those in flight take, by how long steps took; 0: not known."""
+    """Expected seconds of the steps in flight, from how long steps took; 0: not known."""
     drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Guessed tokens that were verified, by what guessed them ("ngram", or the draft model's id)."""
+    """Draft tokens that were verified, by what proposed them ("ngram", or the draft model's id)."""
     accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Those of them that the model would have drawn itself: each is a step saved."""
+    """Verified draft tokens that the model would have drawn itself: each saves a step."""
     draft_blocks: dict[str, int] = field(default_factory=dict[str, int])
-    """Verified drafts."""
+    """Number of verified drafts, by what proposed them."""
     compared_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Guessed tokens that were held against what was drawn, verified or not, by what guessed them."""
+    """Draft tokens that were compared with the drawn token, verified or not, by what proposed them."""
     true_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Those of them that were the same."""
+    """Compared draft tokens that equalled the drawn token."""
     step_seconds: dict[int, float] = field(default_factory=dict[int, float])
-    """Of a step without prompts, by its rows, where that was seen often enough."""
+    """Seconds of a step without prompts, by its rows, where measured often enough."""
     prefill_per_s: float = 0.0
-    """Tokens of prompts, as steps with prompts took; 0: not seen often enough."""
+    """Prompt tokens a second, measured on steps with prompts; 0: not measured often enough."""
     drafts_off: bool = False
-    """Nothing is drafted at present: a machine that runs some of the layers gives other bytes for other batches."""
+    """Drafting is off at present, because a machine that runs some of the layers gives other bytes for other batches."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
-    """Sequences ended, by finish reason."""
+    """Number of ended sequences, by finish reason."""
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Of two engines together. What they expect of a step, and the context, can't be added: the longest, and none. Nor can steps' times."""
+        """Return the sums of two engines' numbers, with the longer expected step time. The context, step times and prompt rates can't be added and are left
+        out.
+        """
         sums: dict[str, Any] = {}
         for name in (one.name for one in fields(self) if one.name not in _OF_ONE_ENGINE):
             mine, others = getattr(self, name), getattr(other, name)
@@ -86,7 +87,7 @@ class EngineStats:
 
     @property
     def ended(self) -> EngineStats:
-        """What stays of it once the engine is gone: the counters."""
+        """The counters that remain once the engine is gone; gauges are zero."""
         now = ("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight", "kept_bytes")
         gauges = dict.fromkeys((*now, "reading_tokens_read", "reading_tokens"), 0)
         return replace(self, **gauges, max_context=None, steps_expected_s=0.0, drafts_off=False)
@@ -94,34 +95,34 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftUse:
-    """What became of one kind of drafts for a node's model."""
+    """Results of one kind of drafts for a node's model."""
 
     by: str
-    """As a request's `draft` has it."""
+    """The kind, as a request's `draft` names it."""
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Each is a step saved."""
+    """Accepted draft tokens: each saves a step."""
     node_id: str = ""
-    """The node that drafts at present; empty: prompt lookup, or none."""
+    """The node that drafts at present; empty: prompt lookup, or no node."""
     model_id: str = ""
     blocks: int = 0
-    """That proposers were asked for and gave."""
+    """Draft blocks that proposers were asked for and delivered."""
     hop_s: float = 0.0
-    """Of one such block, from ask to answer, on average."""
+    """Average seconds from asking for such a block to its arrival."""
     failures: int = 0
     trouble: str = ""
-    """Why there is no drafter at present."""
+    """Why a drafter is missing at present; empty: nothing is wrong."""
 
 
 class Histogram:
-    """Counts by upper bound. prometheus-client's own takes a lock and a linear search for each observation."""
+    """Counts by upper bound. The one of prometheus-client takes a lock and a linear search for each observation."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = tuple(bounds_s)
         self._counts = [0] * (len(bounds_s) + 1)
         self.sum = 0.0
-        """Of all observations."""
+        """Sum of all observations."""
 
     def observe(self, seconds: float, times: int = 1) -> None:
         """Count `times` observations of `seconds` each."""
@@ -130,12 +131,12 @@ class Histogram:
 
     @property
     def mean_s(self) -> float:
-        """Of all observations; 0 where there is none."""
+        """Mean of all observations, in seconds; 0 if there are none."""
         times = sum(self._counts)
         return self.sum / times if times else 0.0
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, with +Inf last."""
+        """Return the cumulative counts by upper bound, with +Inf last."""
         bounds = (*map(str, self._bounds_s), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
@@ -144,10 +145,11 @@ Label = TypeVar("Label")
 
 
 class LabelledHistograms(Generic[Label]):
-    """A histogram for each label, up to a number of labels: what others bring is counted together. For any thread.
+    """A histogram for each label, up to `MOST_LABELS` labels; values of further labels are counted together. For any thread.
 
     Args:
-        rest: the label of those beyond.
+        bounds: upper bounds of each histogram.
+        rest: the label of the values beyond the limit.
     """
 
     def __init__(self, bounds: Sequence[float], rest: Label) -> None:
@@ -162,20 +164,20 @@ class LabelledHistograms(Generic[Label]):
             self._by_label.setdefault(label if known else self._rest, Histogram(self._bounds)).observe(value, times)
 
     def all(self) -> dict[Label, Histogram]:
-        """By label. Histograms are this one's own."""
+        """Return the live histograms by label, not copies of them."""
         with self._lock:
             return dict(self._by_label)
 
 
 Source = TypeVar("Source")
 Read = Callable[[Source], float | Histogram | Mapping[Any, float | Histogram]]
-"""How a value is read; a mapping's keys are the label's value, or a tuple of the labels' values."""
+"""Function that reads a value from the source. A mapping's keys are the label's value, or a tuple of the labels' values."""
 Family = type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Source]):
-    """One family of the page."""
+    """One metric family of the page."""
 
     family: Family
     name: str
@@ -185,17 +187,17 @@ class Row(Generic[Source]):
 
 
 def counter(name: str, documentation: str, read: Read[Source], *labels: str) -> Row[Source]:
-    """A number that only grows; the page adds `_total` to its name."""
+    """Return a row for a number that only grows; the page adds `_total` to its name."""
     return Row(CounterMetricFamily, name, documentation, read, labels)
 
 
 def gauge(name: str, documentation: str, read: Read[Source], *labels: str) -> Row[Source]:
-    """A number as it is now."""
+    """Return a row for a number that can rise and fall."""
     return Row(GaugeMetricFamily, name, documentation, read, labels)
 
 
 def histogram(name: str, documentation: str, read: Read[Source], *labels: str) -> Row[Source]:
-    """Counts by upper bound."""
+    """Return a row for a histogram."""
     return Row(HistogramMetricFamily, name, documentation, read, labels)
 
 
@@ -203,18 +205,18 @@ class Metrics(Collector, Generic[Source]):
     """The rows of one package, for `server.metrics.MetricsPage.add`.
 
     Args:
-        source: what the rows are read from, asked for once a scrape; None: there is none at present, and no family.
+        source: returns the object that the rows are read from, once a scrape. None: there is none at present, and no family is shown.
     """
 
     def __init__(self, rows: Sequence[Row[Source]], source: Callable[[], Source | None]) -> None:
         self._rows, self._source = rows, source
 
     def describe(self) -> list[Metric]:
-        """Nothing ahead of time: the registry then takes the collector as it is."""
+        """Return nothing, so that the registry takes the collector without a check of its names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """One family a row."""
+        """Yield one family for each row."""
         source = self._source()
         if source is None:
             return

@@ -1,8 +1,8 @@
-"""How weights reach a backend: a source of named tensors, whatever file they lie in; the tensors that a decoder and an encoder have.
+"""How weights reach a backend: a source of named tensors, whatever file holds them; and the tensors of decoders and encoders.
 
-Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed_tokens.weight`, `lm_head.weight`,
-`model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
-only what is asked for is read, a range of rows at a time where that is asked. Nothing is widened here: quantised blocks travel as they lie.
+Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed_tokens.weight`, `lm_head.weight`, `model.norm.weight`). Sources translate
+GGUF's names, and the permuted q/k rows of the llama family in GGUF files. They read lazily: only the tensors asked for, or a range of their rows. Nothing is
+widened here: quantised blocks stay as they are in the file.
 
 Shapes: N outputs (rows), K inputs (columns), B bytes of a row, C positions, I rope frequencies.
 """
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from paceline.core.model import ModelSpec, Norms, RopeSpec, rotary_dims
 
 EMBEDDING, FINAL_NORM, HEAD, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", ".mlp.gate.weight"
-"""The tensors outside the layers; a tied head has none of its own. ROUTER ends the name of a mixture's router."""
+"""Names of the tensors outside the layers; a tied head has no tensor of its own. ROUTER ends the name of a mixture's router."""
 SINKS: Final = "self_attn.sinks"
-"""Of a layer."""
+"""Name of a layer's attention sinks, after the layer's prefix."""
 
 Shape = tuple[int, ...]
 
@@ -33,7 +33,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How GGML stores weights: `block` of them take `nbytes` bytes; `code` names the type in a file."""
+    """A storage type of GGML: a block of `block` weights takes `nbytes` bytes; `code` names the type in a file."""
 
     name: str
     code: int
@@ -41,7 +41,7 @@ class TensorType:
     nbytes: int
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of K weights, which are whole blocks."""
+        """Return the bytes of k weights, which must be whole blocks."""
         return k // self.block * self.nbytes
 
 
@@ -59,7 +59,7 @@ TENSOR_TYPES: Final[Mapping[str, TensorType]] = {
 
 @dataclass(frozen=True, slots=True)
 class DenseTensor:
-    """A tensor of plain numbers. `data` is float32, float16, or uint16 holding bf16 bits, as `dtype` says."""
+    """A tensor of plain numbers. `dtype` says how `data` is to be read: float32, float16, or uint16 that holds bf16 bits."""
 
     data: npt.NDArray[np.generic]
     dtype: Literal["f32", "f16", "bf16"]
@@ -67,12 +67,12 @@ class DenseTensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor:
-    """Rows quantised by GGML, as they lie in the file.
+    """Rows quantised by GGML, byte for byte as in the file.
 
     Attributes:
-        type: GGML's name of the type: Q4_K, IQ4_XS.
-        shape: of the values; the last dimension is whole blocks.
-        rows_NB: uint8, a row's blocks one after the other.
+        type: GGML's name of the type, such as Q4_K or IQ4_XS.
+        shape: shape of the values; the last dimension is whole blocks.
+        rows_NB: uint8, each row's blocks one after the other.
     """
 
     type: str
@@ -84,7 +84,7 @@ StoredTensor = DenseTensor | BlockTensor
 
 
 def columns_of(tensor: StoredTensor, columns: slice | None) -> StoredTensor:
-    """Some columns of a matrix, which are whole blocks of each row; None: all."""
+    """Return some columns of a matrix, which must be whole blocks of each row; None: the tensor itself."""
     if columns is None:
         return tensor
     if isinstance(tensor, DenseTensor):
@@ -102,17 +102,17 @@ class WeightSource(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 that names the weights: equal digests, equal tensors."""
+        """Hex SHA-256 that names the weights: sources with equal digests have equal tensors."""
         ...
 
     def names(self) -> Iterable[str]: ...
 
     def nbytes(self, name: str) -> int:
-        """Size of a tensor in its file, without reading it."""
+        """Return the bytes of a tensor in its file, without reading it."""
         ...
 
     def type_of(self, name: str) -> str:
-        """GGML's name of the type a tensor is stored in, without reading it: F32, BF16, Q6_K."""
+        """Return GGML's name of the type a tensor is stored in (F32, BF16, Q6_K), without reading it."""
         ...
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> StoredTensor:
@@ -120,11 +120,11 @@ class WeightSource(Protocol):
 
         Args:
             name: Hugging Face's.
-            rows: which of its first dimension, from a start to a stop; None: all.
-            columns: likewise, of a matrix's second one, in whole blocks.
+            rows: range of the first dimension; None: all.
+            columns: range of a matrix's second dimension, in whole blocks; None: all.
 
         Raises:
-            ModelFileError: it is missing, or its bytes are short or damaged.
+            ModelFileError: the tensor is missing, or its bytes are short or damaged.
         """
         ...
 
@@ -134,11 +134,11 @@ NORM_NAMES: Final[Mapping[Norms, tuple[str | None, ...]]] = {
     Norms.AFTER: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     Norms.AROUND: ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
-"""Of a layer: before attention and behind it, before feed-forward and behind it."""
+"""Names of a layer's norms: before attention, after it, before feed-forward, after it. None: the layer lacks that norm."""
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor a model of this spec has, and its shape, [N, K] for a matrix: those outside the layers first."""
+    """Return every tensor of a model with this spec, and its shape, [N, K] for a matrix. Tensors outside the layers come first."""
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden), FINAL_NORM: (spec.hidden,)}
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab, spec.hidden)
@@ -192,12 +192,12 @@ class Pooling(StrEnum):
 
     MEAN = "mean"
     CLS = "cls"
-    """The first token's."""
+    """The vector of the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """Sizes of a BERT: every token sees every other, positions are learned, norms stand behind their blocks."""
+    """Sizes of a BERT encoder: every token attends to every other, positions are learned, norms follow their blocks."""
 
     n_layers: int
     hidden: int
@@ -205,13 +205,13 @@ class EncoderSpec:
     ffn: int
     vocab: int
     max_tokens: int
-    """Of a text, with what the tokenizer adds around it: as many positions as were learned."""
+    """Maximum tokens of a text, with those the tokenizer adds around it: the number of learned positions."""
     n_types: int
-    """Rows of the table of segments, of which a text alone uses the first."""
+    """Rows of the segment table; a single text uses only the first."""
     norm_eps: float
     pooling: Pooling = Pooling.MEAN
     normalise: bool = True
-    """Vectors are of length 1."""
+    """Vectors are scaled to length 1."""
 
 
 WORDS, POSITIONS, TYPES = (f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type"))
@@ -219,7 +219,7 @@ FIRST_NORM = "embeddings.LayerNorm"
 
 
 def encoder_shapes(spec: EncoderSpec) -> Iterator[tuple[str, Shape]]:
-    """Every tensor an encoder of this spec has, by Hugging Face's name, and its shape, [N, K] for a matrix."""
+    """Yield every tensor of an encoder with this spec, by Hugging Face's name, and its shape, [N, K] for a matrix."""
     hidden, ffn = spec.hidden, spec.ffn
     yield WORDS, (spec.vocab, hidden)
     yield POSITIONS, (spec.max_tokens, hidden)
@@ -253,7 +253,7 @@ class EncoderSource(Protocol):
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
-    """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`), YaRN as in its paper and in transformers."""
+    """Return radians per position, float64 [I]. Llama 3 scaling follows Meta's release (`rope_type: llama3`), YaRN its paper and transformers."""
     dims = rotary_dims(rope, head_dim)
     plain = rope.theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims) / rope.linear_factor
     if rope.divisors:
@@ -274,6 +274,6 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """(cos, sin) of every position and frequency, float32 [C, I], computed in float64."""
+    """Return (cos, sin) of every position and frequency, float32 [C, I], computed in float64."""
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(rope, head_dim)
     return (np.cos(angles) * rope.gain).astype(np.float32), (np.sin(angles) * rope.gain).astype(np.float32)

@@ -1,17 +1,15 @@
-"""The functions that draws are made of, in NumPy: docs/internals/arithmetic.md, Sampling, is their definition.
+"""The arithmetic of draws, in NumPy. docs/internals/arithmetic.md, Sampling, is its definition.
 
-Every operation is IEEE add, subtract, multiply, divide or round down, each rounded on its own, or on whole numbers: so compiled kernels and every
-processor compute the same bits. Sums are of whole numbers, so that they have no order.
+Every operation is an IEEE add, subtract, multiply, divide or floor, each rounded separately, or is on integers. So compiled kernels and all processors compute
+the same bits. Sums are over integers, so that their order does not matter.
 
-Noise is a function of (seed, position, token id), so that a draw does not depend on what else is drawn. A 64-bit key is mixed from seed and
-position, and each token id is hashed under it: a draft, a replay or another batch that asks for the same position gets the same noise; two tokens
-of one position never share theirs (the hash permutes).
-Sources: splitmix64 (Steele, Lea, Flood 2014) for keys; "lowbias32" (C. Wellons, hash-prospector) for tokens.
+Noise is a function of (seed, position, token id), so a draw does not depend on other draws. A 64-bit key is mixed from seed and position, and each token id is
+hashed under it. A draft, a replay or another batch gets the same noise for the same position; two tokens of one position never share theirs (the hash is a
+permutation). Sources: splitmix64 (Steele, Lea, Flood 2014) for keys; "lowbias32" (C. Wellons, hash-prospector) for tokens.
 
-What is added to and taken from the logits of single tokens before a draw: bans, bias, penalties.
-
-A token's logit is changed in this order: bias (minus infinity bans it); the repetition penalty, if it stands in prompt or answer, which scales as in
-transformers; presence and frequency penalty, if it stands in the answer, which subtract as OpenAI documents them. Float32, each operation rounded.
+Adjustments change the logits of single tokens before a draw, in this order: bias (minus infinity bans the token); the repetition penalty, for tokens of prompt
+and answer, which scales as in transformers; presence and frequency penalty, for tokens of the answer, which subtract as OpenAI documents them. All is in
+float32, each operation rounded.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ Int64 = npt.NDArray[np.int64]
 
 LOG2E = float(np.float32(1.4426950408889634))
 EXP2 = (1.8671305e-3, 9.0170288e-3, 5.5799913e-2, 2.4016444e-1, 6.9315130e-1, 1.0)
-"""2**r on [0, 1), highest power first; relative error 2e-7 in float32."""
+"""Coefficients of 2**r on [0, 1), highest power first; relative error 2e-7 in float32."""
 WEIGHT_BITS = 40
-"""The largest weight is 2**40: a vocabulary of 2**23 tokens does not overflow a sum."""
+"""Bits of the largest weight, 2**40: the sum over a vocabulary of 2**23 tokens does not overflow."""
 WEIGHTLESS = -42.0
-"""Power of two from which on, downwards, weights are zero."""
+"""Power of two at and below which weights are zero."""
 LN2 = 0.6931471805599453
 ROOT_HALF = 0x3FE6A09E667F3BCD
 """Bits of the square root of 1/2, float64."""
 LOG_SERIES = tuple(1 / odd for odd in range(21, 0, -2))
-"""Of atanh(s) / s, highest power of s * s first."""
+"""Coefficients of atanh(s) / s, highest power of s * s first."""
 
 
 def weights(z: Float32) -> Int64:
-    """exp(z) * 2**40 as whole numbers, the nearest even ones, for z <= 0: relative error 5e-6 at most."""
+    """Return exp(z) * 2**40 as integers, rounded half to even, for z <= 0; relative error 5e-6 at most."""
     t = np.maximum(z * np.float32(LOG2E), np.float32(WEIGHTLESS))
     whole = np.floor(t)
     rest = t - whole
@@ -56,7 +54,7 @@ def weights(z: Float32) -> Int64:
 
 
 def log(x: Float64) -> Float64:
-    """Of positive normal numbers, within 4 units in the last place."""
+    """Return the natural logarithm of positive normal numbers, within 4 units in the last place."""
     bits = x.view(np.int64)
     exponent = (bits - ROOT_HALF) >> 52
     m = (bits - (exponent << 52)).view(np.float64)
@@ -69,7 +67,7 @@ def log(x: Float64) -> Float64:
 
 
 def log_of(x: float) -> float:
-    """`log` of one number."""
+    """Return `log` of one number."""
     return float(log(np.array([x]))[0])
 
 
@@ -80,16 +78,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def noise_key(seed: int, position: int) -> tuple[np.uint32, np.uint32]:
-    """The key of one position. Any integer is a seed; it counts modulo 2**64."""
+    """Return the noise key of one position. Any integer is a seed; it counts modulo 2**64."""
     key = _splitmix(_splitmix(seed & _MASK64) ^ (position * _GOLDEN & _MASK64))
     return np.uint32(key >> 32), np.uint32(key & 0xFFFFFFFF)
 
 
 def token_noise(ids: UInt32, key: tuple[np.uint32, np.uint32]) -> UInt32:
-    """32 random bits a token.
+    """Return 32 random bits for each token.
 
     Args:
-        key: of the position, from `noise_key`.
+        key: the position's, from `noise_key`.
     """
     x = ids ^ key[0]
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
@@ -106,19 +104,19 @@ def _splitmix(x: int) -> int:
 
 TINY = float(np.finfo(np.float32).tiny)
 HUGE = float(np.float32(1e30))
-"""Where a repetition penalty near zero stops raising logits: beyond any model's, and finite when divided by any temperature."""
+"""Limit up to which a repetition penalty near zero raises logits. It lies beyond any model's logits and is finite when divided by any temperature."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdjustedTokens:
-    """Columns of A tokens, each named once."""
+    """Adjustments of A distinct tokens, by column."""
 
     ids_A: npt.NDArray[np.int32]
     bias_A: Float32
     seen_A: npt.NDArray[np.bool_]
-    """The repetition penalty counts it."""
+    """The repetition penalty applies to the token."""
     count_A: Float32
-    """How often it was drawn, where that is counted."""
+    """How often the token was drawn, where that is counted."""
 
     def __len__(self) -> int:
         return len(self.ids_A)
@@ -128,7 +126,7 @@ _NONE = AdjustedTokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(
 
 
 class Adjustments:
-    """Of one sequence. Grows by a token in constant time, so that a long prompt is gone through once."""
+    """The logit adjustments of one sequence. A token is added in constant time, so that a long prompt is read only once."""
 
     __slots__ = ("_bias", "_counts", "_ids", "_n", "_place", "_repeats", "_seen", "_subtracts")
 
@@ -149,19 +147,19 @@ class Adjustments:
 
     @property
     def grow(self) -> bool:
-        """Whether a draw depends on the tokens drawn before it."""
+        """True if a draw depends on the tokens drawn before it."""
         return self._repeats or self._subtracts
 
     @property
     def now(self) -> AdjustedTokens:
-        """Views, valid until the next token is counted."""
+        """The adjustments as views, valid until the next token is counted."""
         n = self._n
         if not n:
             return _NONE
         return AdjustedTokens(self._ids[:n], self._bias[:n], self._seen[:n], self._counts[:n])
 
     def count(self, token: int) -> None:
-        """A token was drawn."""
+        """Count a drawn token."""
         if not self.grow:
             return
         place = self._place.get(token)
@@ -174,7 +172,7 @@ class Adjustments:
         self._counts[place] += self._subtracts
 
     def after(self, tokens: Iterable[int]) -> AdjustedTokens:
-        """As they would be if these were drawn next; their own copies."""
+        """Return the adjustments as they would be after these tokens, as a copy."""
         fork = copy(self)
         fork.detach()
         for token in tokens:
@@ -182,7 +180,7 @@ class Adjustments:
         return fork.now
 
     def detach(self) -> None:
-        """Share nothing with what this was copied from."""
+        """Replace the arrays shared with the object this was copied from by copies."""
         self._place = dict(self._place)
         self._ids, self._bias = self._ids.copy(), self._bias.copy()
         self._seen, self._counts = self._seen.copy(), self._counts.copy()
@@ -195,7 +193,7 @@ class Adjustments:
 
 
 def adjust(row_V: Float32, params: SamplingParams, tokens: AdjustedTokens) -> None:
-    """Change a row in place."""
+    """Adjust the logits of a row in place."""
     if not len(tokens):
         return
     ids_A = tokens.ids_A

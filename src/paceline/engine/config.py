@@ -1,6 +1,4 @@
-"""What may be tuned about an engine (each field says what raising it costs), and what an engine of that size refuses before a request costs anything.
-Whatever passes can be run to its end, alone if need be.
-"""
+"""The settings of an engine, and the requests it refuses before they cost anything. A request that passes can be run to its end, alone if necessary."""
 
 from __future__ import annotations
 
@@ -24,42 +22,46 @@ class EngineConfig:
     """
 
     max_context: int
-    """Tokens of prompt and answer together. Raising it lets one request hold more of the pool, and the others wait or be preempted."""
+    """Maximum tokens of prompt and answer together. Raising it: one request may hold more of the pool, and the others wait or are preempted."""
     max_running: int = 32
-    """Sequences that advance side by side. Raising it lengthens each decode step, and with it everyone's time between tokens."""
+    """Sequences that run at the same time. Raising it: each decode step takes longer, and with it the time between tokens of all sequences."""
     max_waiting: int = 256
-    """Sequences that may queue beyond `max_running`. Raising it lets clients wait longer before they are told to come back."""
+    """Sequences that may queue beyond `max_running`. Raising it: fewer requests are refused, and queued ones wait longer."""
     prefill_chunk: int = 512
-    """Prompt rows in one step, beside the decode rows, where nothing waits for its next token. Raising it makes prompts faster where a machine likes
-    many rows, and takes memory for each."""
+    """Prompt rows in one step, in addition to the decode rows, while no answer waits for its next token. Raising it: faster prompts on machines that profit
+    from many rows, and memory for each row.
+    """
     step_budget_s: float = 0.25
-    """What a step may take while an answer waits for its next token; prompts get the rows that fit. Raising it makes prompts faster and each running
-    answer's pauses longer."""
+    """Seconds that a step may take while an answer waits for its next token; prompts get the rows that fit. Raising it: faster prompts, and longer pauses in
+    running answers.
+    """
     max_guesses: int = 64
-    """Guessed rows in one step, over all sequences. Raising it takes memory: each row's logits are the vocabulary in fp32."""
+    """Draft rows in one step, over all sequences. Raising it: more memory, since each row's logits are the vocabulary in fp32."""
     prefix_cache: bool = True
     """Keep full blocks for requests that begin alike. Costs a hash of each full block, about 1 us."""
     step_timeout_s: float = 60.0
-    """How long one step may take before the executor counts as lost. Raising it delays the news of a hang."""
+    """Seconds that one step may take before the executor counts as lost. Raising it: a hang is noticed later."""
     wait_timeout_s: float = 60.0
-    """How long live sequences may wait while none of them can run and no block comes that is computed elsewhere, before the engine counts as failed.
-    Raising it delays the news of a source that hangs."""
+    """Seconds for which live sequences may wait while none can run and no block arrives from elsewhere, before the engine counts as failed. Raising it: a
+    source that hangs is noticed later.
+    """
     kv_check_every: int = 512
-    """Of blocks that peers gave, one in so many is computed again and compared; 0: none. Lowering it: a peer that lies is found sooner, and more is
-    computed twice."""
+    """Blocks from peers for each one that is computed again and compared; 0: none is. Lowering it: a peer that sends wrong KV is found sooner, and more is
+    computed twice.
+    """
     max_losses: int = 8
-    """Losses of the executor, with no step between them, before live requests end with an error. Raising it delays the news of an outage."""
+    """Losses of the executor, with no step between them, before live requests end with an error. Raising it: an outage is noticed later."""
     model_digest: str = ""
-    """Names the weights in the keys of cached blocks, so that blocks of two models are never taken for each other."""
+    """Digest of the weights. It is part of the keys of cached blocks, so that blocks of two models are never confused."""
 
     @property
     def max_rows(self) -> int:
-        """Of one batch: prompts and drafts share a chunk, beside a row of each sequence that runs."""
+        """Maximum rows of one batch: prompts and drafts share a chunk, and each running sequence has a row."""
         return self.prefill_chunk + self.max_running
 
     @property
     def max_logits_rows(self) -> int:
-        """Of one batch: a row of each sequence that runs, and guesses."""
+        """Maximum rows with logits in one batch: a row of each running sequence, and the draft rows."""
         return self.max_running + self.max_guesses
 
     def __post_init__(self) -> None:
@@ -81,10 +83,13 @@ class EngineConfig:
 
 
 SHARES = 3
-"""Parts of the queue: no other node has more than one of them, unless by a single request, and all together leave one to this node's own clients.
-Raising it: a node that floods keeps less from others, and one that alone asks for many is refused sooner."""
+"""Parts of the queue. No other node may have more than one part, except by a single request, and all of them together leave one part to this node's own
+clients. Raising it: a node that floods takes less from others, and a node with many requests is refused sooner even when alone.
+"""
 RETRY_SPAN_S = 60
-"""Longest wait asked of a client that was refused."""
+"""Longest time in seconds after which a refused client is asked to come back. Raising it: clients stay away from a queue that has emptied; lowering it: refused
+clients come back while the queue is still long.
+"""
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, executor: Executor, vocab: int) -> None:
@@ -127,18 +132,18 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
 
 
 def context_of(config: EngineConfig, executor: Executor) -> int:
-    """Tokens of prompt and answer that one sequence may have, with the KV memory that the executor has now. The last one drawn is never run."""
+    """Return the maximum tokens of prompt and answer for one sequence, with the KV memory that the executor has now. The last drawn token is never run."""
     return min(config.max_context, executor.n_blocks * executor.block_size + 1)
 
 
 def check_draft(request: GenerationRequest, models: Collection[str]) -> None:
-    """Check that there is what a request wants its tokens guessed with.
+    """Check that the source of draft tokens that a request names exists.
 
     Args:
-        models: ids of those that draft.
+        models: ids of the draft models.
 
     Raises:
-        InvalidRequest: there is no such draft model, or the request's ways rule it out.
+        InvalidRequest: the draft model is not available, or the request's ways rule it out.
     """
     draft = request.draft
     if draft is None or draft in DRAFTS:
@@ -151,11 +156,11 @@ def check_draft(request: GenerationRequest, models: Collection[str]) -> None:
         )
     if draft not in models:
         there = ", ".join((*DRAFTS, *sorted(models)))
-        raise InvalidRequest(f"draft: nobody drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
+        raise InvalidRequest(f"draft: no node drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 
 
 def check_grammar(request: GenerationRequest, *, served: bool) -> None:
-    """Check that an answer of the form that a request asks for can end.
+    """Check that an answer of the requested form can end.
 
     Raises:
         InvalidRequest: it can't, or forms are not served here.
@@ -169,13 +174,14 @@ def check_grammar(request: GenerationRequest, *, served: bool) -> None:
 
 
 def check_room(live: int, more: int, config: EngineConfig, held: int | None = None) -> None:
-    """Check that `more` sequences may join those that are live.
+    """Check that `more` sequences may join the live ones.
 
     Args:
-        held: of those that are live, how many the node has that asks; None: a client of this node asks.
+        live: number of live sequences.
+        held: how many of them belong to the node that asks; None: a client of this node asks.
 
     Raises:
-        Overloaded: the queue is full, or that node's share of it; when to come back goes by how many are before the client.
+        Overloaded: the queue is full, or the asking node has its share of it. The time to come back grows with the number of live sequences.
     """
     most = config.max_running + config.max_waiting
     wait_s = min(RETRY_SPAN_S, max(1, 2 * math.ceil(live / config.max_running)))

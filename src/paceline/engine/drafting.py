@@ -1,14 +1,13 @@
-"""What an engine does with drafts: who may guess for a sequence, and how much of it to verify in each step.
+"""The engine's use of drafts: which sources may draft for a sequence, and how much to verify in each step.
 
-Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`Asking`). What they guess lies on buffers (`DraftBuffer`), and as
-those are compared with whatever is drawn, drafts come back by themselves when the text has changed.
+Prompt lookup runs here; every other source is a `DraftSource`, asked ahead by `Asking`. Draft tokens are kept in buffers (`DraftBuffer`). Every buffer is
+compared with all drawn tokens, so drafting resumes automatically when the text becomes predictable again.
 
-Law: nothing here changes a token.
+Sources are asked for the next draft while their last one is being verified, which hides their work and the network's latency.
 
-Asking sources for drafts: ahead, while what they guessed last is being verified, so that their work and the way to them hide.
-
-Law: nothing here waits, but for an answer that is due sooner than a step without it would take. What comes is checked for being token ids, and for
-nothing else.
+Laws:
+- Nothing here changes a token.
+- Nothing here waits, except for an answer that is due sooner than a step without it would take. Answers are checked for valid token ids only.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import StepCosts
 
 MOST_READY = 64
-"""Tokens guessed ahead of those verified, at most."""
+"""Maximum draft tokens held ready beyond those being verified. Raising it: a slow source keeps up; more tokens are drafted in vain where one is wrong."""
 PATIENCE = 1.5
-"""Times the usual wait for an answer. Raising it: a late one is waited for longer, for nothing if it does not come."""
+"""How long an answer is waited for, as a multiple of its usual time. Raising it: a late answer is waited for longer, for nothing if it does not come."""
 UNUSED = 8
-"""Asks in a row of which nothing is used, before a source is asked less often. Raising it: who never helps costs more, who begins to is found sooner."""
+"""Unused drafts in a row before a source is asked less often. Raising it: a source that never helps costs more; one that begins to help is found sooner."""
 LONGEST_PAUSE = 16
-"""Tokens between two asks of a source that never helps."""
+"""Tokens between two requests to a source that never helps, at most. Raising it: such a source costs less, and is found later once it helps."""
 WORTH_A_WAIT = 0.25
-"""Of a step's time: how long an answer may take to be waited for. Raising it: more is won where it is right, and lost where it is wrong."""
+"""Longest usual time of an answer that is waited for, as a share of a step. Raising it: more is won where the draft is right, more lost where it is wrong."""
 
 
 class Asking:
-    """All asks of one engine.
+    """All draft requests of one engine.
 
     Args:
         longest: tokens of one sequence verified in one step, at most.
-        vocabulary: token ids below this are tokens.
-        clock: for how long an answer is due.
+        vocabulary: token ids below this are valid.
+        clock: measures how long an answer has been due.
     """
 
     def __init__(self, longest: int, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
@@ -67,10 +66,10 @@ class Asking:
         self._costs, self._clock = costs, clock
         self._live: dict[int, tuple[SequenceState, SequenceDrafts]] = {}
         self._sources: dict[DraftSource, str] = {}
-        """Of those that are live: their names."""
+        """Names of the sources of live sequences."""
 
     def begin(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
-        """A sequence will be generated: its sources may read its prompt at once."""
+        """Register a sequence; its sources may read its prompt at once."""
         if drafts.states:
             self._live[seq.id] = seq, drafts
             self._sources |= {state.source: maker for maker, state in drafts.states.items()}
@@ -84,16 +83,16 @@ class Asking:
         self._sources = {source: maker for source, maker in self._sources.items() if source in asked}
 
     def ask(self, seq: SequenceState, drafts: SequenceDrafts, verified: int = 0) -> None:
-        """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.
+        """Ask sources to continue their drafts, assuming that all of the draft so far is right. Sources with enough tokens ready are left alone.
 
         Args:
-            verified: how many guesses, by whichever maker they have now, are being verified.
+            verified: number of draft tokens of the current maker that are being verified.
         """
         for maker in drafts.states:
             self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
 
     def hear(self, waiting: DraftSource | None = None, wait_s: float = 0.0) -> None:
-        """Take what sources answered, and wait for one of them."""
+        """Take the answers of all sources. Wait up to `wait_s` seconds for an answer of `waiting`."""
         for source, maker in self._sources.items():
             for answer in source.answers(wait_s if source is waiting else 0.0):
                 found = self._live.get(answer.sequence)
@@ -101,7 +100,11 @@ class Asking:
                     self._answered(*found, maker, answer)
 
     def wait_for(self, drafts: SequenceDrafts) -> bool:
-        """Wait for a draft that is due soon: a later one is as good behind a step without it. Whether it did."""
+        """Wait for a draft that is due soon. A later one is not worth it: it can follow a step that runs without it.
+
+        Returns:
+            Whether it waited.
+        """
         if not self._costs.known:
             return False
         for maker, state in drafts.states.items():
@@ -133,12 +136,12 @@ class Asking:
         state.since = self._clock.monotonic()
         state.unused += 1
         if state.unused > UNUSED:
-            # Nothing of it is worth verifying, or it always comes too late: it may be the one that slows this machine down.
+            # None of its drafts is worth verifying, or they come too late: this source may be the one that slows the machine down.
             state.pause_until = known + min(2 ** (state.unused - UNUSED), LONGEST_PAUSE)
         source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
 
     def _wanted(self, rates: Acceptance, buffer: DraftBuffer | None, guessed: int, verified: int, usual_s: float) -> int:
-        """Tokens that should lie ready: those likely to be used in a step, and those used up until more come."""
+        """Return how many tokens should be ready: those likely to be used in a step, and those used up until the next answer."""
         if buffer is None:
             return min(2 + round(2 * rates.fresh), self._longest + 1)
         likely = likely_length(rates.chances(buffer.run + guessed, self._longest + 1))
@@ -148,10 +151,10 @@ class Asking:
     def _answered(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, answer: DraftAnswer) -> None:
         state, ids = drafts.states[maker], answer.token_ids
         if state.since is None or answer.position != state.end:
-            return  # it goes on behind a guess that was wrong
+            return  # the answer continues a wrong guess
         state.since = None
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
-            drafts.rates[maker].learn_fresh(0)  # so that no step waits for nothing
+            drafts.rates[maker].learn_fresh(0)  # so that no step waits in vain
             return
         old, known = drafts.buffers.get(maker), len(seq.tokens)
         if old is not None and not old.resumes:
@@ -162,40 +165,45 @@ class Asking:
 
 
 LOOKUP_TOKENS = 64
-"""Tokens looked up at once."""
+"""Tokens taken from prompt lookup at once."""
 CERTAIN = 14
-"""The run of what a form forces: as of a draft that came true for long."""
+"""The run of tokens forced by a grammar, as of a draft with a long accepted run."""
 INDEXED = 4096
-"""Tokens of prompts that are indexed in one step; about a millisecond."""
+"""Prompt tokens indexed in one step; about a millisecond. Raising it: prompts are ready for lookup sooner, and each step pauses for longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingConfig:
-    """What an engine guesses with."""
+    """The sources of draft tokens of an engine."""
 
     default: str = AUTO
-    """For requests that don't say: "off", "auto", "ngram", or a key of `sources`."""
+    """Source for requests that don't name one: "off", "auto", "ngram", or a key of `sources`."""
     sources: Mapping[str, DraftSource] = field(default_factory=dict[str, DraftSource])
-    """Those of "auto", beside prompt lookup, which is always there. Closed by their maker."""
+    """Sources that "auto" uses in addition to prompt lookup. Their creator closes them."""
     more: MoreSources | None = None
-    """For requests that name another."""
+    """Finds sources for requests that name another draft model; None: there are no more."""
     longest: int = 15
-    """Tokens of one sequence verified in one step. Raising it: more of a step may be wasted, where costs are not yet known."""
+    """Draft tokens of one sequence verified in one step, at most. Raising it: more of a step may be wasted while costs are not yet known."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: nothing of the default's name drafts."""
+        """Check the default.
+
+        Raises:
+            ConfigError: the named source does not exist.
+        """
         if self.default not in {*DRAFTS, *self.sources}:
             there = ", ".join((*DRAFTS, *self.sources))
-            raise ConfigError(f"nobody drafts with {printable(self.default, 200)!r}", f"There are: {there}.")
+            raise ConfigError(f"No node drafts with {printable(self.default, 200)!r}", f"There are: {there}.")
 
 
 class Drafting:
     """All drafts of one engine.
 
     Args:
-        config: None: there are none, whatever requests say: a backend gives other bytes for other batches, say.
-        vocabulary: token ids below this are tokens.
-        clock: for how long an answer of a source is due.
+        config: None: drafting is off, whatever requests say, for example because a backend gives other bytes for other batches.
+        vocabulary: token ids below this are valid.
+        costs: cost of a step by its rows.
+        clock: measures how long a source's answer has been due.
     """
 
     def __init__(self, config: DraftingConfig | None, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
@@ -207,19 +215,19 @@ class Drafting:
         self._asking = Asking(config.longest, vocabulary, costs, clock)
         self._of: dict[SequenceState, SequenceDrafts] = {}
         self._lagging: dict[SequenceState, NGramIndex] = {}
-        """Sequences whose tokens are not all indexed."""
+        """Sequences with tokens that are not indexed yet."""
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
 
     @property
     def compared(self) -> dict[str, tuple[int, int]]:
-        """By maker: guessed tokens that were held against what was drawn, and those of them that came true."""
+        """By maker: draft tokens compared with drawn tokens, and how many were right."""
         return {maker: (rates.compared, rates.came_true) for maker, rates in tuple(self._common.items())}
 
     @property
     def names(self) -> Collection[str]:
-        """What a request may name beyond `DRAFTS`."""
+        """Names that a request's `draft` may use in addition to `DRAFTS`."""
         more = self._config.more
         return self._config.sources.keys() if more is None else {*self._config.sources, *more.names()}
 
@@ -250,12 +258,12 @@ class Drafting:
     # ------------------------------------------------------------------------------------------------------------------- each step
 
     def plan(self, sequences: Sequence[SequenceState], rooms: Sequence[int], most: int) -> Sequence[Sequence[int]]:
-        """What to verify of each sequence behind its last known token. Most times, and for most, nothing.
+        """Return the draft tokens to verify for each sequence after its last known token. Mostly, and for most sequences, none.
 
         Args:
-            sequences: none in flight; a row of each is run anyway.
-            rooms: guessed tokens of each, at most.
-            most: guessed tokens of all.
+            sequences: sequences that are not in flight; a row of each runs anyway.
+            rooms: maximum draft tokens of each sequence.
+            most: maximum draft tokens of all sequences.
         """
         if self._lagging:
             self._index()
@@ -273,12 +281,12 @@ class Drafting:
         return [self._taken(seq, maker, n) for seq, maker, n in zip(sequences, found, wanted, strict=True)]
 
     def plan_ahead(self, seq: SequenceState, room: int) -> Sequence[int]:
-        """What to run behind the last row of a sequence that is in flight, in a pipeline that has nothing else to do: `room` tokens at most."""
+        """Return up to `room` draft tokens to run after the last row of a sequence in flight, in a pipeline that has nothing else to do."""
         drafts = self._of.get(seq)
         if drafts is None:
             return ()
         self._asking.hear()
-        # A guess on a guess is by the same maker.
+        # A guess on a guess must come from the same maker.
         maker, done = drafts.maker if seq.guess else self._best(seq), len(seq.guess)
         if maker is None or maker not in drafts.buffers:
             return ()
@@ -287,13 +295,13 @@ class Drafting:
         return self._taken(seq, maker, length_ahead(certain, chances[done:], self._costs.seconds))
 
     def sent(self, seq: SequenceState, n: int) -> None:
-        """So many guessed tokens of a sequence are on their way to be verified."""
+        """Count n draft tokens of a sequence that were sent to be verified."""
         maker = self._of[seq].maker
         self.drafted[maker] += n
         self.blocks[maker] += 1
 
     def took(self, seq: SequenceState, n: int, accepted: int) -> None:
-        """A sequence gained its last `n` tokens, and `accepted` guesses of it were right."""
+        """Learn from the last `n` tokens that a sequence gained, of which `accepted` came from a draft."""
         drafts = self._of.get(seq)
         if drafts is not None:
             if accepted:
@@ -303,12 +311,12 @@ class Drafting:
     # -------------------------------------------------------------------------------------------------------------------- inside
 
     def _source(self, name: str, seq: SequenceState) -> DraftSource | None:
-        """Beside prompt lookup."""
+        """Return the named source, other than prompt lookup, if it exists."""
         config = self._config
         return config.sources.get(name) or (None if config.more is None else config.more.find(name, seq.id))
 
     def _best(self, seq: SequenceState) -> str | None:
-        """The maker likeliest to know the next token."""
+        """Return the maker most likely to know the next token."""
         drafts = self._of.get(seq)
         if drafts is None:
             return None
@@ -322,7 +330,7 @@ class Drafting:
         return drafts.best()
 
     def _waited(self, seq: SequenceState, maker: str | None) -> bool:
-        """Whether something came that was worth a wait, as no buffer had a good guess."""
+        """Wait for a draft if no buffer has a good guess and one is due soon. Returns whether it waited."""
         drafts = self._of.get(seq)
         if drafts is None or not (maker is None or drafts.buffers[maker].resumes):
             return False
@@ -330,7 +338,7 @@ class Drafting:
         return self._asking.wait_for(drafts)
 
     def _taken(self, seq: SequenceState, maker: str | None, n: int) -> Sequence[int]:
-        """The next n tokens of a maker's buffer, behind what is guessed already; and sources are asked to go on."""
+        """Return the next n tokens of a maker's buffer, after those in flight, and ask sources to continue."""
         drafts = self._of.get(seq)
         if drafts is None:
             return ()
@@ -346,10 +354,10 @@ class Drafting:
         return draft
 
     def _index(self) -> None:
-        """Some of the prompts that came, so that long ones hold up no answer."""
+        """Index up to `INDEXED` tokens of new prompts, so that a long prompt delays no answer."""
         budget = INDEXED
         while budget:
-            # Those that wait may do so for long, and many may.
+            # Waiting sequences may be many, and may wait for long.
             found = next((one for one in self._lagging.items() if one[0].phase is not Phase.WAITING), None)
             if found is None:
                 return

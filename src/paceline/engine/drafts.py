@@ -1,13 +1,13 @@
-"""Drafts: tokens that may come next, and where such guesses come from.
+"""Drafts: tokens that may come next, and the sources that propose them.
 
-Law: a draft is never believed. Whichever machine made it, from whatever: the model verifies each token, so a wrong one costs a row and changes no
-byte. What is asked of a proposer is that it answers soon, not that it is right.
+Law: a draft is never trusted, whichever machine made it. The model verifies each token, so a wrong one costs a row and changes no byte. A proposer must answer
+soon; it need not be right.
 
-A proposer's contract (docs/internals/design.md): `propose_block(committed, length, steps)`. A session of it remembers what it was told, so that only new tokens
-need be said and run; told the same tokens, it drafts the same, however they were cut into asks.
+A proposer's contract is `propose_block(committed, length, steps)` (docs/internals/design.md). A session of it remembers its tokens, so that only new ones need
+to be sent and run. With the same tokens it drafts the same, however they were divided into requests.
 
-What is guessed of one sequence is a buffer of tokens a maker. Every buffer is compared with every token drawn, verified or not, so it is known at any
-time how well each maker would do.
+Each maker has a buffer of draft tokens for a sequence. Every buffer is compared with every drawn token, verified or not, so each maker's quality is known at
+any time.
 """
 
 from __future__ import annotations
@@ -23,122 +23,123 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.prompt_lookup import NGramIndex
 
 AUTO, OFF, NGRAM = "auto", "off", "ngram"
-"""The best maker at the time; none; prompt lookup."""
+"""Choices of a request's `draft`: the best maker at the time; no drafts; prompt lookup."""
 FORCED = "grammar"
-"""The maker of what an answer's form leaves no choice about. At work whatever is chosen but `OFF`."""
+"""The maker of tokens that an answer's grammar forces. It works with every choice but `OFF`."""
 DRAFTS = (AUTO, OFF, NGRAM)
-"""What a request's `draft` may always be; beyond it, the ids of draft models."""
+"""Values that a request's `draft` may always have; others are the ids of draft models."""
 MODELS_DRAFT = "draft"
-"""The way of spreading work in which draft models take part. Prompt lookup is no way, but the engine's own."""
+"""The way of spreading work in which draft models take part. Prompt lookup runs in the engine and is not a way."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockProposal:
-    """A block of guessed tokens, and what it took."""
+    """A block of draft tokens, and the work it took."""
 
     token_ids: tuple[int, ...]
     diffusion_steps: int = 0
     """Refinements of the whole block; 0 where it was made token by token."""
     forward_passes: int = 0
-    """Of the proposer's model."""
+    """Forward passes of the proposer's model."""
     peak_activation_bytes: int = 0
 
 
 class Proposer(Protocol):
-    """Something that drafts. May block: it is called in a thread."""
+    """A drafter. It may block: it is called in a thread."""
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
-        """At most `block_size` tokens that may follow.
+        """Return at most `block_size` tokens that may follow.
 
         Args:
+            committed: all tokens of the sequence so far.
             block_size: L, tokens wanted.
-            num_steps: K, refinements, where the proposer makes them; 0: as many as it finds best, which is what serving asks for: an engine does not
-                know what a refinement costs on the proposer's machine, and acceptance pays or does not pay for the block as a whole.
+            num_steps: K, refinements, for proposers that make them. 0: the proposer chooses, which is what serving uses: an engine does not know the cost of a
+                refinement on the proposer's machine, and only sees whether the block as a whole pays.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """What an engine wants drafted. A sequence has one ask under way; a later one takes its place, as what was guessed turned out wrong: the
-    answer to the first may still come, and is of no use.
+    """A draft request for one sequence. A later request replaces the earlier one, because a guess was wrong: an answer to the earlier one may still arrive and
+    is of no use.
     """
 
     sequence: SequenceId
     first_position: int
-    """Of `token_ids`. What the source was told of the sequence before this position still holds; what it was told from here on does not."""
+    """Position of `token_ids[0]`. The tokens sent for earlier positions still hold; those from here on are void."""
     token_ids: Sequence[int]
-    """Committed tokens, and behind them maybe guessed ones, whose continuation is wanted on the guess that they are right."""
+    """Committed tokens, maybe followed by draft tokens; the answer continues them as if they were right."""
     length: int
-    """Tokens wanted at most."""
+    """Maximum tokens wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """What a source drafted, or, empty, that it had nothing or failed."""
+    """The draft that a source made; empty if it has none or failed."""
 
     sequence: SequenceId
     position: int
-    """Of the first token: where the ask ended."""
+    """Position of the first draft token: where the request ended."""
     token_ids: Sequence[int]
 
 
 class DraftSource(Protocol):
-    """Drafts made elsewhere: by another thread, on another machine. For the engine's thread, which it never holds up.
+    """Drafts made elsewhere, by another thread or machine. For the engine's thread, which it never blocks.
 
-    A source bounds its own waits and replaces what fails; an ask that can't be answered is answered with an empty draft.
+    A source bounds its own waits and replaces what fails. It answers a request that it can't serve with an empty draft.
     """
 
     @property
     def expected_s(self) -> float | None:
-        """How long an answer takes, as measured; None: none are to be had at present, so there is no need to ask."""
+        """Measured seconds until an answer; None: the source has no drafts at present, so it need not be asked."""
         ...
 
     @property
     def block(self) -> int:
-        """Tokens that take it hardly longer than one."""
+        """Number of tokens that take hardly longer than one."""
         ...
 
     def ask(self, ask: DraftAsk) -> None: ...
 
     def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
-        """What has come since this was called last. Waits for a first answer, so long at most."""
+        """Return the answers since the last call. Wait up to `wait_s` seconds for a first one."""
         ...
 
     def forget(self, sequence: SequenceId) -> None:
-        """The sequence is over; unknown ones too."""
+        """Forget a sequence that is over. Unknown sequences are ignored."""
         ...
 
 
 class MoreSources(Protocol):
-    """Sources beyond those that an engine is made with: whatever there is when a request names it. For the engine's thread."""
+    """Draft sources that are found when a request names them, in addition to those of the engine's start. For the engine's thread."""
 
     @property
     def sources(self) -> Mapping[str, DraftSource]:
-        """Those that the engine is made with, and others that were named lately."""
+        """The sources of the engine's start, and others that requests named lately."""
         ...
 
     def names(self) -> Collection[str]:
-        """Of those there are now."""
+        """Return the names of the sources available now."""
         ...
 
     def find(self, name: str, sequence: SequenceId) -> DraftSource | None:
-        """The one of that name, kept for a sequence until that is forgotten; None: there is none."""
+        """Return the source of this name, kept for the sequence until `forget`; None: there is none."""
         ...
 
 
 @dataclass(slots=True)
 class ProposerStats:
-    """Sums over blocks, but for the peak."""
+    """Sums over blocks; of the memory, the peak."""
 
     blocks: int = 0
-    """Asked for, empty ones included."""
+    """Blocks that were requested, empty ones included."""
     tokens: int = 0
     diffusion_steps: int = 0
     forward_passes: int = 0
     peak_activation_bytes: int = 0
     failures: int = 0
-    """Blocks that were asked for and not had."""
+    """Blocks that were requested and failed."""
 
     def count(self, block: BlockProposal) -> None:
         self.blocks += 1
@@ -150,16 +151,16 @@ class ProposerStats:
 
 @dataclass(slots=True)
 class DraftBuffer:
-    """What one maker guesses."""
+    """The draft tokens of one maker."""
 
     ids: Sequence[int]
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     run: int
-    """See `acceptance`."""
+    """The draft's run; see `acceptance`."""
     came_true: int = 0
     resumes: bool = False
-    """It was wrong, and goes on behind the wrong token: for want of a better one, which takes its place."""
+    """The draft was wrong, and continues after its wrong token until a better one takes its place."""
 
     @property
     def end(self) -> int:
@@ -168,54 +169,54 @@ class DraftBuffer:
 
 @dataclass(slots=True)
 class SyncState:
-    """What a source knows of a sequence."""
+    """The tokens of a sequence that a source has, as the engine sent them."""
 
     source: DraftSource
     right: int = 0
-    """Leading tokens that it knows and that are still right."""
+    """Number of leading tokens that the source knows and that are still right."""
     end: int = 0
-    """Tokens it knows."""
+    """Number of tokens that the source knows."""
     since: float | None = None
-    """When it was asked what it has not answered; None: it has."""
+    """Monotonic time of the request under way; None: there is none."""
     unused: int = 0
-    """Times it was asked since anything of it was verified."""
+    """Requests since one of its tokens was last verified."""
     pause_until: int = 0
-    """It is not asked before so many tokens are known."""
+    """Number of known tokens below which the source is not asked."""
 
 
 @dataclass(slots=True)
 class SequenceDrafts:
-    """All buffers of one sequence."""
+    """All draft buffers of one sequence."""
 
     rates: Mapping[str, Acceptance]
-    """Of those who may guess for it."""
+    """Acceptance rates of the makers that may draft for the sequence."""
     index: NGramIndex | None
-    """Where it is looked up."""
+    """Index of prompt lookup; None: it is not used."""
     states: Mapping[str, SyncState]
-    """To those who are asked."""
+    """State of each source that is asked."""
     buffers: dict[str, DraftBuffer] = field(default_factory=dict[str, DraftBuffer])
     maker: str = NGRAM
-    """Of what is in flight."""
+    """Maker of the draft in flight."""
 
     def best(self) -> str | None:
-        """The maker likeliest to know the next token."""
+        """Return the maker most likely to know the next token."""
         buffers, rates = self.buffers, self.rates
         if len(buffers) < 2:
             return next(iter(buffers), None)
         return max(buffers, key=lambda maker: rates[maker].chance(buffers[maker].run))
 
     def chances(self, maker: str, known: int, most: int) -> Sequence[float]:
-        """Of what a maker guesses behind the first `known` tokens: that each comes true, if those before it do."""
+        """Return the chance of each draft token after the first `known` tokens, given that those before it are accepted."""
         buffer = self.buffers[maker]
         return self.rates[maker].chances(buffer.run, min(buffer.end - known, most))
 
     def compare(self, tokens: Sequence[int], start: int) -> None:
-        """Hold all buffers against the tokens from position `start` on."""
+        """Compare all buffers with the tokens from position `start` on."""
         for maker in tuple(self.buffers):
             self.compare_with(maker, tokens, start)
 
     def compare_with(self, maker: str, tokens: Sequence[int], start: int) -> None:
-        """Hold one maker's buffer against the tokens from position `start` on: learn from it, and drop it if it was wrong, or is used up."""
+        """Compare a maker's buffer with the tokens from position `start` on. Learn from it, and drop it if it was wrong or is used up."""
         buffer, rates = self.buffers[maker], self.rates[maker]
         for position in range(max(start, buffer.start), min(len(tokens), buffer.end)):
             right = buffer.ids[position - buffer.start] == tokens[position]
@@ -237,35 +238,37 @@ class SequenceDrafts:
         if state is None:
             return
         if position < state.end:
-            # What it was asked to go on behind is wrong.
+            # The continuation it was asked for follows a wrong token.
             state.right, state.since = min(state.right, position), None
-        # Until the source has said more, the best guess is that one token is replaced by another.
+        # Until the source answers again, the best guess is that only this token was replaced by another.
         if buffer.came_true and position + 1 < buffer.end:
             self.buffers[maker] = DraftBuffer(buffer.ids[position + 1 - buffer.start :], position + 1, 0, resumes=True)
             self.compare_with(maker, tokens, position + 1)
 
 
 KEPT_TEXTS = 16
-"""Texts that a proposer remembers of callers without sessions. Raising it: memory, for callers that take turns."""
+"""Texts that a proposer remembers for callers without sessions. Raising it: more memory; callers that take turns find their texts."""
 
 
 class DraftSession(Protocol):
-    """What a proposer knows of one sequence. For one thread at a time."""
+    """The state of a proposer for one sequence. For one thread at a time."""
 
     @property
     def told(self) -> Sequence[int]: ...
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
-        """At most `block_size` tokens that may follow.
+        """Return at most `block_size` tokens that may follow.
 
         Args:
-            first_position: of `token_ids`; what was told from here on is forgotten. Never beyond the end of what was told.
-            token_ids: the sequence from there on.
+            first_position: position of `token_ids[0]`, at most the number of tokens told so far. Tokens told from there on are forgotten.
+            token_ids: the sequence from `first_position` on.
+            block_size: tokens wanted.
+            num_steps: refinements; 0: the proposer chooses.
         """
         ...
 
     def close(self) -> None:
-        """Forget it. Idempotent."""
+        """Forget the sequence. Idempotent."""
         ...
 
 
@@ -277,7 +280,7 @@ class OpensSessions(Protocol):
 
 
 def open_session(proposer: Proposer) -> DraftSession:
-    """A session of any proposer: its own, or one that says everything each time."""
+    """Return a session of any proposer: its own, or one that sends all tokens each time."""
     return proposer.open() if isinstance(proposer, OpensSessions) else _Retold(proposer)
 
 
@@ -316,21 +319,21 @@ class _Retold:
 
 
 class SessionProposer(ABC):
-    """A `Proposer` made of sessions: a text that goes on where an earlier one ended is run from there."""
+    """A `Proposer` made of sessions. A text that continues an earlier one is run only from where they differ."""
 
     def __init__(self) -> None:
         self._kept: list[DraftSession] = []
-        """Of callers without sessions, the one used last at the end."""
+        """Sessions for callers without their own, least recently used first."""
 
     @abstractmethod
     def open(self) -> DraftSession:
-        """A session that was told nothing yet."""
+        """Return a session without any tokens yet."""
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         shared, session = max(
             ((common_length(one.told, committed), one) for one in self._kept), key=lambda pair: pair[0], default=(0, None)
         )
-        # One that shares less than half is another text's: that text may come back.
+        # A session that shares less than half is for another text, which may come back.
         if session is None or 2 * shared < len(session.told):
             if len(self._kept) == KEPT_TEXTS:
                 self._kept.pop(0).close()

@@ -1,9 +1,9 @@
 """Requests in, tokens out: the loop around scheduler, executor, sampler and text.
 
 Laws:
-- Every sequence of a request that was added ends exactly once, with a chunk that has a finish reason; nothing follows it.
-- A lost executor costs time: live sequences are run again from their ids. One that can't be had any more, or is lost again and again,
-  ends them with errors, and later requests may find it back. Any other failure of it ends the engine too.
+- Every sequence of an added request ends exactly once, with a chunk that has a finish reason; nothing follows it.
+- A lost executor costs time: live sequences are replayed from their token ids. If it stays down or is lost repeatedly, live sequences end with an error, and
+  later requests may find it again. Any other failure of the executor ends the engine too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from paceline.engine.sequence import PlannedBatch, SequenceState, TextStream, ca
 from paceline.engine.step_costs import StepCosts, StepTimes
 
 SHORTER = 4
-"""How many times more rows a step of prompts must have than a prompt that comes, to be given up for it. Raising it: less is run twice, and a
-prompt of some length waits longer."""
+"""Least ratio of the rows of a prompt step in flight to the tokens of a new prompt for the step to be cancelled. Raising it: less is run twice, and
+medium-length prompts wait longer.
+"""
 TOLD_EVERY = 64
-"""Steps from one look at what steps cost to the next. Raising it: figures for other nodes are older, and steps have less beside them."""
+"""Steps between two reports of step costs. Raising it: other nodes plan with older costs; less overhead per step."""
 WAIT_S = 0.005
-"""Between two looks whether a live sequence can run, where none could. Raising it: an answer begins later once what it waited for is there."""
-_NO_ROOM = "What is left of the machines has not the memory for this sequence"
+"""Seconds between two checks whether a live sequence can run, where none could. Raising it: an answer begins later after its blocks have arrived."""
+_NO_ROOM = "The machines that are left have too little memory for this sequence"
 
 
 def _entropy() -> int:
@@ -47,7 +48,7 @@ def _entropy() -> int:
 
 
 class Engine:
-    """One model's generations. For one thread; owns neither the executor's life nor the clock."""
+    """The generations of one model. For one thread. The caller owns the executor and the clock."""
 
     def __init__(
         self,
@@ -67,20 +68,20 @@ class Engine:
         """Start idle.
 
         Args:
-            executor: runs the batches; closed by its maker.
-            entropy: seeds of requests that bring none.
-            drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
-            sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
-            grammars: of the vocabulary; None: answers of a given form are refused.
-            kv: where blocks are kept beside the pool; closed by its maker.
-            loans: by which other threads read blocks of the pool.
-            wait: lets so many seconds pass, or fewer where something came that sequences wait for.
+            executor: runs the batches; closed by its creator.
+            entropy: returns the seed of a request that has none.
+            drafting: sources of draft tokens, used as long as the executor holds identity; None: no drafts.
+            sampler: draws the tokens; closed by its creator. None: the plain one, which is slow with a large vocabulary.
+            grammars: compiled for this vocabulary; None: structured outputs are refused.
+            kv: keeps blocks outside the pool; closed by its creator.
+            loans: lets other threads read blocks of the pool.
+            wait: waits for the given seconds, or less if something arrived that sequences wait for.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy, self._kv, self._loans = clock, entropy, kv, loans
         costs = self._costs = StepCosts()
         self._told_at, self._step_seconds, self._prefill_per_s = 0, dict[int, float](), 0.0
-        """Of costs, as they were after so many steps."""
+        """Step-cost snapshot taken at step `_told_at`."""
         self._times = StepTimes(costs, clock)
         self._prompts = PromptProgress(clock)
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
@@ -93,29 +94,29 @@ class Engine:
         self._n_live = 0
         self._in_flight: deque[PlannedBatch] = deque()
         self._recallable: PlannedBatch | None = None
-        """What is in flight, where it may end early."""
+        """The batch in flight, if it may be cancelled."""
         self._outbox: list[GenerationChunk] = []
-        """Endings that happened outside a step; the next one delivers them."""
+        """Endings that happened outside a step; the next step delivers them."""
         self._sequence_ids = count()
         self._losses = 0
         self._lost = False
         """KV was lost, and the executor has run nothing since."""
         self._wait = wait
         self._ready = False
-        """Whether the executor was, when a batch was wanted last. One that is not bounds what it waits for itself."""
+        """The executor was ready when the last batch was wanted. An executor that is not ready bounds its own waits."""
         self._waits_since: float | None = None
-        """Sequences are live, and none could run."""
+        """Monotonic time since which sequences are live and none could run; None: one can."""
         self._came = 0
-        """Blocks that were there of those that are on their way, when that was looked at last."""
+        """Number of awaited blocks that had arrived at the last check."""
         self._arrivals = 0
-        """Looks that found more."""
+        """Number of checks that found more blocks."""
         self._failure: str | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do, or to say."""
+        """True if `step` has work or chunks to deliver."""
         lends = self._loans is not None and self._loans.is_waiting
         return bool(self._live or self._in_flight or self._outbox or self._is_keeping or lends)
 
@@ -157,23 +158,26 @@ class Engine:
         self._prompt_tokens += len(request.prompt_ids)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request now; the next step says so. Blocks are free at once, or with the batch in flight. Unknown ids have ended."""
+        """End a request now; the next step delivers the ending. Blocks are freed at once, or with the batch in flight. Unknown ids are ignored: they have
+        ended.
+        """
         for seq in tuple(self._live.get(request_id, ())):
             self._outbox.append(self._end(seq, FinishReason.ABORT))
 
     @property
     def advanced(self) -> int:
-        """Grows with every step, with every part of one, and while blocks come that are waited for. Any thread may look."""
+        """A counter that grows with every step, every part of a step, and while awaited blocks arrive. Any thread may read it."""
         return self._steps + self._executor.advanced + self._arrivals
 
     def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool = False) -> None:
-        """End the step in flight early, if those who wait are better served so: what it was to run is run again, if it is still wanted.
+        """Cancel the step in flight if waiting requests are better served without it. Its rows run again if they are still wanted.
 
-        Any thread may say so; it is no more than a hint.
+        Any thread may call this; it is only a hint.
 
         Args:
-            shortest: tokens of the shortest prompt that came since; None: none did.
-            stops: all are to be.
+            gone: requests that are no longer wanted.
+            shortest: tokens of the shortest prompt that arrived since; None: none arrived.
+            stops: all requests are being stopped.
         """
         planned = self._recallable
         if planned is None:
@@ -184,7 +188,7 @@ class Engine:
             self._executor.recall(planned.batch.batch_id)
 
     def step(self) -> list[GenerationChunk]:
-        """Keep the executor full, take one batch's output, and say what each sequence gained. Raises as `collect` does."""
+        """Keep the executor full, take one batch's output, and return what each sequence gained. Raises as `collect` does."""
         self.submit()
         return self.collect()
 
@@ -207,10 +211,10 @@ class Engine:
                 raise
 
     def collect(self) -> list[GenerationChunk]:
-        """Take one batch's output, and say what each sequence gained. Where none can run yet, wait a moment, and say nothing.
+        """Take one batch's output, and return what each sequence gained. If no sequence can run yet, wait a moment and return nothing.
 
         Raises:
-            Exception: whatever the executor raised, but for a loss that can be replayed. The endings come with the next call.
+            Exception: any error of the executor, except a loss that can be replayed. The next call returns the endings.
         """
         chunks, self._outbox = self._outbox, []
         try:
@@ -288,7 +292,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------------------- inside
 
     def _is_ready(self) -> bool:
-        """Whether batches may be submitted. After a loss this is where the executor is found again, perhaps with other sizes."""
+        """Return whether batches may be submitted. After a loss, restore the executor, which may then have other sizes."""
         if not self.has_work:
             return False
         try:
@@ -316,11 +320,11 @@ class Engine:
 
     @property
     def _is_keeping(self) -> bool:
-        """Whether blocks are still to be kept elsewhere."""
+        """True if blocks are still to be kept outside the pool."""
         return self._scheduler.kv is not None and self._scheduler.kv.is_keeping
 
     def _await_any(self, chunks: Sequence[GenerationChunk]) -> None:
-        """Give what the live sequences wait for a moment to come: none of them can run without it."""
+        """Wait a moment for blocks, because no live sequence can run without them."""
         now, came = self._clock.monotonic(), 0 if self._scheduler.kv is None else self._scheduler.kv.n_coming
         if came != self._came:
             self._came, self._waits_since = came, None
@@ -332,7 +336,7 @@ class Engine:
             self._wait(WAIT_S)
 
     def _restored(self) -> Collection[SequenceId] | None:
-        """Whose KV is as it was before the loss; None: it is not known yet, or was lost again."""
+        """Return the sequences with their KV restored after a loss. None: it is not known yet, or was lost again."""
         before = self._executor.advanced
         try:
             return self._executor.restore(self._scheduler.held())
@@ -357,7 +361,7 @@ class Engine:
         advancing: list[tuple[SequenceState, SequenceStep, int, slice]] = []
         rows: list[DrawRow] = []
         for seq, step in zip(planned.sequences, steps, strict=True):
-            # Neither aborted while in flight, nor run on a guess that was wrong.
+            # Skip rows of sequences that were aborted in flight, and rows that ran on a wrong guess.
             if step.logits_rows and seq.is_live and step.epoch == seq.epoch:
                 first = len(rows)
                 scored = score_rows(seq, step, row)
@@ -374,7 +378,7 @@ class Engine:
             if seq.givers and any(isinstance(one, DrawFailed) for one in drawn[own]):
                 tops = [float(logits_RV[row.logits_row, : self._vocabulary.size].max()) for row in rows[own]]
                 if not all(isfinite(top) or top == -inf for top in tops):
-                    self._scheduler.found_lie(seq.givers)  # if it is not theirs, it comes again without them, and ends the answer
+                    self._scheduler.found_lie(seq.givers)  # if they are not to blame, the draw fails again and ends the answer
             if seq.distrusted:
                 continue
             if n_scores or seq.ends_with_prompt:
@@ -385,7 +389,7 @@ class Engine:
         self._scheduler.collected(planned)
 
     def _scored(self, seq: SequenceState, step: SequenceStep, drawn: Sequence[Drawn | DrawFailed]) -> list[GenerationChunk]:
-        """What a step says of the prompt's tokens, and its end where nothing else was asked for."""
+        """Return the log probabilities that a step has of the prompt's tokens, and the ending if the request wants nothing else."""
         if failed := next((one for one in drawn if isinstance(one, DrawFailed)), None):
             return [self._end(seq, FinishReason.ERROR, str(failed))]
         scores = tuple(one.logprob for one in drawn if isinstance(one, Drawn) and one.logprob is not None)
@@ -396,7 +400,7 @@ class Engine:
         return chunks
 
     def _advance(self, seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> GenerationChunk:
-        """What a sequence's rows gave, and its end if that was it."""
+        """Return the tokens that a sequence's rows gave, and its ending if they end it."""
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
         self._prompts.end(seq)
         gain = gain_of(seq, drawn)
@@ -410,7 +414,7 @@ class Engine:
         return GenerationChunk(id_, seq.index, token_ids, gain.text, tuple(gain.logprobs), reason, error, code, cached_tokens=cached)
 
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
-        """What happened, for every live request."""
+        """Return the executor's notices for every live request, and notices of distrusted KV for the sequences that replay."""
         notices = (*self._executor.notices(), *more)
         told = [GenerationChunk(id_, live[0].index, (), "", notices=notices) for id_, live in self._live.items()] if notices else []
         again, self._scheduler.distrusted = self._scheduler.distrusted, []
@@ -446,7 +450,7 @@ class Engine:
             self._drop()
 
     def _fail(self, error: Exception, chunks: list[GenerationChunk]) -> None:
-        """End everything; what this step had to say is said by the next, since this one raises."""
+        """End all sequences. The next step delivers this step's chunks, since this one raises."""
         self._failure = f"{type(error).__name__}: {error}"
         self._end_all(self._failure, chunks)
         self._outbox = chunks
@@ -457,7 +461,7 @@ class Engine:
             chunks += [self._end(seq, FinishReason.ERROR, reason, code) for seq in tuple(sequences)]
 
     def _drop(self) -> None:
-        """What is in flight is gone."""
+        """Forget the batches in flight, which are lost."""
         self._scheduler.lost(self._in_flight)
         self._times.lost()
         self._in_flight.clear()

@@ -1,7 +1,7 @@
 """How the engine runs a model without knowing how the model is spread.
 
-A `StepBatch` is complete in itself but for its deltas (blocks gained, sequences released), so a rank or a stage holds no
-scheduling state that could drift. `submit` and `collect` are apart so that a pipeline stays full: batch N+1 enters while N is inside.
+A `StepBatch` is complete in itself except for its deltas (blocks gained, sequences released), so a rank or a stage holds no scheduling state that could drift.
+`submit` and `collect` are separate so that a pipeline stays full: batch N+1 enters while N is inside.
 
 Shapes: T rows (tokens) of a batch, R rows that need logits, S sequences, V vocabulary, D hidden.
 """
@@ -21,7 +21,7 @@ from paceline.core.ids import BatchId, BlockId, SequenceId
 
 
 class Path(IntEnum):
-    """Which kernels a row runs: decided by its position alone, never by how it is batched (byte identity, rule 1)."""
+    """The kernels that a row runs. Its position alone decides them, never how it is batched (byte identity, rule 1)."""
 
     PROMPT = 0
     GENERATED = 1
@@ -29,20 +29,21 @@ class Path(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """The rows one sequence runs in one batch. All are of one path; a sequence stands in a batch at most once."""
+    """The rows that one sequence runs in one batch. All are of one path; a sequence is in a batch at most once."""
 
     sequence: SequenceId
     epoch: int
-    """Raised when guessed rows turn out wrong: a collected row of an older epoch is stale."""
+    """Raised when draft rows turn out wrong: a collected row of an older epoch is stale."""
     token_ids: Sequence[int]
     first_position: int
-    """Position of the first row. Whatever the sequence held from here on is forgotten, blocks that begin behind it included: a rejected draft
-    needs no message."""
+    """Position of the first row. Everything that the sequence held from here on is forgotten, including blocks that begin after it: a rejected draft needs no
+    message.
+    """
     path: Path
     new_blocks: Sequence[BlockId]
-    """Those that follow what is left of the sequence's table (all of them, the first time and after a preemption)."""
+    """Blocks that follow the rest of the sequence's table. The first time, and after a preemption, they are all of its blocks."""
     logits_rows: Sequence[int]
-    """Which of the rows need logits: the last for decode, all for verification, none inside a prefill."""
+    """Indices of the rows that need logits: the last for decode, all for verification, none inside a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class StepBatch:
     batch_id: BatchId
     steps: tuple[SequenceStep, ...]
     released: tuple[SequenceId, ...] = ()
-    """Sequences whose tables are to be forgotten before this batch runs (ended or preempted)."""
+    """Sequences that ended or were preempted; their tables are forgotten before this batch runs."""
     most_blocks: int = 0
-    """Of KV that a live sequence may come to need."""
+    """Maximum number of KV blocks that a live sequence can need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +64,37 @@ class StepOutput:
 
     batch_id: BatchId
     logits_RV: npt.NDArray[np.float32]
-    """Valid until the next `submit`; may be written to by its reader."""
+    """Valid until the next `submit`; the reader may write to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """What was computed of a live sequence before a loss."""
+    """The rows of a live sequence that were computed before a loss."""
 
     sequence: SequenceId
     token_ids: Sequence[int]
-    """Those whose rows were collected, from position 0 on. Never none."""
+    """Tokens with collected rows, from position 0 on. Never empty."""
     n_prompt: int
     blocks: Sequence[BlockId]
-    """That hold them. Sequences that begin alike may share the first."""
+    """Blocks that hold these tokens' KV. Sequences that begin alike may share the first ones."""
 
 
 class Executor(Protocol):
-    """Runs step batches of one model. Owned by engine; every way of spreading a model implements it."""
+    """Runs step batches of one model. The engine uses it; every way of spreading a model implements it."""
 
     @property
     def depth(self) -> int:
-        """Batches that may be in flight: a pipeline's stages, 1 alone. May change where KV was lost, as `n_blocks` and `numerics_id` may."""
+        """Maximum batches in flight: the stages of a pipeline, or 1 on one machine. A loss of KV may change it, as it may `n_blocks` and `numerics_id`."""
         ...
 
     @property
     def n_blocks(self) -> int:
-        """KV blocks that the engine may hand out: ids 0 .. n_blocks - 1."""
+        """Number of KV blocks that the engine may hand out: ids 0 .. n_blocks - 1."""
         ...
 
     @property
     def block_size(self) -> int:
-        """Tokens a block holds. May change where KV was lost: others may keep more of them together."""
+        """Tokens in a block. May change when KV is lost, because replacement machines may use larger blocks."""
         ...
 
     @property
@@ -108,25 +109,25 @@ class Executor(Protocol):
 
     @property
     def holds_identity(self) -> bool:
-        """A row's bytes don't depend on what runs beside it, so drafts may be verified. May change where KV was lost."""
+        """True if a row's bytes don't depend on the other rows of its batch, so that drafts may be verified. May change when KV is lost."""
         ...
 
     def ready(self) -> bool:
-        """Whether a batch may be submitted. Where it may not yet, as while machines are looked for in place of lost ones, waits a moment and says False.
+        """Return whether a batch may be submitted. If not yet, such as while lost machines are being replaced, wait a moment and return False.
 
         Raises:
-            ExecutorUnavailable: none were found, and none are looked for until this is asked again.
+            ExecutorUnavailable: no machines were found. The search resumes when this is called again.
         """
         ...
 
     def restore(self, held: Sequence[HeldSequence]) -> Collection[SequenceId] | None:
-        """After a loss, once it is ready again: have KV as it was before, as far as that costs less than to begin anew. Takes a moment.
+        """Restore KV after a loss, once the executor is ready again, as far as that costs less than to compute it again. Takes a moment.
 
         Args:
             held: what was computed, the oldest first.
 
         Returns:
-            Whose KV is as it was; that of all others is void. None: it is being made; ask again.
+            The sequences with restored KV; that of all others is void. None: still in progress; call again.
 
         Raises:
             ExecutorLost: as `collect` does.
@@ -134,7 +135,7 @@ class Executor(Protocol):
         ...
 
     def notices(self) -> Sequence[Notice]:
-        """What clients may want to know that happened since this was asked last."""
+        """Return the events since the last call that clients may want to know."""
         ...
 
     def submit(self, batch: StepBatch) -> None:
@@ -146,27 +147,27 @@ class Executor(Protocol):
         ...
 
     def recall(self, batch_id: BatchId) -> None:
-        """Have a batch in flight end early, where that is possible; it then has no output. Any thread may ask, whatever became of the batch."""
+        """Ask for a batch in flight to end early, where that is possible; it then has no output. Any thread may call this, for any batch past or present."""
         ...
 
     @property
     def advanced(self) -> int:
-        """Grows with every part of a batch that was run: a layer here, a batch of others. Any thread may look."""
+        """A counter that grows with every part of a batch that was run: a layer on this machine, a batch on others. Any thread may read it."""
         ...
 
     def collect(self, deadline: float) -> StepOutput | None:
         """Wait for the oldest batch in flight, until `deadline` on the monotonic clock.
 
         Returns:
-            None where it was recalled: the KV of its rows is void, and all before them stands.
+            The output. None if the batch was recalled: the KV of its rows is void, and all before them stands.
 
         Raises:
-            ExecutorLost: spans of the model can't be reached; what was in flight is gone.
+            ExecutorLost: spans of the model can't be reached; the batches in flight are gone.
         """
         ...
 
     def reset(self) -> None:
-        """Forget all sequences and what is in flight, for an engine that begins anew: the one before failed. Weights stay."""
+        """Forget all sequences and all batches in flight, for a new engine after the one before failed. Weights stay."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Answers of a given form: which tokens may come next, from a grammar and the tokens so far.
+"""Structured output: the tokens that a grammar allows next, from the tokens so far.
 
-Law: a mask is a function of the grammar, the tokens so far, the vocabulary and `VERSION`, and of nothing beside them.
+Law: a mask is a function of the grammar, the tokens so far, the vocabulary and `VERSION`, and of nothing else.
 
-Where the grammar leaves only one text, a mask leaves only its canonical tokens, one after the other.
+Where the grammar leaves only one text, a mask allows only its canonical tokens, one after the other.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from paceline.engine.refusals import GrammarRefusal, in_own_words, place_to_blam
 logger = logging.getLogger(__name__)
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
+"""The only whitespace in JSON outside strings. So no answer fills up with whitespace, and most of a document's frame is forced."""
 VERSION = f"llguidance {version('llguidance')}, 5"
-"""What decides a mask next to grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS`, `_Vocabulary` or `DigitBound`."""
+"""Version of the masks, for the same grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS`, `_Vocabulary` or `DigitBound`."""
 
 _CEILINGS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), np.float32(-np.inf)
 )
-"""[byte of a mask, 8]: what the logits of eight tokens are at most."""
+"""[byte of a mask, 8]: upper bounds on the logits of eight tokens, infinite for an allowed token and minus infinity for others."""
 
 KEPT = 64
-"""Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
+"""Compiled grammars that are kept. Raising it: more memory; agents with many schemas wait less."""
 REFUSALS = 1024
-"""Grammars whose refusal is remembered, some 700 bytes each: what ends a compiler takes seconds of one each time."""
+"""Refused grammars that are remembered, some 700 bytes each, because a grammar that ends a compiler takes seconds of one each time. Raising it: more memory;
+lowering it: such grammars are compiled again sooner.
+"""
 _LIMITS = LLParserLimits(
     max_grammar_size=10_000, step_max_items=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=100_000
 )
-"""A mask is made on the engine's thread, and its time grows with the square of what may come next; that is at most all of a grammar."""
+"""A mask is computed on the engine's thread, in time that grows with the square of the items that may come next; these are at most the whole grammar."""
 _WALKS, _WALK = 2, 12
-"""Ways into a grammar that are followed before an answer is, and how many tokens far."""
+"""Random walks through a grammar before it is accepted, and tokens in each."""
 _OWN_WORDS = frozenset({GrammarKind.LARK, GrammarKind.REGEX})
-"""Kinds that a client writes itself: what its digits are is said there."""
+"""Kinds that a client writes itself: their digits are not bounded, because the grammar says how many there may be."""
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "response_format",
     GrammarKind.REGEX: "regex",
@@ -68,25 +70,26 @@ class Grammars:
         """Compile nothing yet.
 
         Args:
-            tried: this process may end with a grammar, so that it also looks for the keyword to blame; otherwise another process does both first.
+            tokenizer: has the vocabulary.
+            tried: this process may be ended by a grammar, so it also looks for the keyword to blame. Otherwise another process does both first.
         """
         self._vocabulary, self._tried = tokenizer, tried
         self._tokenizer: LLTokenizer | None = None
-        """Made when a grammar is first asked for: some 6 us a token."""
+        """Made when a grammar is first requested, in some 6 us for each token of the vocabulary."""
         self._bound: DigitBound | None = None
-        """Made with it."""
+        """Made together with `_tokenizer`."""
         self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(KEPT)
         self._refusals: LRUCache[bytes, GrammarRefusal] = LRUCache(REFUSALS)
-        """By digests of grammars."""
+        """Refusals, by the grammar's digest."""
         self._lock = threading.Lock()
-        """Of what is compiled and refused. Never held for long."""
+        """Guards `_compiled` and `_refusals`. Never held for long."""
         self._compiling = threading.Lock()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that `matcher` finds it: milliseconds most times, a second for the largest. Several may be tried at once.
+        """Compile a grammar, so that `matcher` finds it. Takes milliseconds mostly, a second for the largest. Several may be tried at once.
 
         Raises:
-            InvalidRequest: the grammar is not one, allows nothing, uses what is not supported, or is too large.
+            InvalidRequest: the grammar is malformed, allows nothing, uses an unsupported feature, or is too large.
         """
         if self.knows(grammar):
             return
@@ -105,10 +108,10 @@ class Grammars:
             raise _refusal(grammar, refusal) from None
 
     def knows(self, grammar: Grammar) -> bool:
-        """Return whether a grammar is compiled already. Takes no time.
+        """Return whether a grammar is already compiled, at once.
 
         Raises:
-            InvalidRequest: it is too large, or was refused before.
+            InvalidRequest: the grammar is too large, or was refused before.
         """
         if len(grammar.text) > MAX_GRAMMAR_LETTERS:
             field = _FIELDS[grammar.kind]
@@ -124,16 +127,16 @@ class Grammars:
         return False
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of an answer. Its first error refuses the grammar to later requests. Raises as `prepare` does."""
+        """Return a matcher at the start of an answer. Its first error makes later requests with this grammar fail. Raises as `prepare` does."""
         while (compiled := self._find(grammar)) is None:
             self.prepare(grammar)
         return self._begin(compiled, grammar.kind, lambda said: self._drop(grammar, said))
 
     def attempt(self, grammar: Grammar) -> Iterator[GrammarRefusal | None]:
-        """Compile a grammar, follow it a little, and keep nothing.
+        """Compile a grammar, follow it for some tokens, and keep nothing.
 
         Yields:
-            None: it can be followed. Or why not; and then the same with the keyword to blame, which takes longer to find.
+            None if it can be followed. Else the refusal, and then the refusal with the keyword to blame, which takes longer to find.
         """
         try:
             self._compile(grammar)
@@ -148,7 +151,7 @@ class Grammars:
         return Matcher(compiled.deep_copy(), self._vocabulary, self._tokenizer.greedy_tokenize, bound, on_error)
 
     def _drop(self, grammar: Grammar, said: str) -> None:
-        """Refuse a grammar from now on. Copies share the budgets that an answer exhausted: another answer would end at once."""
+        """Refuse a grammar from now on. Copies share the budgets that an answer exhausted, so another answer would end at once."""
         logger.warning("%s: refused from now on, since an answer outgrew what can be followed: %s", _FIELDS[grammar.kind], said)
         with self._lock:
             self._compiled.pop(grammar, None)
@@ -189,7 +192,7 @@ class Grammars:
         return compiled
 
     def _walk(self, grammar: Grammar, matcher: Matcher, draw: random.Random) -> None:
-        """Follow a grammar for some tokens, the same ones each time, and refuse it if that is too much: answers would end in the middle."""
+        """Follow a grammar for some tokens, the same ones each time, and refuse it if that is too much: answers would break off."""
         written = b""
         for _ in range(_WALK):
             mask = matcher.mask()
@@ -221,7 +224,7 @@ class _Refused(Exception):
 
 
 def _compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher | str:
-    """The library's matcher, or why it has none."""
+    """Return the library's matcher, or its reason to refuse."""
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -241,7 +244,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 
 def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
-    """Rule out, in place, the tokens that a mask does not have."""
+    """Rule out, in place, the tokens that a mask does not allow."""
     np.minimum(logits_V, _CEILINGS.take(mask, axis=0).reshape(-1)[: len(logits_V)], out=logits_V)
 
 

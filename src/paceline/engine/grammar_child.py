@@ -1,4 +1,4 @@
-"""The child process of `grammar_trial`: it reads grammars line by line, and says why each can't be followed."""
+"""The child process of `grammar_trial`. It reads grammars line by line, and writes why each can't be followed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.grammar_trial import SECONDS
 
 BYTES = 2 << 30
-"""Of addresses, in all: the largest grammars take some 150 MB."""
+"""Limit of the child's address space, in bytes. The largest grammars take some 150 MB."""
 SPECIALS = 64
-"""Special tokens that a grammar may name and that stay different ones while it is tried. Raising it: children start later."""
+"""Special tokens that a grammar may name and that stay distinct while it is tried. Raising it: children start later."""
 _NAMED_TOKENS = re.compile(r"<\[\^?\d{1,9}(?:[-,]\d{1,9})*\]>")
 STACK = 4 << 20
-"""Of the thread that tries: half of what threads have that compile and follow."""
+"""Stack of the trial thread, in bytes: half the stack of the threads that compile and follow grammars."""
 
 
 class _Bytes:
-    """A vocabulary that costs nothing: what compiling takes depends little on it. Behind the bytes it has the end, and special tokens."""
+    """A cheap vocabulary of the 256 bytes, an end token and special tokens. The cost of compiling hardly depends on the vocabulary."""
 
     size, eos_ids = 257 + SPECIALS, frozenset({256})
 
@@ -47,7 +47,7 @@ def _serve() -> None:
 
 
 def _with_own_specials(text: str) -> str:
-    """Name special tokens of `_Bytes` where a grammar names those of its model: in the same order, so that ranges stay ranges."""
+    """Replace the model's special tokens that a grammar names by those of `_Bytes`, in the same order, so that ranges stay ranges."""
     ids = sorted({int(number) for named in _NAMED_TOKENS.findall(text) for number in re.findall(r"\d+", named)})
     own = {number: str(257 + min(place, SPECIALS - 1)) for place, number in enumerate(ids)}
     return _NAMED_TOKENS.sub(lambda named: re.sub(r"\d+", lambda number: own[int(number[0])], named[0]), text)

@@ -1,10 +1,10 @@
-"""Grammars are tried in a process of their own. The process that serves compiles only those that were accepted there.
+"""Grammars are tried in a process of their own. The serving process compiles only the grammars that were accepted there.
 
 Laws:
-- A grammar that ends a compiler's process, by its stack, its memory or its time, ends no other. The library can't be interrupted, and some forms
-  of a few letters take it minutes or all of a stack.
-- A refused grammar is never compiled where it would be served, neither as a whole nor in parts: the child also finds the keyword to blame, within
-  the same limits.
+- A grammar that ends a compiler's process, by its stack, memory or time, ends no other process. The library can't be interrupted, and some grammars of a few
+  characters take it minutes or a whole stack.
+- A refused grammar is never compiled in the serving process, neither as a whole nor in parts: the child also finds the keyword to blame, within the same
+  limits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.core.processes import python_command
 from paceline.engine.refusals import GrammarRefusal
 
 SECONDS = 2.0
-"""Of the processor, a grammar: the largest that are followed take half of one. Raising it: others wait longer for theirs."""
+"""Processor seconds that one grammar may take; the largest usable ones take half a second. Raising it: other grammars wait longer."""
 
 
 _TOO_COSTLY = GrammarRefusal(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
 
 
 class GrammarTrial:
-    """A child that compiles grammars and throws them away. Safe to call from several threads."""
+    """A child process that compiles grammars and discards them. Safe to call from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class GrammarTrial:
                     return None
                 if refusal is not None and (more := _read(back.readline())) is not None:
                     return more
-                self._end()  # it ended by itself: here, or while it looked for the keyword to blame
+                self._end()  # The child ended: on this grammar, or while it looked for the keyword to blame.
                 self._child = None
                 if fresh or refusal is not None:
                     return refusal or _TOO_COSTLY
@@ -70,11 +70,11 @@ class GrammarTrial:
 
 
 AT_ONCE = 3
-"""Children of this process. Raising it: more forms that take seconds hold up none of the others, and take that many cores."""
+"""Number of children of this process. Raising it: slow grammars hold up others less, and take that many cores."""
 
 
 MOST_WAITING = 8
-"""Forms that wait for a child. Raising it: behind forms that take all their time, a new one waits longer; lowering it: bursts of new forms are refused."""
+"""Grammars that may wait for a child. Raising it: a new grammar waits longer behind slow ones; lowering it: bursts of new grammars are refused."""
 _ROOM = threading.Semaphore(AT_ONCE + MOST_WAITING)
 
 
@@ -87,10 +87,10 @@ def _trials() -> queue.LifoQueue[GrammarTrial]:
 
 
 def trial(grammar: Grammar) -> GrammarRefusal | None:
-    """Return why a grammar can't be followed, by the first child that is free. None: it can be.
+    """Return why a grammar can't be followed, as the first free child finds. None: it can be.
 
     Raises:
-        Overloaded: too many others wait.
+        Overloaded: too many grammars wait.
     """
     if not _ROOM.acquire(blocking=False):
         raise Overloaded("Many forms that were not seen before are being tried", "Send it again.", retry_after_s=2)
@@ -115,6 +115,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _read(line: bytes) -> GrammarRefusal | None:
-    """Return the refusal of a line that a child wrote. None: it accepted, or wrote none."""
+    """Return the refusal in a line that a child wrote. None: the child accepted the grammar, or the line is empty."""
     said = json.loads(line or b"null")
     return None if said is None else GrammarRefusal(*said)

@@ -1,4 +1,4 @@
-"""Blocks of KV that a source brings into the pool."""
+"""KV blocks that a source brings into the pool."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from paceline.core.ids import BlockId, NodeId
 
 @dataclass(frozen=True, slots=True)
 class GivenBlocks:
-    """What a peer gave of a fetch's blocks."""
+    """The part of a fetch's blocks that came from a peer."""
 
     giver: NodeId
     alike: Callable[[Sequence[BlockId]], KvFetch]
-    """Finds how many blocks, from the first on, hold what the first one holds: that many are `filled` then; 0: it can't be known."""
+    """Starts a comparison of blocks: its `filled` is the number of blocks, from the first on, with the first one's content; 0: it can't be known."""
     first: int = 0
-    """Those before it were kept here."""
+    """Index of the first block from the peer; the blocks before it were kept on this node."""
 
 
 class KvFetch(Protocol):
-    """Blocks on their way."""
+    """A fetch of blocks under way."""
 
     @property
     def given(self) -> GivenBlocks | None:
-        """Final once `is_over`; None: a peer gave none of them."""
+        """The peer's part of the blocks; None: no block came from a peer. Final once `is_over`."""
         ...
 
     @property
     def filled(self) -> int:
-        """Blocks that stand, from the first on. Final once `is_over`."""
+        """Number of complete blocks, from the first on. Final once `is_over`."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """Whether no block is written any more. A source bounds how long it takes."""
+        """True once no block is written any more. The source bounds how long that takes."""
         ...
 
     def cancel(self) -> None:
-        """Have it end soon: it is wanted no more. Idempotent."""
+        """Ask the fetch to end soon, because its blocks are not wanted any more. Idempotent."""
         ...

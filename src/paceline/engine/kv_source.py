@@ -1,7 +1,9 @@
-"""KV blocks that lie elsewhere than in the pool, by name: fetched into blocks that sequences will begin with, and kept from blocks that are known.
+"""KV blocks outside the pool, by name: fetched into blocks that sequences will begin with, and copied from known blocks to be kept.
 
-Law: the engine's thread is never held up, and a block that a source may still write, or read, is no other sequence's. A fetch that brings less than it
-promised costs what it did not bring: those rows are computed. What stands on a peer's blocks is kept nowhere else: it ends with the process, as the peer's word does.
+Laws:
+- The engine's thread is never held up. A block that a source may still write or read is not used by another sequence.
+- A fetch that brings less than it promised costs only the computation of the missing rows.
+- KV that depends on a peer's blocks is kept nowhere else: it ends with this process, and so does the trust in it.
 """
 
 from __future__ import annotations
@@ -20,27 +22,29 @@ from paceline.engine.prefix_cache import BlockPool, Prefixes
 from paceline.engine.sequence import BlockCheck, SequenceState
 
 MOST_UNKEPT = 1 << 14
-"""Names of blocks that wait to be kept. Raising it: memory; blocks of a burst are kept that would else be forgotten."""
+"""Names of blocks that wait to be kept. Raising it: more memory; lowering it: blocks of a burst are dropped before they are kept."""
 MOST_CHAINS = 32
-"""Prefixes that are remembered as used last. Raising it: memory, and more of them are forgotten by others who are told `MOST_MARKS` of their names."""
+"""Prefixes remembered as used last. Raising it: more memory, and more prefixes that are never advertised, since nodes get only `MOST_MARKS` names."""
 MOST_MARKS = 64
-"""Names told of them. Raising it: more prefixes are found elsewhere, with more to be told whenever one is used."""
+"""Names that are advertised to a node. Raising it: more prefixes are found elsewhere, and more is sent whenever one is used."""
 LEAST_MARK = 4
-"""Blocks of the shortest prefix that is told."""
+"""Blocks of the shortest prefix that is advertised. Raising it: shorter prefixes are computed again elsewhere; lowering it: more names of little use."""
 PROMPTS_END = 4
-"""Tokens that a template may add behind a prompt and leave out once the chat goes on, such as an empty thought. Raising it: conversations that part in
-their last tokens count as one."""
+"""Tokens that a template may add after a prompt and leave out once the chat goes on, such as an empty thought. Raising it: conversations that differ only in
+their last tokens count as one.
+"""
 
 
 class KvSource(Protocol):
-    """Where blocks are kept. For the engine's thread; what it does takes place in others."""
+    """A store of KV blocks outside the pool. For the engine's thread; its work runs in other threads."""
 
     def run_of(self, keys: Sequence[bytes], request: GenerationRequest | None = None, n_writing: int = 0) -> int:
-        """How many blocks of a chain it expects to have, from the first on, if to fetch them pays.
+        """Return how many blocks of a chain the source expects to have, from the first on, if fetching them pays.
 
         Args:
-            request: whose prompt these blocks end; None: there is none.
-            n_writing: other answers that are being written here, and would be held up while these blocks are computed.
+            keys: names of the blocks.
+            request: the request with a prompt that ends in these blocks; None: there is none.
+            n_writing: other answers in progress here, which would be held up while these blocks are computed.
         """
         ...
 
@@ -49,60 +53,60 @@ class KvSource(Protocol):
         ...
 
     def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
-        """Begin to copy a block, that follows `parent` in its chain; it stays as it is until `kept` names it. False: there is no room for it now."""
+        """Begin to copy a block, which follows `parent` in its chain. It must not change until `kept` names it. Returns False if the source is full for now."""
         ...
 
     def lacks(self, key: bytes) -> bool:
-        """Whether it keeps blocks, and is not known to have this one: then it is to be offered again, with those before it."""
+        """Return whether the source keeps blocks and is not known to have this one. It should then be offered again, with the blocks before it."""
         ...
 
     def kept(self) -> Sequence[BlockId]:
-        """Blocks that were let go of since this was asked last."""
+        """Return the blocks that were released since the last call."""
         ...
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Blocks, by what became of them."""
+        """Number of blocks, by what became of them."""
         ...
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept now, of all models."""
+        """Bytes kept now, for all models."""
         ...
 
     def reset(self) -> None:
-        """End all that is under way. Returns once no block is read or written any more."""
+        """End everything under way. Returns once no block is read or written any more."""
         ...
 
 
 class KvTraffic:
-    """Between one pool and a source: blocks that sequences wait for come in, and blocks that are known go out as the source has room for them, if they
-    are still in the prefix cache by then.
+    """Transfers between one pool and a source. Blocks that sequences wait for come in. Known blocks go out as the source has room for them, if they are still
+    in the prefix cache then.
     """
 
     def __init__(self, source: KvSource, prefixes: Prefixes, check_every: int, draw: Callable[[], int]) -> None:
         self._source, self._prefixes, self._every, self._draw = source, prefixes, check_every, draw
         self._unchecked = -1
-        """Blocks of peers before the next that is computed again; below 0: not drawn yet."""
+        """Blocks from peers before the next one that is computed again; below 0: not drawn yet."""
         self.fetching: dict[SequenceState, KvFetch] = {}
-        """Sequences whose next blocks are on their way. To the pool they are in flight."""
+        """Fetches of sequences that wait for their next blocks. For the pool such sequences are in flight."""
         self._waiting: deque[tuple[bytes, bytes | None]] = deque(maxlen=MOST_UNKEPT)
         self.lent: dict[BlockId, None] = {}
-        """Blocks that are being copied: each has a user more."""
+        """Blocks that are being copied; each has an additional user."""
 
     @property
     def is_keeping(self) -> bool:
-        """Whether blocks are still to be copied."""
+        """True if blocks are still to be copied."""
         return bool(self.lent or self._waiting)
 
     @property
     def n_coming(self) -> int:
-        """Blocks that stand, of all that sequences wait for."""
+        """Number of complete blocks, of all that sequences wait for."""
         return sum(fetch.filled for fetch in self.fetching.values())
 
     def fetch(self, seq: SequenceState, keys: Sequence[bytes], blocks: Sequence[BlockId], n_writing: int) -> None:
-        """Have what there is of a sequence's next blocks brought into them; `n_writing` as `KvSource.run_of` has it. Those it begins with may be kept no more,
-        or not yet: nothing behind them could be.
+        """Fetch as many of a sequence's next blocks as the source has; `n_writing` as in `KvSource.run_of`. If the source lacks the blocks before them, these
+        are offered again, because nothing after them could be kept.
         """
         if seq.n_published and self._source.lacks(seq.keys[seq.n_published - 1]):
             self.offer(seq, 0)
@@ -111,13 +115,13 @@ class KvTraffic:
             seq.flights += 1
 
     def came(self, seq: SequenceState, fetch: KvFetch, pool: BlockPool, spare: int) -> frozenset[NodeId] | None:
-        """A sequence waits no more: blocks came for it, or one that was computed again is compared.
+        """Finish a sequence's fetch: use the blocks that came, or compare the one that was computed again.
 
         Args:
-            spare: blocks that are left to others.
+            spare: number of free blocks to leave to other sequences.
 
         Returns:
-            Whose blocks are wrong, by what was compared; None: nothing was, or it can't be known.
+            The peers that sent wrong blocks; empty: the block was right. None: nothing was compared, or the result can't be known.
         """
         check = seq.check
         if check is not None:
@@ -150,7 +154,7 @@ class KvTraffic:
         pool: BlockPool,
         spare: int,
     ) -> None:
-        """Have the next of these blocks computed again; go on where there is none, or no room for it."""
+        """Set the next of these blocks to be computed again. Without one, or without room for it, continue at position `resume`."""
         if not places or pool.available <= spare:
             seq.computed = resume
             return
@@ -159,7 +163,7 @@ class KvTraffic:
         seq.blocks[place], seq.computed = pool.take(), place * size
 
     def _to_check(self, n_blocks: int) -> list[int]:
-        """Which of the next blocks that peers gave are computed again: one in so many, and nobody can tell which."""
+        """Choose which of the next blocks from peers to compute again: one in `check_every`, at random, so that peers can't predict it."""
         chosen, at = list[int](), 0
         while self._every:
             if self._unchecked < 0:
@@ -172,10 +176,10 @@ class KvTraffic:
         return chosen
 
     def distrust(self, givers: frozenset[NodeId], holders: Iterable[SequenceState], pool: BlockPool) -> list[SequenceState]:
-        """Forget what stands on blocks of these peers. Returns the sequences, of those that hold blocks, which are to run again."""
+        """Forget everything that depends on blocks of these peers. Returns the sequences that must run again, of those that hold blocks."""
         again: list[SequenceState] = []
         for seq in holders:
-            if seq.givers & givers or seq in self.fetching:  # what comes may be theirs
+            if seq.givers & givers or seq in self.fetching:  # the blocks on their way may be theirs
                 seq.distrusted = True
                 if seq.is_live and not seq.preempt_when_collected:
                     seq.forget_guess()
@@ -184,12 +188,12 @@ class KvTraffic:
         return again
 
     def compare(self, seq: SequenceState, check: BlockCheck) -> None:
-        """Find whether a block that was computed again is what the peer gave."""
+        """Start to compare a block that was computed again with the peer's."""
         self.fetching[seq] = check.alike((check.aside, seq.blocks[check.place]))
         seq.flights += 1
 
     def fetched(self) -> Iterator[tuple[SequenceState, KvFetch]]:
-        """Sequences that wait no more, and what came for each. What is wanted no more is cancelled."""
+        """Yield the sequences with a finished fetch. Cancel fetches that are no longer wanted."""
         for seq, fetch in tuple(self.fetching.items()):
             if not seq.is_live or seq.preempt_when_collected:
                 fetch.cancel()
@@ -198,12 +202,12 @@ class KvTraffic:
                 yield seq, fetch
 
     def offer(self, seq: SequenceState, first: int) -> None:
-        """What is known of a sequence's blocks, from that one on, may be kept."""
+        """Queue a sequence's known blocks, from index `first` on, to be kept."""
         if not seq.request.caller:
             self._waiting += ((seq.keys[at], seq.keys[at - 1] if at else None) for at in range(first, seq.n_published))
 
     def lend(self, pool: BlockPool) -> None:
-        """Take back what was copied, and lend what comes next. What a source has already it lets go at once: nobody would wake the engine for it."""
+        """Unpin the blocks that were copied, and pin the next ones. Blocks the source already holds are released at once, because no wake-up would follow."""
         self._take_back(pool, self._source.kept())
         self._lend_waiting(pool)
         self._take_back(pool, self._source.kept())
@@ -225,7 +229,7 @@ class KvTraffic:
             pool.give_back((block,))
 
     def reset(self, pool: BlockPool) -> Sequence[SequenceState]:
-        """End all: blocks are void. Returns the sequences that waited."""
+        """End all transfers: the blocks are void. Returns the sequences that waited."""
         self._source.reset()
         self._waiting.clear()
         self._take_back(pool, tuple(self.lent))
@@ -236,30 +240,30 @@ class KvTraffic:
 
 @dataclass(slots=True, eq=False)
 class KvLoan:
-    """Blocks of a pool that another thread reads. Each has a user more until it is given back."""
+    """Pinned blocks of a pool, which another thread reads. Each has an additional user until the loan is given back."""
 
     blocks: Mapping[bytes, BlockId]
-    """Those that were known, of the names asked for."""
+    """Blocks that were known, by name, of the names asked for."""
     is_void: bool = False
-    """KV was lost: what was read of them may be anything."""
+    """KV was lost: the data that was read may be anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsedPrefixes:
-    """Names of blocks that end prefixes used lately, the latest first.
+    """Names of blocks that end recently used prefixes, the latest first.
 
-    A name is an unkeyed hash, so a reader that knows the rest of a prompt finds a short unknown part by trying. So other nodes are told only beginnings
-    that two conversations shared, and what they asked themselves.
+    A name is an unkeyed hash, so a node that knows the rest of a prompt could find a short unknown part by trial. So other nodes learn only beginnings that two
+    conversations shared, and those of their own requests.
     """
 
     version: int = 0
     marks: tuple[bytes, ...] = ()
-    """Of beginnings that at least two conversations shared."""
+    """Names in beginnings that at least two conversations shared."""
     told: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict[str, tuple[bytes, ...]])
-    """For nodes that asked here: the same, and what they asked."""
+    """Names for each node that sent requests here: the shared ones, and those of its own requests."""
 
     def marks_for(self, node_id: str) -> tuple[bytes, ...]:
-        """Return what a node may be told."""
+        """Return the names that a node may learn."""
         return self.told.get(node_id, self.marks)
 
 
@@ -271,10 +275,10 @@ class _Chain:
     n_prompt: int
     caller: str
     n_shared: int = 0
-    """Blocks that another conversation began with too."""
+    """Number of leading blocks that another conversation has too."""
 
     def marks(self, length: int) -> list[bytes]:
-        """Names to tell of the first `length` blocks: the last of them, and those at powers of two, so that prefixes that part later are found."""
+        """Return the names to advertise for the first `length` blocks: the last, and those at powers of two, so that prefixes that differ later are found."""
         if length < LEAST_MARK:
             return []
         places = [1 << power for power in range(LEAST_MARK.bit_length() - 1, length.bit_length())]
@@ -282,37 +286,37 @@ class _Chain:
 
 
 class KvLoans:
-    """Blocks of one pool that other threads read, by name. Any thread asks and gives back; the engine's thread answers between two steps."""
+    """Blocks of one pool that other threads read, by name. Any thread may ask for them and give them back; the engine's thread answers between two steps."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
-        """Has the engine's thread look here."""
+        """Wakes the engine's thread to call `settle`."""
         self.on_used: Callable[[], object] = lambda: None
-        """Told, in the engine's thread, that `prefixes` changed."""
+        """Called in the engine's thread when `prefixes` changed."""
         self.on_checked: Callable[[frozenset[NodeId]], object] = lambda _: None
-        """Told, in the engine's thread, of each check of peers' blocks, whose blocks were found to be wrong: that of none."""
+        """Called in the engine's thread after each check of peers' blocks, with the peers that sent wrong ones; empty if none did."""
         self.liars: deque[frozenset[NodeId]] = deque()
-        """Found elsewhere: what they gave is to be forgotten here too."""
+        """Peers that were found faulty elsewhere; blocks from them are to be forgotten here too."""
         self.prefixes = UsedPrefixes()
         self.out: dict[KvLoan, None] = {}
-        """For the engine's thread alone."""
+        """Loans that are out. For the engine's thread alone."""
         self._asked: deque[tuple[Sequence[bytes], bool, Future[KvLoan]]] = deque()
         self._awaited: list[tuple[Sequence[bytes], bool, Future[KvLoan]]] = []
-        """The first of whose blocks is not computed yet. For the engine's thread alone."""
+        """Requests for blocks of which the first is not computed yet. For the engine's thread alone."""
         self._returned: deque[KvLoan] = deque()
         self._chains: OrderedDict[bytes, _Chain] = OrderedDict()
-        """By the last of their names, the latest at the end."""
+        """Chains by the last of their names, the latest at the end."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine's thread has something to do here."""
+        """True if the engine's thread has something to do here."""
         return bool(self._asked or self._returned or self.liars)
 
     def ask(self, keys: Sequence[bytes], *, when_computed: bool = False) -> Future[KvLoan]:
-        """Borrow the blocks of these names that are known. What comes is to be given back.
+        """Borrow the known blocks of these names. The caller must give the loan back.
 
         Args:
-            when_computed: wait until the first of them is; who waits no more cancels.
+            when_computed: wait until the first block is computed. A caller that waits no more cancels the future.
         """
         future = Future[KvLoan]()
         self._asked.append((keys, when_computed, future))
@@ -324,17 +328,17 @@ class KvLoans:
         self.wake()
 
     def distrust(self, givers: frozenset[NodeId]) -> None:
-        """Forget what these gave, and run again what stands on it."""
+        """Forget the blocks from these peers, and run again the sequences that depend on them."""
         self.liars.append(givers)
         self.wake()
 
     def leave(self, asked: Future[KvLoan]) -> None:
-        """What was asked for is wanted no more, whether it came or not."""
+        """Give up a request for blocks, whether it was answered or not."""
         if not asked.cancel():
             asked.add_done_callback(lambda done: self.give_back(done.result()))
 
     def settle(self, pool: BlockPool) -> None:
-        """Take back what was read, and lend what was asked for."""
+        """Take back finished loans, and lend the blocks that were asked for."""
         while self._returned:
             loan = self._returned.popleft()
             if self.out.pop(loan, loan) is None:
@@ -354,10 +358,10 @@ class KvLoans:
                 future.set_result(loan)
 
     def void(self, pool: BlockPool | None) -> None:
-        """KV was lost: what is lent is read for nothing.
+        """Mark all loans void, because KV was lost.
 
         Args:
-            pool: that goes on; None: another takes its place.
+            pool: the pool, if it stays in use; None: another pool takes its place.
         """
         for loan in self.out:
             loan.is_void = True
@@ -371,8 +375,9 @@ class KvLoans:
         """Note the blocks that a sequence used.
 
         Args:
-            n_prompt: how many of them its prompt fills, but for what a template adds at a prompt's end.
-            caller: the node that asked; empty: this one.
+            keys: names of the blocks.
+            n_prompt: number of blocks that the prompt fills, without the tokens that a template adds at a prompt's end.
+            caller: the node that sent the request; empty: this node.
         """
         if len(keys) < LEAST_MARK:
             return
@@ -381,7 +386,7 @@ class KvLoans:
             length = common_length(chain.keys, other.keys)
             if length < min(chain.n_prompt, other.n_prompt):
                 other.n_shared, chain.n_shared = max(other.n_shared, length), max(chain.n_shared, length)
-            else:  # one conversation, which goes on or is asked again
+            else:  # the same conversation, continued or asked again
                 chain.n_shared = max(chain.n_shared, min(other.n_shared, length))
                 if last in known:
                     del self._chains[last]

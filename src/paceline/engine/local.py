@@ -1,4 +1,4 @@
-"""The executor of one machine: keeps block tables from the batches' deltas, in one array, so that a batch's tables are one gather; and drives a
+"""The executor of one machine. It keeps block tables from the batches' deltas, in one array, so that a batch's tables are one gather, and drives a
 `LayerRunner`.
 
 Shapes: T rows, S sequences of a batch, B blocks of the longest table among them, R rows with logits, D hidden, V vocabulary.
@@ -24,7 +24,7 @@ _NO_BLOCK = -1
 
 
 class BlockTables:
-    """Tables by sequence. Rows of the array are reused; it grows and never shrinks."""
+    """Block tables by sequence. Rows of the array are reused; it grows and never shrinks."""
 
     def __init__(self) -> None:
         self._array = np.full((8, 8), _NO_BLOCK, np.int32)
@@ -33,13 +33,13 @@ class BlockTables:
         self._free_rows = list(range(8))
 
     def update(self, batch: StepBatch, block_size: int) -> None:
-        """Forget what a batch releases and what its sequences held from their first positions on, then add what they gained."""
+        """Forget the sequences that a batch releases, and all that its sequences held from their first positions on. Then add the blocks they gained."""
         self.forget(batch.released)
         for step in batch.steps:
             self.put(step.sequence, blocks_for(step.first_position, block_size), step.new_blocks)
 
     def forget(self, sequences: Sequence[SequenceId]) -> None:
-        """Drop the tables of sequences; of those unknown there is nothing to drop."""
+        """Drop the tables of sequences. Unknown sequences are ignored."""
         for sequence in sequences:
             row = self._row.pop(sequence, None)
             if row is not None:
@@ -47,19 +47,19 @@ class BlockTables:
                 self._free_rows.append(row)
 
     def length(self, sequence: SequenceId) -> int:
-        """Blocks in a sequence's table; 0 where it has none."""
+        """Return the number of blocks in a sequence's table; 0 if it has none."""
         return self._length.get(sequence, 0)
 
     def __len__(self) -> int:
         return len(self._row)
 
     def of(self, sequences: Sequence[SequenceId]) -> npt.NDArray[np.int32]:
-        """Tables of sequences, [S, B], padded with -1. A copy, C-contiguous."""
+        """Return the tables of sequences, [S, B], padded with -1. A copy, C-contiguous."""
         longest = max((self._length[sequence] for sequence in sequences), default=0)
         return self._array[:, :longest][[self._row[sequence] for sequence in sequences]]
 
     def put(self, sequence: SequenceId, kept: int, blocks: Sequence[int]) -> None:
-        """Cut a table to its first `kept` blocks, if it has more, and append others. A table begins with the first."""
+        """Cut a table to its first `kept` blocks, if it has more, and append `blocks`. The first blocks create the table."""
         row = self._row.get(sequence)
         if row is None:
             if not self._free_rows:
@@ -81,16 +81,16 @@ class BlockTables:
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold this many tokens."""
+    """Return the number of blocks that hold this many tokens."""
     return -(-tokens // block_size)
 
 
 _GIVE_UP, _LAYERS = 0, 1
-"""Places of the words (int64). Compiled code knows them too: `backends.cpu.team`."""
+"""Indices of the words (int64). Compiled code knows them too: `backends.cpu.team`."""
 
 
 class StepWatch:
-    """A step that runs, one batch on one machine, as other threads see it: how far it is, and that it may be given up.
+    """Progress and cancellation of a running step, one batch on one machine, for other threads.
 
     The words lie at a fixed address, for compiled code that reads and writes them between two tasks, where no thread holds the interpreter.
     """
@@ -102,7 +102,7 @@ class StepWatch:
         self.address = int(self._words.ctypes.data)
 
     def give_up(self) -> None:
-        """Have what runs end as soon as it can. Its result and the KV of its rows are void."""
+        """Ask the running step to end as soon as it can. Its result and the KV of its rows are void."""
         self._words[_GIVE_UP] = 1
 
     @property
@@ -110,7 +110,7 @@ class StepWatch:
         return bool(self._words[_GIVE_UP])
 
     def layer_done(self) -> None:
-        """Another layer was run."""
+        """Count another finished layer."""
         self._words[_LAYERS] += 1
 
     @property
@@ -125,7 +125,7 @@ Activations = TypeVar("Activations")
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Where a batch's rows stand: what a runner needs beside the activations. Rows of a sequence are contiguous."""
+    """The places of a batch's rows: all that a runner needs in addition to the activations. Rows of a sequence are contiguous."""
 
     row_start_S: Int32
     """First row of each sequence in the batch."""
@@ -136,21 +136,22 @@ class RowPlan:
     tables_SB: Int32
     """Block ids, padded with -1. Entry b holds positions [b * block_size, (b + 1) * block_size)."""
     watch: StepWatch | None = None
-    """Told of layers as they are run, and looked at between them: a runner ends early where it gives up."""
+    """Counts finished layers. Runners check it between layers and end early if it gives up."""
 
 
 def row_plan(
     n_rows: Sequence[int], first_positions: Sequence[int], paths: Sequence[int], tables_SB: Int32, watch: StepWatch | None = None
 ) -> RowPlan:
-    """The plan of rows that lie one sequence after the other.
+    """Return the plan of rows that are ordered by sequence.
 
     Args:
-        first_positions: of each sequence's first row.
+        n_rows: number of rows of each sequence.
+        first_positions: position of each sequence's first row.
         paths: `Path` of each sequence's rows.
-        tables_SB: as `RowPlan` has them.
-        watch: likewise.
+        tables_SB: as in `RowPlan`.
+        watch: as in `RowPlan`.
     """
-    # One array for four: making a small array costs as much as a row of it.
+    # One array serves for four, because making a small array costs as much as one of its rows.
     columns = np.array([[0, *accumulate(n_rows)][:-1], n_rows, first_positions, paths], np.int32)
     return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB, watch)
 
@@ -158,8 +159,8 @@ def row_plan(
 class LayerRunner(Protocol[Activations]):
     """A backend's view of a range of layers: it holds weights and KV, and no scheduling state.
 
-    Each method is invariant: a row's result does not depend on the rows beside it, on how a prompt was cut, or on threads.
-    The activations type is the backend's own; across a wire it is bf16 [T, D].
+    Each method is invariant: a row's result does not depend on the other rows, on how a prompt was cut, or on threads. The activations type is the backend's
+    own; across a wire it is bf16 [T, D].
     """
 
     @property
@@ -175,7 +176,7 @@ class LayerRunner(Protocol[Activations]):
     def numerics_id(self) -> str: ...
     @property
     def holds_identity(self) -> bool:
-        """Whether the kernels were seen to keep the rules here. Where not, an answer may depend on what runs beside it."""
+        """True if the kernels were seen to keep the invariance rules here. Otherwise an answer may depend on the other rows of its batches."""
         ...
 
     def embed(self, token_ids_T: Int32) -> Activations: ...
@@ -186,58 +187,59 @@ class LayerRunner(Protocol[Activations]):
         May reuse one buffer from call to call.
 
         Args:
-            x_TD: the residual before the first of them.
-            part: some of the layers it holds; None: all.
+            x_TD: the residual before the first of these layers.
+            plan: places of the rows.
+            part: some of the runner's layers; None: all.
         """
         ...
 
     def to_wire(self, x_TD: Activations) -> WireBits:
-        """The bits of the residual, [T, D] of bf16. May be a view of what `run_layers` returned."""
+        """Return the bits of the residual, [T, D] of bf16. May be a view of the result of `run_layers`."""
         ...
 
     def from_wire(self, x_TD: WireBits) -> Activations:
-        """The residual that has these bits."""
+        """Return the residual with these bits."""
         ...
 
     def logits(self, x_TD: Activations, rows_R: Int32) -> npt.NDArray[np.float32]:
-        """Final norm and head of the rows named, float32 [R, V]. May reuse one buffer from call to call."""
+        """Return the logits of these rows after final norm and head, float32 [R, V]. May reuse one buffer from call to call."""
         ...
 
     @property
     def kv_layout(self) -> str:
-        """How the bytes of a block lie: blocks may be copied between runners whose layers, layout and numerics id are equal."""
+        """Name of the byte layout of a block. Blocks may be copied between runners with equal layers, layout and numerics id."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """Of one block's keys and values in all layers."""
+        """Bytes of one block's keys and values in all layers."""
         ...
 
     def export_block(self, block: BlockId, into: memoryview, part: LayerRange | None = None) -> None:
-        """Copy a block out. Any thread may, beside batches that do not write the block.
+        """Copy a block out. Any thread may call this, at the same time as batches that do not write the block.
 
         Args:
-            part: some of the layers, each of which is as many bytes; None: all.
+            part: some of the layers, each of which has the same number of bytes; None: all.
 
         Raises:
-            ExecutorLost: all KV is void. So does `import_block`. To who copies it is a block that is not there; the engine hears of it by itself.
+            ExecutorLost: all KV is void. `import_block` raises it too. Callers treat the block as missing; the engine learns of the loss on its own.
         """
         ...
 
     def import_block(self, block: BlockId, data: memoryview, part: LayerRange | None = None) -> None:
-        """Fill a block with what was exported of the same layers. Any thread may, beside batches that do not name the block."""
+        """Fill a block with exported bytes of the same layers. Any thread may call this, at the same time as batches that do not name the block."""
         ...
 
     def close(self) -> None: ...
 
 
 def token_ids(batch: StepBatch) -> Int32:
-    """Of all rows, [T]."""
+    """Return the token ids of all rows, [T]."""
     return np.array([token for step in batch.steps for token in step.token_ids], np.int32)
 
 
 def logits_rows(batch: StepBatch) -> Int32:
-    """Rows of the batch whose logits are wanted, [R]."""
+    """Return the indices of the batch's rows that need logits, [R]."""
     rows: list[int] = []
     start = 0
     for step in batch.steps:
@@ -248,13 +250,13 @@ def logits_rows(batch: StepBatch) -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A batch as arrays: `collect` goes straight to the kernels."""
+    """A batch as arrays, so that `collect` can go straight to the kernels."""
 
     batch_id: BatchId
     token_ids_T: Int32
     plan: RowPlan
     rows_R: Int32
-    """Rows of T whose logits are wanted."""
+    """Indices into T of the rows that need logits."""
     watch: StepWatch
 
 
@@ -270,7 +272,7 @@ class LocalExecutor(Generic[Activations]):
         self._tables = BlockTables()
         self._pending: deque[_Prepared] = deque()
         self._layers_done = 0
-        """Of batches that are over."""
+        """Layers run by finished batches."""
 
     @property
     def advanced(self) -> int:
@@ -278,19 +280,19 @@ class LocalExecutor(Generic[Activations]):
 
     @property
     def lacks(self) -> str | None:
-        """What was lost, and is not there again yet. Any thread may look."""
+        """The lost part that is being replaced; None: nothing is missing. Any thread may read it."""
         return None
 
     @property
     def away(self) -> tuple[int, ...]:
-        """Ranks that run on other machines now. Any thread may look."""
+        """Ranks that run on other machines now. Any thread may read it."""
         return ()
 
     def ready(self) -> bool:
         return True
 
     def restore(self, held: Sequence[HeldSequence]) -> tuple[()]:
-        """Nothing is ever lost."""
+        """Return nothing, because this executor never loses KV."""
         del held
         return ()
 

@@ -1,8 +1,8 @@
-"""One answer's place in its grammar: which tokens may come next, and whether the answer is whole.
+"""The position of one answer in its grammar: which tokens may come next, and whether the answer is complete.
 
 Laws:
-- Nothing that the library does (an error, a panic, a mask after an error) lets a token through or ends an answer as if it were whole. After the first
-  error a matcher allows no token and accepts nothing.
+- No failure of the library (an error, a panic, a mask after an error) lets a token through, or ends an answer as if it were complete. After the first error a
+  matcher allows no token and accepts nothing.
 - A bound on digits only narrows a mask, and never empties it.
 """
 
@@ -23,26 +23,26 @@ Mask = npt.NDArray[np.uint8]
 Found = TypeVar("Found")
 
 INTEGER_DIGITS: Final = 19
-"""Digits of an integer, or before the point. Raising it: a model that repeats a digit takes longer to stop; 19 hold every 64-bit integer."""
+"""Maximum digits of an integer, or before the point. Raising it: a model that repeats a digit takes longer to stop; 19 digits hold every 64-bit integer."""
 FRACTION_DIGITS: Final = 17
-"""Digits behind the point: as many as a double has."""
+"""Maximum digits after the point: as many as a double has. Raising it: a model that repeats a digit takes longer to stop."""
 EXPONENT_DIGITS: Final = 3
-"""Digits of an exponent: as many as a double's has."""
+"""Maximum digits of an exponent: as many as a double's has."""
 _TENS: Final = 28
-"""First two of three digits of an exponent above 0: with 19 digits before it, a number up to e289 is a double."""
+"""Largest first two digits of a three-digit positive exponent: with 19 digits before it, a number up to e289 is a double."""
 _NUMBER = re.compile(rb"([0-9]\.|[0-9][eE][+-]?)?([0-9]*)\Z")
 _TAIL_BYTES: Final = 32
-"""Bytes at the end of an answer that are looked at: more than any run of digits and what stands before it."""
+"""Bytes at the end of an answer that are examined: more than any run of digits and the characters before it."""
 
 
 class DigitBound:
-    """Ends numbers that run on. A place counts as inside a number if the grammar allows neither a letter nor a quote there."""
+    """Ends numbers that grow too long. A place counts as inside a number if the grammar allows neither a letter nor a quote there."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         spelled = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
         digits = np.array([len(text) - len(text.lstrip(b"0123456789")) for text in spelled])
         self._longer = [_packed(digits > most) for most in range(int(digits.max(initial=0)))]
-        """By number of digits: the tokens that begin with more."""
+        """Tokens that begin with more than n digits, by n."""
         letters = {bytes([code]) for code in b'"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ'}
         self._prose = _packed(np.array([text in letters for text in spelled]))
 
@@ -50,7 +50,7 @@ class DigitBound:
         """Rule out the tokens that would give a number too many digits.
 
         Args:
-            mask: of the tokens that the grammar allows.
+            mask: tokens that the grammar allows.
             tail: the last bytes of the answer.
         """
         place = _NUMBER.search(tail)
@@ -67,12 +67,12 @@ class DigitBound:
 
 
 def _packed(tokens: npt.NDArray[np.bool_]) -> Mask:
-    """One bit for each token, in whole words of 32 bits, as masks are."""
+    """Return one bit for each token, in whole words of 32 bits, as masks are."""
     return np.packbits(np.pad(tokens, (0, -len(tokens) % 32)), bitorder="little")
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(
         self,
@@ -82,37 +82,38 @@ class Matcher:
         bound: DigitBound | None = None,
         on_error: Callable[[str], object] | None = None,
     ) -> None:
-        """Stand at the beginning of an answer.
+        """Start at the beginning of an answer.
 
         Args:
-            matcher: the library's, used by no other.
-            spell: some tokens of a text, however they cut it.
-            bound: of the digits of numbers; None: they have none.
-            on_error: called once, with what the library said.
+            matcher: the library's; it must not be shared.
+            vocabulary: bytes of the tokens.
+            spell: returns tokens that spell a text, cut anyhow.
+            bound: bounds the digits of numbers; None: they are unbounded.
+            on_error: called once, with the library's error.
         """
         self._matcher, self._vocabulary, self._spell, self._bound, self._on_error = matcher, vocabulary, spell, bound, on_error
         self._ahead: list[int] = []
-        """Guessed tokens that it has taken already."""
+        """Draft tokens that the library's matcher has already consumed."""
         self._words = np.empty(-(-vocabulary.size // 32), np.uint32)
         self._n_beyond = 0
-        """Tokens behind the end of the grammar, which the library did not take."""
+        """Number of tokens after the end of the grammar, which the library did not consume."""
         self._tail = b""
-        """The last bytes of the answer, without guessed tokens."""
+        """The last bytes of the answer, without draft tokens."""
         self.error: str | None = None
-        """What the library said when it failed; for logs, not for clients. None: it has not failed."""
+        """The library's error; for logs, not for clients. None: it has not failed."""
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the answer may end here."""
+        """True if the answer may end here."""
         self._forget(0)
         return self._ask(lambda matcher: matcher.is_accepting(), False)
 
     def accepts_without(self, tokens: Sequence[int], n_bytes: int) -> bool:
-        """Whether the answer, less its last bytes, may end there. The matcher is of no use afterwards.
+        """Return whether the answer, without its last bytes, may end there. The matcher can't be used afterwards.
 
         Args:
-            tokens: all of the answer; they were taken.
-            n_bytes: of their text, that don't belong to it.
+            tokens: all tokens of the answer, already taken.
+            n_bytes: bytes at the end of their text that don't belong to the answer.
         """
         self._forget(0)
         n_tokens, piece = 0, b""
@@ -128,7 +129,7 @@ class Matcher:
         )
 
     def take(self, token: int) -> None:
-        """A token was drawn."""
+        """Advance by a drawn token."""
         self._tail = (self._tail + self._vocabulary.token_bytes(token))[-_TAIL_BYTES:]
         if self._ahead and self._ahead[0] == token:
             del self._ahead[0]
@@ -140,7 +141,7 @@ class Matcher:
             self._ask(lambda matcher: matcher.consume_token(token), False)
 
     def mask(self, guessed: Sequence[int] = ()) -> Mask | None:
-        """What may come behind guessed tokens; nothing after an error. None: one of those may not come, so that nothing is drawn behind them."""
+        """Return the tokens that may follow the draft tokens; none after an error. None: a draft token is not allowed, so that nothing is drawn after it."""
         same = 0
         while same < min(len(guessed), len(self._ahead)) and guessed[same] == self._ahead[same]:
             same += 1
@@ -154,14 +155,14 @@ class Matcher:
         self._words[:] = 0
         self._ask(lambda matcher: matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes), None)
         if self.error is not None:
-            self._words[:] = 0  # the library leaves a mask of the end tokens alone behind
+            self._words[:] = 0  # after an error the library leaves a mask of the end tokens
         mask = self._words.view(np.uint8).copy()
         if self._bound is None:
             return mask
         return self._bound.narrow(mask, self._tail + b"".join(map(self._vocabulary.token_bytes, guessed)))
 
     def forced(self) -> list[int]:
-        """The only tokens that can come next, as many as are known."""
+        """Return the tokens that the grammar forces next, as many as are known."""
         self._forget(0)
         return (
             []
@@ -170,14 +171,14 @@ class Matcher:
         )
 
     def _forget(self, kept: int) -> None:
-        """Take back guessed tokens behind the first ones."""
+        """Take back all draft tokens after the first `kept`."""
         if len(self._ahead) > kept:
             n_tokens = len(self._ahead) - kept
             self._ask(lambda matcher: matcher.rollback(n_tokens), False)
             del self._ahead[kept:]
 
     def _ask(self, question: Callable[[LLMatcher], Found], otherwise: Found) -> Found:
-        """Ask the library. After its first error, and where it raises or panics, the answer is `otherwise`."""
+        """Ask the library. After its first error, and where it raises or panics, return `otherwise`."""
         if self.error is not None:
             return otherwise
         try:
@@ -196,5 +197,5 @@ class Matcher:
 
 
 def one_line(text: str) -> str:
-    """What the library says, in one line: it draws what it was given below each other."""
+    """Return the library's message in one line: it draws its input over several."""
     return printable(" ".join(text.split()), 500)

@@ -1,15 +1,15 @@
-"""KV blocks: who uses which, by reference count, and which full ones hold which tokens, so that requests that begin alike compute the beginning once.
+"""KV blocks: their users, by reference count, and the tokens in full blocks, so that requests that begin alike compute the beginning once.
 
-A block's key chains the hash of all tokens up to its end, from a root that names the numerics and the weights: equal keys, equal bytes. The
-chain has a link every 16 tokens, so a name stands for the same tokens whatever the size of the blocks that hold them.
-A cached block that no sequence uses is *idle*: it stays until its room is needed, the one idle for longest first. Sequences give
-back their blocks from the last to the first, so that a chain loses its end before its beginning.
+A block's key chains the hash of all tokens up to its end, from a root that names the numerics and the weights: equal keys, equal bytes. The chain has a link
+every 16 tokens, so a name stands for the same tokens whatever the size of the blocks that hold them. A cached block without a user is *idle*: it stays until
+its room is needed, the one idle for longest first. Sequences give back their blocks from the last to the first, so that a chain loses its end before its
+beginning.
 
 Laws:
-- A block is in exactly one state: free (no key, no user), idle (in the prefix cache, no user), or used (one user or more, cached or not). Free blocks
-  are handed out before idle ones are evicted.
-- A block is offered once its rows are known to be right, and generated ones only where they are the same bytes as prompt rows (byte identity,
-  rule 3). Who needs what another is about to compute waits for it.
+- A block is in exactly one state: free (no key, no user), idle (in the prefix cache, no user), or used (one user or more, cached or not). Free blocks are
+  handed out before idle ones are evicted.
+- A block is offered once its rows are known to be right, and generated ones only where they are the same bytes as prompt rows (byte identity, rule 3). A
+  sequence that needs blocks which another is about to compute waits for them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from paceline.engine.sequence import SequenceState
 
 
 def root_key(numerics_id: str, model_digest: str) -> bytes:
-    """The key before the first block: everything but tokens that decides a block's bytes."""
+    """Return the key before the first block: a hash of everything except tokens that decides a block's bytes."""
     return hashlib.blake2b(f"{numerics_id}\0{model_digest}".encode(), digest_size=16).digest()
 
 
 def salted_key(root: bytes, caller: str, salt: str) -> bytes:
-    """The root of the blocks that one caller's requests of one salt share."""
+    """Return the root key of the blocks that one caller's requests with one salt share."""
     return hashlib.blake2b(f"{caller}\0{salt}".encode(), key=root, digest_size=16).digest() if caller or salt else root
 
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a block that holds `token_ids` and follows the block of key `parent`."""
+    """Return the key of a block that holds `token_ids` and follows the block of key `parent`."""
     key = parent
     for start in range(0, len(token_ids), BLOCK_TOKENS):
         key = hashlib.blake2b(key + array("q", token_ids[start : start + BLOCK_TOKENS]).tobytes(), digest_size=16).digest()
@@ -45,7 +45,7 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def prompt_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Keys of all full blocks of `token_ids`."""
+    """Return the keys of all full blocks of `token_ids`."""
     keys: list[bytes] = []
     parent = root
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -55,15 +55,15 @@ def prompt_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[
 
 
 class PrefixCache:
-    """Keys to blocks, and the order in which idle blocks are given up. Counts no references: `BlockPool` tells it of them."""
+    """Keys to blocks, and the order in which idle blocks are evicted. `BlockPool` counts the references and reports them."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, BlockId] = {}
         self._key_of: dict[BlockId, bytes] = {}
         self._idle: dict[BlockId, None] = {}
-        """Insertion order is the order of eviction."""
+        """Idle blocks, in the order of eviction."""
         self._givers: dict[BlockId, frozenset[NodeId]] = {}
-        """Of blocks that stand on what peers gave."""
+        """Peers, for each block that depends on their KV."""
 
     def __len__(self) -> int:
         return len(self._key_of)
@@ -79,7 +79,7 @@ class PrefixCache:
         return block in self._idle
 
     def match(self, keys: Sequence[bytes]) -> list[BlockId]:
-        """Blocks of the longest run of `keys`, from the first on, that is cached."""
+        """Return the blocks of the longest cached run of `keys`, from the first on."""
         found: list[BlockId] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -89,11 +89,11 @@ class PrefixCache:
         return found
 
     def find(self, key: bytes) -> BlockId | None:
-        """The block of that name."""
+        """Return the block with this key; None: it is not cached."""
         return self._block_of.get(key)
 
     def insert(self, key: bytes, block: BlockId, givers: frozenset[NodeId] = frozenset()) -> None:
-        """Name a block in use, which stands on what `givers` gave. Where the key is taken, the block stays its sequence's own."""
+        """Name a used block, which depends on KV of the peers `givers`. If the key is taken, the block stays private to its sequence."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -101,11 +101,11 @@ class PrefixCache:
                 self._givers[block] = givers
 
     def givers(self, blocks: Iterable[BlockId]) -> frozenset[NodeId]:
-        """Peers that gave what these stand on."""
+        """Return the peers that these blocks depend on."""
         return frozenset[NodeId]().union(*(self._givers.get(block, ()) for block in blocks)) if self._givers else frozenset()
 
     def forget(self, givers: frozenset[NodeId]) -> tuple[list[BlockId], list[BlockId]]:
-        """Forget what stands on blocks of these peers. Returns the blocks that were idle, and those in use."""
+        """Forget the blocks that depend on these peers. Returns the idle ones, and those in use."""
         found = [block for block, of in self._givers.items() if of & givers]
         idle, used = [block for block in found if block in self._idle], [block for block in found if block not in self._idle]
         for block in found:
@@ -120,7 +120,7 @@ class PrefixCache:
         del self._idle[block]
 
     def evict(self) -> BlockId:
-        """Forget the block idle for longest, and hand it over. There must be one."""
+        """Forget the block idle for longest, and return it. There must be an idle one."""
         block = next(iter(self._idle))
         del self._idle[block]
         self._drop(block)
@@ -131,7 +131,7 @@ class PrefixCache:
         self._givers.pop(block, None)
 
     def check_invariants(self) -> None:
-        """Keys and blocks are one to one, and what is idle has a key."""
+        """Assert that keys and blocks are one to one, and that idle blocks have a key."""
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "the two directions of the cache disagree"
         assert self._idle.keys() <= self._key_of.keys(), "an idle block has no key"
         assert self._givers.keys() <= self._key_of.keys(), "it is known who gave a block that is not known"
@@ -141,42 +141,42 @@ _UNBOUNDED = 1 << 62
 
 
 class Prefixes:
-    """Of all sequences of one engine. The cache is the pool's."""
+    """Prefix keys of all sequences of one engine. The cache belongs to the pool."""
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
         self.queried_tokens = self.hit_tokens = self.fetched_tokens = 0
-        """Of prompts."""
+        """Prompt tokens that were looked up, found in the cache, and fetched from elsewhere."""
         self._block_size, self._one_path = executor.block_size, executor.one_path
         self._caching = config.prefix_cache
         self._root = root_key(executor.numerics_id, config.model_digest)
         self._computing: dict[bytes, SequenceState] = {}
-        """Keys of prompt blocks that a running sequence is about to fill."""
+        """Running sequences, by the keys of the prompt blocks that they are about to fill."""
 
     @property
     def block_size(self) -> int:
         return self._block_size
 
     def name(self, seq: SequenceState) -> None:
-        """Name the blocks of a new sequence's prompt."""
-        if self._caching and not seq.request.scores_prompt:  # a block that is found has no logits
+        """Set the keys of the blocks of a new sequence's prompt."""
+        if self._caching and not seq.request.scores_prompt:  # a cached block has no logits, which scores need
             seq.keys = prompt_keys(self._root_of(seq), seq.tokens[: seq.n_prompt], self._block_size)
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
 
     def use_blocks_of(self, tokens: int, waiting: Iterable[SequenceState]) -> None:
-        """Blocks hold so many tokens from now on: those of sequences that wait are named anew. Nothing is cached, and none runs."""
+        """Switch to blocks of `tokens` tokens and recompute the keys of waiting sequences. Nothing is cached, and no sequence runs, at that time."""
         if tokens != self._block_size:
             self._block_size = tokens
             for seq in waiting:
                 self.name(seq)
 
     def find(self, seq: SequenceState, cache: PrefixCache) -> Sequence[BlockId] | None:
-        """Blocks with which a sequence may begin, or None while another computes the next of them."""
+        """Return the blocks with which a sequence may begin. None: another sequence is computing the next of them."""
         keys = self._wanted(seq)
         hits = cache.match(keys)
         return None if len(hits) < len(keys) and keys[len(hits)] in self._computing else hits
 
     def begun(self, seq: SequenceState, n_hits: int, cache: PrefixCache) -> None:
-        """A sequence runs, with so many blocks that were found."""
+        """Start a sequence that runs with `n_hits` cached blocks."""
         seq.n_published = n_hits
         seq.givers, seq.distrusted = cache.givers(seq.blocks[:n_hits]), False
         for key in self._wanted(seq)[n_hits:]:
@@ -188,18 +188,18 @@ class Prefixes:
                 self.hit_tokens += seq.cached_tokens
 
     def missing(self, seq: SequenceState, n_hits: int) -> Sequence[bytes]:
-        """Names of the blocks that would follow those that were found."""
+        """Return the names of the blocks that would follow the `n_hits` found ones."""
         return self._wanted(seq)[n_hits:]
 
     def fetched(self, seq: SequenceState, n_blocks: int, cache: PrefixCache) -> None:
-        """So many blocks more came from elsewhere, and are known."""
+        """Count and publish `n_blocks` blocks of a sequence that came from elsewhere."""
         tokens = n_blocks * self._block_size
         self.fetched_tokens += tokens
         seq.cached_tokens = (seq.cached_tokens or 0) + tokens
         self.publish(seq, seq.computed, cache)
 
     def publish(self, seq: SequenceState, settled: int, cache: PrefixCache) -> int:
-        """Offer full blocks, of the first `settled` tokens. Returns how many were known before."""
+        """Offer the full blocks of the first `settled` tokens. Returns how many were published before."""
         before = seq.n_published
         for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
             if index == len(seq.keys):
@@ -212,12 +212,12 @@ class Prefixes:
         return before
 
     def stopped(self, seq: SequenceState) -> None:
-        """A sequence computes no further, for now or for good: no other waits for it."""
+        """Record that a sequence computes no further, for now or for good, so that no other waits for it."""
         for key in seq.keys[seq.n_published :]:
             self._waive(seq, key)
 
     def check_invariants(self, holders: Container[SequenceState]) -> None:
-        """Assert that a sequence that others wait for holds blocks."""
+        """Assert that every sequence that others wait for holds blocks."""
         assert all(seq in holders for seq in self._computing.values()), "a key waits for a sequence that is gone"
 
     def _root_of(self, seq: SequenceState) -> bytes:
@@ -225,7 +225,7 @@ class Prefixes:
         return salted_key(self._root, request.caller if request.keeps_apart else "", request.cache_salt)
 
     def _wanted(self, seq: SequenceState) -> Sequence[bytes]:
-        """Keys of blocks that may be found. The last token's row must run: its logits are what is wanted."""
+        """Return the keys of blocks that may be found. The last token's row must run, because its logits are needed."""
         return seq.keys[: (len(seq.tokens) - 1) // self._block_size]
 
     def _waive(self, seq: SequenceState, key: bytes) -> None:
@@ -239,12 +239,12 @@ class BlockPool:
     def __init__(self, n_blocks: int) -> None:
         self.cache = PrefixCache()
         self._users = [0] * n_blocks
-        # From the end: low ids first, and a block just freed, whose memory is warm, is the next to be used.
+        # In reverse: low ids are used first, and a block just freed, with warm memory, is the next to be used.
         self._free = [BlockId(i) for i in reversed(range(n_blocks))]
         self.used = 0
-        """Blocks with at least one user."""
+        """Number of blocks with at least one user."""
         self._forgotten: set[BlockId] = set()
-        """Of those, the ones that are known no more, since a peer lied."""
+        """Used blocks that left the cache because a peer sent wrong KV."""
 
     @property
     def n_blocks(self) -> int:
@@ -252,25 +252,25 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can hand out."""
+        """Number of blocks that `take` can hand out."""
         return len(self._free) + self.cache.n_idle
 
     def take(self) -> BlockId:
-        """A block for one user, its content undefined. One must be available."""
+        """Return a block for one user, with undefined content. One must be available."""
         block = self._free.pop() if self._free else self.cache.evict()
         self._users[block] = 1
         self.used += 1
         return block
 
     def share(self, block: BlockId) -> None:
-        """One more user of a cached block."""
+        """Add a user to a cached block."""
         if self._users[block] == 0:
             self.cache.revive(block)
             self.used += 1
         self._users[block] += 1
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
-        """One user less of each."""
+        """Remove one user from each block."""
         for block in blocks:
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -282,21 +282,21 @@ class BlockPool:
                     self._free.append(block)
 
     def forget_idle(self) -> None:
-        """Free what no sequence uses: what those blocks hold can't be trusted any more."""
+        """Free the blocks without a user, because their content can't be trusted any more."""
         while self.cache.n_idle:
             self._free.append(self.cache.evict())
 
     def forget_given(self, givers: frozenset[NodeId]) -> None:
-        """Forget what stands on blocks of these peers; whoever uses some of it is to give it back."""
+        """Forget the blocks that depend on these peers. Sequences that use one must give it back."""
         idle, used = self.cache.forget(givers)
         self._free += idle
         self._forgotten.update(used)
 
     def check_invariants(self, tables: Iterable[Iterable[BlockId]]) -> None:
-        """Assert the module's law.
+        """Assert the module's laws.
 
         Args:
-            tables: the blocks of each sequence that holds any; a shared block stands in several.
+            tables: the blocks of each sequence that holds any; a shared block is in several.
         """
         self.cache.check_invariants()
         users: Counter[BlockId] = Counter()

@@ -1,11 +1,9 @@
-"""Prompt lookup: the next tokens are those that followed the last occurrence of the last ones. No weights, no randomness.
+"""Prompt lookup: propose the tokens that followed the previous occurrence of the text's last tokens. No weights, no randomness.
 
-On text that repeats (quotes, code, tool calls, edits) many of its proposals come true; elsewhere it proposes nothing, which costs nothing.
-An index grows with the text, at a constant cost a token whatever the length, and takes some 30 bytes for each of the last `MOST` tokens
-and 4 for each before them.
+On text that repeats (quotes, code, tool calls, edits) many of its proposals are accepted; elsewhere it proposes nothing, which costs nothing. An index grows
+with the text, at a constant cost per token whatever the length. It takes some 30 bytes for each of the last `MOST` tokens and 4 for each token before them.
 
-Source: prompt-lookup decoding: the longest suffix first, of four tokens down to one, its most recent earlier
-occurrence.
+Source: prompt-lookup decoding, which tries the longest suffix first, from four tokens down to one, at its most recent earlier occurrence.
 """
 
 from __future__ import annotations
@@ -18,22 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_NGRAM = 4
-"""Longest suffix looked for. Longer repetitions are found by their ends; raising it costs a table more."""
+"""Longest suffix that is searched for, in tokens. Longer repetitions are found by their ends; raising it costs another table."""
 REMEMBERED = 256
-"""Last tokens that can be taken back cheaply."""
+"""Number of last tokens that can be taken back cheaply. Raising it: more memory; lowering it: shorter cuts rebuild the index."""
 MOST = 1 << 16
 """Tokens in an index; when there are more, the older half is dropped. Raising it: repetitions are found farther back, for more memory."""
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _GONE = -1
-"""In a table: a place whose suffix was taken back."""
+"""Marks a slot of a table with a suffix that was taken back."""
 
 UInt64 = npt.NDArray[np.uint64]
 Int32 = npt.NDArray[np.int32]
 
 
 def _keys(text: npt.NDArray[np.int32], n: int, ends: npt.NDArray[np.int64]) -> UInt64:
-    """Hashes of the suffixes of n tokens that end before `ends`."""
+    """Return hashes of the suffixes of n tokens that end before `ends`."""
     keys = np.zeros(len(ends), np.uint64)
     for back in range(1, n + 1):
         keys = keys * np.uint64(_FACTOR) + text[ends - back].astype(np.uint64) + np.uint64(1)
@@ -41,7 +39,7 @@ def _keys(text: npt.NDArray[np.int32], n: int, ends: npt.NDArray[np.int64]) -> U
 
 
 class _Table:
-    """Where each suffix of `n` tokens ended last: open addressing, 4 bytes a place; suffixes are compared in the text itself."""
+    """The last end of each suffix of `n` tokens. Open addressing, 4 bytes a slot; suffixes are compared in the text itself."""
 
     __slots__ = ("_mask", "_n", "_places", "_shift", "_slots", "_used")
 
@@ -52,11 +50,11 @@ class _Table:
     def _resize(self, size: int) -> None:
         self._slots: Int32 = np.zeros(size, np.int32)
         self._places = self._slots.data
-        """The same memory: of single places, several times faster."""
+        """The same memory as `_slots`; reading single slots is several times faster."""
         self._mask, self._shift, self._used = size - 1, 64 - (size.bit_length() - 1), 0
 
     def put(self, key: int, end: int, ids: array[int], *, may_be_known: bool) -> int:
-        """Say that the suffix before `end` stands there; returns where it ended before, 0: nowhere."""
+        """Record that a suffix ends before position `end`. Returns its previous end; 0: there is none."""
         n, places, mask = self._n, self._places, self._mask
         at = (key * _FACTOR & _MASK) >> self._shift
         if may_be_known:
@@ -76,7 +74,7 @@ class _Table:
         return 0
 
     def put_back(self, key: int, end: int, before: int) -> None:
-        """Undo what was put for `end`: the suffix ended at `before` (0: nowhere)."""
+        """Undo a `put` for `end`: restore the suffix's previous end `before` (0: none)."""
         places, mask = self._places, self._mask
         at = (key * _FACTOR & _MASK) >> self._shift
         while places[at] != end:
@@ -88,14 +86,14 @@ class _Table:
             self._used -= 1
 
     def put_all(self, ids: array[int], start: int, stop: int) -> None:
-        """The same for all ends from `start` to `stop`, which grow."""
+        """Record the suffixes of all ends from `start` to `stop`."""
         if stop < start:
             return
         self._grow(ids, stop + 1 - start)
         self._insert(np.frombuffer(ids, np.int32), np.arange(start, stop + 1))
 
     def _grow(self, ids: array[int], more: int) -> None:
-        """Make room for `more` suffixes; those taken back go."""
+        """Make room for `more` suffixes, and drop those that were taken back."""
         if 4 * (self._used + more) <= 3 * self._mask and more:
             return
         kept = self._slots[self._slots > 0].astype(np.int64)
@@ -104,7 +102,7 @@ class _Table:
 
     def _insert(self, text: Int32, ends: npt.NDArray[np.int64]) -> None:
         keys = _keys(text, self._n, ends)
-        # Of equal suffixes the last one.
+        # Of equal suffixes, keep the last.
         keys, last = np.unique(keys[::-1], return_index=True)
         ends = ends[::-1][last]
         slots = self._slots
@@ -114,7 +112,7 @@ class _Table:
             free, same = found == 0, found > 0
             same[same] = _keys(text, self._n, found[same].astype(np.int64)) == keys[same]
             slots[at[same]] = ends[same]
-            # Of several that want a free place one gets it.
+            # Several may want the same free slot: one gets it, the others try again.
             slots[at[free]] = ends[free]
             placed = free & (slots[at] == ends)
             self._used += int(placed.sum())
@@ -123,24 +121,24 @@ class _Table:
 
 
 class NGramIndex:
-    """Where each suffix of up to `MAX_NGRAM` tokens occurred last."""
+    """The last occurrence of each suffix of up to `MAX_NGRAM` tokens."""
 
     __slots__ = ("_found", "_start", "_tables", "_undo", "ids")
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = array("i")
         self._start = 0
-        """Tokens before it are not in the index."""
+        """First token in the index."""
         self._tables = tuple(_Table(n) for n in range(1, MAX_NGRAM + 1))
-        """By length."""
+        """One table for each suffix length, from 1 token on."""
         self._undo: deque[list[tuple[int, int]]] = deque(maxlen=REMEMBERED)
-        """Of the last tokens: by length, the key of the suffix that each ended, and where it ended before."""
+        """For each of the last tokens, and for each suffix length: the suffix's key, and its previous end."""
         self._found: list[int] = []
-        """By length: what stands behind the last *earlier* occurrence of the text's own suffix, as far as there is one."""
+        """Previous end of the text's own suffix, for each suffix length from 1 on as far as it occurred before."""
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """The text grew by many tokens: some 0.5 us each, and the last ones, which can be taken back, as `append`."""
+        """Append many tokens, at some 0.5 us each. The last ones are appended one by one, so that they can be taken back."""
         many, last = ids[: max(0, len(ids) - REMEMBERED)], ids[-REMEMBERED:]
         if many:
             known = len(self.ids)
@@ -158,7 +156,7 @@ class NGramIndex:
             table.put_all(self.ids, max(start + 1, self._start + n), len(self.ids))
 
     def _begin_at(self, start: int) -> None:
-        """Index the text anew, from a token on."""
+        """Rebuild the index from token `start` on."""
         self._start = start
         self._tables = tuple(_Table(n) for n in range(1, MAX_NGRAM + 1))
         self._undo.clear()
@@ -179,12 +177,12 @@ class NGramIndex:
             if place:
                 found.append(place)
             else:
-                repeats = False  # nor does any longer one
+                repeats = False  # then no longer suffix occurred either
             undo.append((key, place))
         self._undo.append(undo)
 
     def cut(self, length: int) -> None:
-        """The text is shorter again: its last tokens were a guess. Cheap for as many as are remembered."""
+        """Shorten the text to `length` tokens, because its last ones were a draft. Cheap for as many as are remembered."""
         ids = self.ids
         if length >= len(ids):
             return
@@ -195,7 +193,7 @@ class NGramIndex:
             self._begin_at(0)
             self.extend(kept)
             return
-        # One more, which is appended again, as that finds what its suffix follows.
+        # Remove one token more and append it again, which looks up its suffix.
         last = ids[length - 1]
         for end in range(len(ids), length - 1, -1):
             for table, (key, place) in zip(self._tables, self._undo.pop(), strict=False):
@@ -209,11 +207,11 @@ class NGramIndex:
         return len(self._found)
 
     def propose(self, length: int) -> tuple[int, ...]:
-        """Tokens that may come next; none where nothing repeats."""
+        """Return up to `length` tokens that may come next; empty where nothing repeats."""
         if not self._found:
             return ()
         ids, place = self.ids, self._found[-1]
-        # A repetition that runs into the end goes on with itself: its period, again and again.
+        # A repetition that reaches the end of the text repeats its period.
         period = len(ids) - place
         if length <= period:
             return tuple(ids[place : place + length])

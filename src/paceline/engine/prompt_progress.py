@@ -1,4 +1,4 @@
-"""Tells how far prompts are read: with a notice now and then while one takes long, and in two numbers for all of them."""
+"""Reports progress through prompts: a notice now and then for a prompt that takes long, and totals for all prompts."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from paceline.engine.executor import SequenceStep
 from paceline.engine.sequence import Phase, SequenceState
 
 NOTICE_INTERVAL_S = 2.0
-"""Between two notices of one prompt, and before the first. Lowering it: prompts that are read quickly have notices too."""
+"""Seconds between two notices of one prompt, and before the first. Lowering it: prompts that are read quickly get notices too."""
 
 
 class PromptProgress:
-    """The prompts of one engine that have no answer yet. Of a request with several sequences, the first one stands for all."""
+    """The prompts of one engine that have no answer yet. The first sequence of a request stands for all of its sequences."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._due_s: dict[SequenceState, float] = {}
-        """When the next notice of a prompt is due."""
+        """Monotonic time at which the next notice of a prompt is due."""
         self._n_read: dict[SequenceState, int] = {}
-        """Tokens, as the last step that was collected left it."""
+        """Tokens read, after the last collected step."""
 
     def begin(self, seq: SequenceState) -> None:
         """Watch a prompt until `end`."""
         self._due_s[seq] = self._clock.monotonic() + NOTICE_INTERVAL_S
 
     def end(self, seq: SequenceState) -> None:
-        """Forget a prompt that was read, or whose sequence ended."""
+        """Forget a prompt that was read, or a sequence that ended before that."""
         self._due_s.pop(seq, None)
         self._n_read.pop(seq, None)
 
     def collected(self, steps: Iterable[tuple[SequenceState, SequenceStep]]) -> list[GenerationChunk]:
-        """Take note of what a batch read, and return the notices that are due."""
+        """Record the tokens that a batch read, and return the notices that are due."""
         if not self._due_s:
             return []
         now_s, told = self._clock.monotonic(), list[GenerationChunk]()

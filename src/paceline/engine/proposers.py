@@ -1,12 +1,10 @@
 """Drafts by a model: greedily, token by token; or whole blocks, refined until they no longer change (Jacobi iteration).
 
-Law: both draft what the model itself would say greedily, as far as they get: Jacobi's first token is right after one pass, and each further pass
-makes at least one more so; rows that are right already are not run again.
-
-A runner's KV, shared out to the texts that a model drafts for.
-
-Law: `extend` leaves a text's KV as if all its tokens had just been run. A text that needs blocks takes them from the one drafted for longest
-ago, which is then run anew when its turn comes: KV is never missing, only slow.
+Laws:
+- Both draft the model's own greedy continuation, as far as they get. Jacobi's first token is right after one pass, and each further pass makes at least one
+  more token right; rows that are already right are not run again.
+- `SharedKv.extend` leaves a text's KV as if all its tokens had just been run. A text that needs blocks takes them from the least recently drafted text, which
+  is run again when its turn comes: KV is never missing, only slow.
 
 Shapes: T rows, R rows with logits, V vocabulary, D hidden, B blocks of a table.
 """
@@ -29,49 +27,51 @@ from paceline.engine.local import Activations, LayerRunner, row_plan
 from paceline.engine.prompt_lookup import NGramIndex
 
 PROMPT_ROWS = 16
-"""So many rows or more run as a prompt's: where kernels differ, those for prompts are faster then."""
+"""Least number of rows that run on the prompt path, which is faster from there on where the kernels differ."""
 
 
 class DraftedText:
-    """One text's place in the KV."""
+    """The KV of one text."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        """Those whose KV is there."""
+        """Tokens with KV in the blocks."""
         self.blocks: list[int] = []
         self.passes = 0
-        """Forward passes, in all."""
+        """Number of forward passes since the start."""
         self.peak_bytes = 0
-        """The largest activations of a pass since this was last set to 0: residual in, residual out, logits."""
+        """Bytes of the largest activations of a pass since this was last set to 0: residual in, residual out, logits."""
 
 
 class SharedKv(Generic[Activations]):
-    """All texts of one model.
+    """The KV of a runner, shared among all texts of one model.
 
     Args:
-        runner: holds all layers; closed by its maker.
+        runner: holds all layers; closed by its creator.
+        max_rows: rows of one pass, at most.
+        max_context: tokens of one text, at most.
     """
 
     def __init__(self, runner: LayerRunner[Activations], *, max_rows: int, max_context: int) -> None:
         self._runner, self.max_rows = runner, max_rows
         self.room = min(max_context, runner.n_blocks * runner.block_size)
-        """Tokens that one text may have."""
+        """Maximum tokens of one text."""
         self.lock = threading.Lock()
-        """Held while a text is extended, by the thread that does: a runner runs one batch at a time."""
+        """Held by the thread that extends a text: a runner runs one batch at a time."""
         self._free = list(range(runner.n_blocks))
         self._texts: list[DraftedText] = []
-        """Those with blocks, the one drafted for last at the end."""
+        """Texts with blocks, least recently drafted first."""
         self._row_bytes = 0
 
     def extend(self, text: DraftedText, tokens: Sequence[int], wanted: int) -> npt.NDArray[np.float32]:
-        """Make a text's KV that of `tokens`; run what of them is not there.
+        """Make a text's KV that of `tokens`, by running the tokens that it lacks.
 
         Args:
-            tokens: all of it; at most `room`.
-            wanted: rows whose logits are asked for, the last ones; at least 1.
+            tokens: all tokens of the text; at most `room`.
+            wanted: number of last rows that need logits; at least 1.
 
         Returns:
-            Their logits, [R, V]. Valid until the next call.
+            The logits of these rows, [R, V]. Valid until the next call.
         """
         kept = min(common_length(text.tokens, tokens), len(tokens) - wanted)
         del text.tokens[kept:]
@@ -79,13 +79,13 @@ class SharedKv(Generic[Activations]):
         while len(tokens) - kept > self.max_rows:
             self._run(text, tokens[kept : kept + self.max_rows], 0)
             kept += self.max_rows
-        if len(tokens) - kept < wanted:  # a chunk ended among the rows wanted
+        if len(tokens) - kept < wanted:  # a chunk ended inside the wanted rows
             del text.tokens[len(tokens) - wanted :]
             kept = len(text.tokens)
         return self._run(text, tokens[kept:], wanted)
 
     def forget(self, text: DraftedText) -> None:
-        """Give its blocks back. Idempotent."""
+        """Give back a text's blocks. Idempotent."""
         self._free += text.blocks
         text.blocks, text.tokens = [], []
         if text in self._texts:
@@ -116,17 +116,20 @@ class SharedKv(Generic[Activations]):
 
 
 BEST_STEPS = 2
-"""Refinements of a block are worth it up to one for so many tokens of it, where the caller does not say: beyond, each makes about one token right,
-which is what decoding takes."""
+"""Tokens of a block for each refinement, if the caller does not choose. More refinements make about one token right each, as token-by-token decoding does.
+Raising it: fewer refinements, and fewer right tokens.
+"""
 
 
 class ModelProposer(SessionProposer, Generic[Activations]):
     """A model that drafts.
 
     Args:
-        runner: holds all layers, and runs for no other; closed by its maker.
-        vocabulary_size: token ids below this are tokens. For others, kernels would read beyond the table.
-        eos_ids: nothing is drafted behind one.
+        runner: holds all layers, and must not be shared; closed by its creator.
+        vocabulary_size: token ids below this are valid. For others, kernels would read beyond the table.
+        eos_ids: nothing is drafted after one of these tokens.
+        max_rows: rows of one pass, at most.
+        max_context: tokens of one text, at most.
     """
 
     def __init__(
@@ -144,14 +147,14 @@ class ModelProposer(SessionProposer, Generic[Activations]):
 
 
 class DraftModelProposer(ModelProposer[Activations]):
-    """Token by token."""
+    """Drafts token by token."""
 
     def open(self) -> DraftSession:
         return _TokenByToken(self)
 
 
 class JacobiProposer(ModelProposer[Activations]):
-    """The whole block at once: all rows see a guess of the tokens before them, and each pass puts what the model says in the guess's place."""
+    """Drafts a whole block at a time. All rows see a guess of the tokens before them, and each pass replaces the guess by the model's output."""
 
     def open(self) -> DraftSession:
         return _WholeBlocks(self)
@@ -164,10 +167,10 @@ class _ModelSession(ABC, Generic[Activations]):
         self.told: list[int] = []
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
-        """As `DraftSession`; empty where the text fills the context.
+        """Draft as `DraftSession` describes; empty if the text fills the context.
 
         Raises:
-            InvalidRequest: there is no such token. Others say them.
+            InvalidRequest: a token id is outside the vocabulary. Other nodes send the ids, so they are checked.
         """
         size = self._model.vocabulary_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
@@ -192,7 +195,7 @@ class _ModelSession(ABC, Generic[Activations]):
 
     @abstractmethod
     def _drafted(self, block_size: int, num_steps: int) -> tuple[list[int], int]:
-        """The tokens, and how often the block was refined."""
+        """Return the drafted tokens, and how often the block was refined."""
 
 
 class _TokenByToken(_ModelSession[Activations]):
@@ -210,7 +213,7 @@ class _WholeBlocks(_ModelSession[Activations]):
     def __init__(self, model: ModelProposer[Activations]) -> None:
         super().__init__(model)
         self._index = NGramIndex()
-        """Of what was told, for the first guess of a block."""
+        """Index of the told tokens, for the first guess of a block."""
 
     def _tell(self, first_position: int, token_ids: Sequence[int]) -> None:
         super()._tell(first_position, token_ids)
@@ -223,19 +226,19 @@ class _WholeBlocks(_ModelSession[Activations]):
         tokens = [*told, *self._first_guess(block_size)]
         right, steps = len(told), 0
         while right < len(tokens) and steps < most:
-            # Rows from the last right token on: what each says next takes the place of what was guessed there.
+            # Rows from the last right token on: the model's next token at each row replaces the guess.
             wanted = len(tokens) - right
             said: list[int] = self._kv.extend(self._text, tokens[:-1], wanted).argmax(axis=1).tolist()
             steps += 1
             agreed = next((place for place in range(wanted) if said[place] != tokens[right + place]), wanted)
             tokens[right:] = said
-            right = min(right + agreed + 1, len(tokens))  # the first that changed was said after right ones only, so it is right now
+            right = min(right + agreed + 1, len(tokens))  # the first that changed follows only right tokens, so it is right now
             if not eos_ids.isdisjoint(tokens[len(told) : right]):
                 break
         block = tokens[len(told) :]
         return next((block[: place + 1] for place, token in enumerate(block) if token in eos_ids), block), steps
 
     def _first_guess(self, block_size: int) -> list[int]:
-        """What prompt lookup says, and the last token again where it says nothing."""
+        """Return the tokens of prompt lookup, filled up with the last token again."""
         looked_up = self._index.propose(block_size)
         return [*looked_up, *([self.told[-1]] * (block_size - len(looked_up)))]

@@ -1,6 +1,6 @@
-"""Why a grammar is refused, in words that need no knowledge of the library; and which keyword of a schema is to blame.
+"""Messages about refused grammars, in words that need no knowledge of the library; and the search for the keyword of a schema to blame.
 
-Law: no text of the library reaches a client, but for its sentences on regular expressions, which are about the client's own text.
+Law: no text of the library reaches a client, except its sentences on regular expressions, which are about the client's own text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, cast
 from paceline.core.generation import Grammar, GrammarKind
 
 TRIES: Final = 200
-"""Compilations to find the keyword to blame. Raising it: a larger schema is looked through, and its refusal takes longer."""
+"""Compilations to find the keyword to blame, at most. Raising it: larger schemas are searched completely, and their refusals take longer."""
 _WORDS: Final[Mapping[str, str]] = {
     r"look-?around": "look-around and word boundaries are not supported in expressions",
     r"(?m)^\s*error: ([a-zA-Z][a-zA-Z ,<=-]{3,80})$": "an expression can't be followed: {0}",
@@ -33,22 +33,22 @@ _WORDS: Final[Mapping[str, str]] = {
     r"^(?:at )?(\d+)\((\d+)\): ": "it can't be read at line {0}, column {1}",
     r"(?i)too (large|complex|many|deep|big)|limit|fuel|size|exceed|overflow": "it is too large",
 }
-"""By expressions for what the library says; the first one that matches counts."""
+"""Our messages, by expressions for the library's; the first expression that matches counts."""
 
 
 class GrammarRefusal(NamedTuple):
-    """Why a grammar can't be followed."""
+    """The reason why a grammar can't be followed."""
 
     why: str
-    """One line."""
+    """The reason, in one line."""
     at: str = ""
-    """The path in the request of the keyword to blame; empty if it is not known."""
+    """Path of the keyword to blame in the request; empty if it is not known."""
     is_of_compiler: bool = False
-    """The compiler refused the grammar, so that compiling its parts can tell which keyword is to blame."""
+    """The compiler refused the grammar, so compiling its parts can find the keyword to blame."""
 
 
 def in_own_words(text: str) -> str:
-    """A refusal of the library's as a client is told it."""
+    """Return the message for clients that stands for a refusal of the library."""
     for theirs, ours in _WORDS.items():
         if match := re.search(theirs, text):
             return ours.format(*match.groups())
@@ -56,13 +56,13 @@ def in_own_words(text: str) -> str:
 
 
 def place_to_blame(grammar: Grammar, compiles: Callable[[Mapping[str, Any]], bool]) -> str:
-    """Find the keyword for which a grammar is refused, by compiling parts of it. Only a process that may end should do this.
+    """Find the keyword for which a grammar is refused, by compiling parts of it. Only a process that may be ended by a grammar should do this.
 
     Args:
-        compiles: whether a schema alone is taken.
+        compiles: returns whether the library accepts a schema on its own.
 
     Returns:
-        Its path, or else what `place_to_name` returns.
+        The keyword's path, or else the result of `place_to_name`.
     """
     left = [TRIES]
 
@@ -83,7 +83,7 @@ def place_to_name(grammar: Grammar) -> str:
 
 
 def _schemas(grammar: Grammar) -> Iterator[dict[str, Any]]:
-    """The schemas of a grammar that say where they stood in the request."""
+    """Yield the schemas of a grammar that have a comment with their place in the request."""
     texts: list[str] = []
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -102,7 +102,7 @@ def _schemas(grammar: Grammar) -> Iterator[dict[str, Any]]:
 
 
 def _deepest(schema: Mapping[str, Any], root: Mapping[str, Any], at: str, is_refused: Callable[[Mapping[str, Any]], bool]) -> str:
-    """The path of the smallest part that is refused by itself, and there of the keyword without which it is taken."""
+    """Return the path of the smallest part that is refused on its own, extended by the keyword without which that part is accepted."""
     shared = {key: root[key] for key in ("$defs", "definitions", "components") if key in root}
     for path, part in _parts(schema, root):
         if "$ref" not in part and is_refused({**shared, **part}):

@@ -1,12 +1,12 @@
-"""Draws tokens from logits: the definition in NumPy, as docs/internals/arithmetic.md has it under Sampling, and what a faster one must be equal to.
+"""Draws tokens from logits: the definition in NumPy, as in docs/internals/arithmetic.md under Sampling. Faster samplers must give equal results.
 
-Law: a row's token is a function of its logits, its sequence's parameters, seed and position, and of nothing beside it. A draw is a
-Gumbel-max: the token of the largest `logit / temperature + noise` wins, and noise belongs to (seed, position, token). It is found
-as an exponential race, the least `log(E) - logit / temperature` with `E = -log(1 - v)`.
+Law: a row's token is a function of its logits, its sequence's parameters, seed and position, and of nothing else. A draw is a Gumbel-max: the token with the
+largest `logit / temperature + noise` wins, and noise belongs to (seed, position, token). It is computed as an exponential race: the token with the least
+`log(E) - logit / temperature` wins, with `E = -log(1 - v)`.
 
 Shapes: R rows, V vocabulary, C candidates.
 
-What drawing a sequence's tokens needs to remember from token to token: its parameters, seed, and the logits that are adjusted.
+`DrawState` keeps a sequence's state from token to token: its parameters, seed, and the adjustments of its logits.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ TOO_COMPLEX = "The answer ends before its form does: the form grew beyond what c
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: their draws could not differ, but their division overflows."""
 _LEAST_MIN_P = 1e-300
-"""Shares below this are no number that has a plain logarithm; they keep every token."""
+"""Values of min-p below this have no plain logarithm; they keep every token."""
 
 
 class DrawState:
-    """Parameters of one sequence in the form samplers use, and what adjusts its logits."""
+    """The sampling parameters of one sequence in the form samplers use, and the adjustments of its logits."""
 
     __slots__ = ("adjustments", "greedy", "inverse_temperature", "log_min_p", "matcher", "params", "seed")
 
     def __init__(
         self, params: SamplingParams, seed: int, prompt_ids: Collection[int], banned: Iterable[int] = (), matcher: Matcher | None = None
     ) -> None:
-        """Begin with a prompt.
+        """Start with a prompt.
 
         Args:
             params: within the ranges of `core.generation`.
-            seed: of the sequence's noise; counts modulo 2**64.
+            seed: seed of the sequence's noise; counts modulo 2**64.
+            prompt_ids: tokens of the prompt, for the penalties.
             banned: tokens that are never drawn.
-            matcher: of the form that the answer must have.
+            matcher: follows the structured output that the answer must have.
         """
         self.params, self.matcher = params, matcher
         self.seed = seed
@@ -61,11 +62,12 @@ class DrawState:
             self.matcher.take(token_id)
 
     def row(self, logits_row: int, position: int, guessed: Sequence[int] = ()) -> DrawRow:
-        """One draw.
+        """Return the draw of one row.
 
         Args:
-            logits_row: which row of a batch's logits.
-            guessed: tokens in front of it that are not counted yet; the draw counts only if they come true.
+            logits_row: index of the row in a batch's logits.
+            position: position of the token to draw.
+            guessed: draft tokens before it that are not counted yet; the draw counts only if they are accepted.
         """
         adjustments = self.adjustments
         tokens = adjustments.after(guessed) if guessed and adjustments.grow else adjustments.now
@@ -74,7 +76,7 @@ class DrawState:
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """A draw that is wanted: from which row of the logits, and of what."""
+    """A requested draw: the row of the logits, and the state to draw with."""
 
     logits_row: int
     state: DrawState
@@ -92,29 +94,30 @@ Ids = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token, and its log probability if that was asked for."""
+    """A drawn token, and its log probability if that was requested."""
 
     token: int
     logprob: TokenLogprob | None = None
 
 
 class Sampler(Protocol):
-    """Draws rows. Implementations draw the same tokens, bit for bit."""
+    """Draws tokens for rows. All implementations draw the same tokens, bit for bit."""
 
     def draw(self, logits_RV: Float32, rows: Sequence[DrawRow]) -> list[Drawn | DrawFailed]:
-        """Draw one token a row.
+        """Draw one token for each row.
 
         Args:
-            logits_RV: of a batch. Columns beyond the vocabulary are ignored. May be written to, but is as it was in the end.
+            logits_RV: logits of a batch. Columns beyond the vocabulary are ignored. They may be written to, but are restored in the end.
+            rows: the draws.
 
         Returns:
-            What each row gave: a failure where it holds NaN, its largest logit is infinite, or no token is left.
+            The result of each row. It is a failure if the row holds NaN, its largest logit is infinite, or no token is left.
         """
         ...
 
 
 class PlainSampler:
-    """The definition: a pass over the vocabulary for each thing that is done."""
+    """The definition of a draw: one pass over the vocabulary for each operation."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -141,7 +144,7 @@ class PlainSampler:
 
 
 def draw_each(sampler: Sampler, logits_RV: Float32, rows: Sequence[DrawRow]) -> list[Drawn | DrawFailed]:
-    """Draw rows, each for itself where drawing them together raises: a draw that raises is the failure of its row alone."""
+    """Draw rows together, or separately if that raises. A row that raises on its own becomes that row's failure."""
     try:
         return sampler.draw(logits_RV, rows)
     except Exception as error:
@@ -152,7 +155,7 @@ def draw_each(sampler: Sampler, logits_RV: Float32, rows: Sequence[DrawRow]) -> 
 
 
 def undrawable(row: DrawRow) -> DrawFailed:
-    """The failure of a row without a token."""
+    """Return the failure of a row without a token."""
     matcher = row.state.matcher
     if matcher is not None and matcher.error is not None:
         return FormFailed(TOO_COMPLEX, "Ask for a simpler form.")
@@ -163,11 +166,12 @@ def undrawable(row: DrawRow) -> DrawFailed:
 
 
 def kept(x_V: Float32, z_V: Float32, state: DrawState) -> Ids:
-    """Tokens that top-k, top-p and min-p leave, in this order; the lower id goes before where logits are equal.
+    """Return the ids of the tokens that top-k, top-p and min-p leave, applied in this order. Among equal logits the lower id comes first.
 
     Args:
         x_V: adjusted logits.
-        z_V: less the largest, by temperature.
+        z_V: adjusted logits minus the largest, divided by the temperature.
+        state: the parameters.
     """
     order = np.argsort(-x_V, kind="stable")
     params = state.params
@@ -181,12 +185,12 @@ def kept(x_V: Float32, z_V: Float32, state: DrawState) -> Ids:
 
 
 def top_ids(x_V: Float32, k: int) -> Ids:
-    """Ids of the k largest values, largest first; of equal ones the lower id first."""
+    """Return the ids of the k largest values, largest first; among equal values the lower id first."""
     return np.argsort(-x_V, kind="stable")[:k]
 
 
 def _race(ids_C: Ids, z_C: Float32, key: tuple[np.uint32, np.uint32]) -> int:
-    """Index of the winner."""
+    """Return the index of the winner."""
     bits_C = token_noise(ids_C.astype(np.uint32), key)
     e_C = -log(1.0 - (bits_C.astype(np.float64) + 0.5) * 2.0**-32)
     return int((log(e_C) - z_C).argmin())

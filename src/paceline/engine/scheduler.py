@@ -1,20 +1,19 @@
 """Continuous batching: decides which rows run next, and which blocks they use.
 
 Laws:
-- Each step, every running sequence with one row to run gets it, and prompts share what `chunking` gives them beside: neither starves the other.
-- First come, first admitted, this node's own clients before other nodes'; but one that would only hold blocks behind prompts which fill a step anyway, or that finds no blocks, is passed by those
-  that can run, `PASSED` of them at most. The latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
-  recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
-- A sequence is in more than one batch in flight only with guessed rows, or with chunks of its prompt. Its blocks stay its own until its last batch is
-  collected, and enter the prefix cache only when their rows are known to be right.
-- With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what
-  comes behind waits for no more than one. What room is left there is filled with guesses on guesses.
-- A loss takes what was in flight, and of the rest what the executor can't restore: that is run again. Where KV is lost again before all of it was, the
-  oldest goes first and alone; where it is lost while it is being restored, half as many are, the oldest first: however often that happens, an answer gets
-  ahead.
-- A draft takes no block from anybody: where none is free it is cut short.
-- A sequence whose blocks are being fetched runs nothing; to the pool it is in flight.
-- Blocks that peers gave are checked before a row runs behind them; where one is wrong, nothing that stands on what those peers gave is known, or goes on.
+- Every running sequence with one row to run gets it in each step, and prompts get the rows that `step_costs.rows_of_prompts` adds: neither starves.
+- First come, first admitted, this node's own clients before other nodes'. A sequence that finds no blocks, or would only hold blocks behind prompts which fill
+  a step anyway, is passed by at most `PASSED` others. The latest to come is preempted first, so the earliest always advances. A preempted sequence is
+  recomputed, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
+- A sequence is in more than one batch in flight only with draft rows, or with chunks of its prompt. Its blocks stay its own until its last batch is collected,
+  and enter the prefix cache only when their rows are known to be right.
+- With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what follows
+  waits for one part at most. Any room left there is filled with drafts that continue drafts in flight.
+- A loss takes the batches in flight, and of the rest what the executor can't restore: that is run again. After a loss during this, the oldest sequence runs
+  first and alone; after a loss during a restore, half as many sequences are restored, the oldest first. So answers advance however often KV is lost.
+- A draft takes no block from another sequence: it is cut short if none is free.
+- A sequence with blocks being fetched runs nothing; for the pool it is in flight.
+- Blocks from peers are checked before a row runs behind them. If one is wrong, nothing that depends on blocks of these peers stays in the cache or goes on.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from paceline.engine.sequence import Phase, PlannedBatch, SequenceState, oldest
 from paceline.engine.step_costs import PromptLeft, StepCosts, StepLoad, rows_of_prompts
 
 LEAST_ROWS = 32
-"""Of prompts in the step after one that was recalled; the next has twice as many. Raising it: more is lost where requests keep coming."""
+"""Prompt rows in the step after a recalled one; the next has twice as many. Raising it: more is lost where requests keep coming."""
 PASSED = 16
-"""Sequences that are let in before one that came earlier, at most. Raising it: short requests wait less behind long ones, and these longer."""
+"""Maximum number of sequences admitted before one that came earlier. Raising it: short requests wait less behind long ones, and long ones wait longer."""
 
 
 class Scheduler:
-    """Waiting and running sequences over one pool."""
+    """Waiting and running sequences that share one pool."""
 
     def __init__(
         self,
@@ -63,27 +62,27 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.distrusted: list[tuple[SequenceState, frozenset[NodeId]]] = []
-        """What was to run again since this was emptied, and who lied."""
+        """Sequences that had to run again since this was last emptied, each with the peers that sent wrong KV."""
         self.preemptions = 0
         self._depth, self._block_size = executor.depth, executor.block_size
         self._config = config
         self._max_running = config.max_running
         self._chunk, self._budget_s = config.prefill_chunk, config.step_budget_s
         self._most = self._chunk
-        """Rows of prompts in a step. Few after one was recalled, and soon as many as ever: that others come again and again costs little."""
+        """Prompt rows in a step, at most. It drops after a recalled step and doubles with each step until it is full again, so repeated recalls cost little."""
         self._may_recall = True
         self._batch_ids = count()
         self._most_blocks = 0
-        """That a sequence may come to need."""
+        """Maximum number of blocks that any live sequence can need."""
         self._released: list[SequenceId] = []
         self._replaying: set[SequenceState] = set()
-        """What ran when KV was lost, and is not yet where it was."""
+        """Sequences that ran when KV was lost and have not reached the same point again."""
         self._piling = False
-        """KV was lost while such were left."""
+        """KV was lost while sequences were still replaying."""
         self._interrupted = 0
-        """Losses in a row, the first included, between which nothing could run."""
+        """Consecutive losses, the first included, without a step between them."""
         self._draining: list[SequenceState] = []
-        """Ended or due to be preempted, with blocks held until their batch is collected."""
+        """Sequences that ended or are to be preempted, and hold blocks until their batch is collected."""
 
     # ---------------------------------------------------------------------------------------------------- sequences come and go
 
@@ -94,7 +93,7 @@ class Scheduler:
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState, *, failed: bool = False) -> None:
-        """A sequence is over; its blocks are given back now, or when the batch it is in is collected. What `failed` rows left is not shared."""
+        """Remove a sequence that ended. Its blocks are given back now or after its batch. With `failed`, unpublished blocks are never shared."""
         if failed:
             seq.n_publishable = 0
         if seq.phase is Phase.WAITING:
@@ -111,7 +110,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------------ batches
 
     def next_batch(self) -> PlannedBatch | None:
-        """What to run next, or None if every sequence is in flight, or waits for one that is, or for its blocks."""
+        """Return the next batch. None: every sequence is in flight, or waits for one that is, or for its blocks."""
         self._loans.settle(self.pool)
         while self._loans.liars:
             self._distrust(self._loans.liars.popleft())
@@ -138,7 +137,7 @@ class Scheduler:
         return PlannedBatch(batch, sequences, load, may_recall=self._may_recall and load.prompt_rows == load.rows and self._depth == 1)
 
     def collected(self, planned: PlannedBatch) -> None:
-        """A batch's KV is written, and its draws are taken: full blocks may be shared now, and what was held back for it is let go."""
+        """Publish a batch's full blocks, now that its KV is written and its draws are taken. Then do what was deferred for it: trim, preempt or release."""
         self._may_recall = True
         if planned.load.prompt_rows:
             self._most = min(2 * self._most, self._chunk)
@@ -162,7 +161,7 @@ class Scheduler:
         self._loans.settle(self.pool)
 
     def recalled(self, planned: PlannedBatch) -> None:
-        """A batch of prompts alone was given up: what it was to run is run again, and less of it at a time for a while."""
+        """Put back a batch of prompts that was cancelled. Its rows run again, with fewer rows per step for a while."""
         for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
             if self._comes_back(seq):
                 seq.computed = step.first_position
@@ -170,18 +169,18 @@ class Scheduler:
         self._may_recall = False
 
     def lost(self, in_flight: Iterable[PlannedBatch]) -> None:
-        """The executor lost KV, and with it every batch in flight: sequences stand where they were before those, until it is known what is left."""
+        """Undo all batches in flight after the executor lost KV. Sequences return to their state before these batches, until the remaining KV is known."""
         released: list[SequenceId] = []
         flown: dict[SequenceState, int] = {}
         for planned in in_flight:
             released += planned.batch.released
             for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
-                # What ran on a wrong guess stands behind what is known.
+                # Rows that ran on a wrong guess begin behind the known tokens.
                 flown[seq] = min(flown.get(seq, seq.computed), step.first_position)
         if self.kv is not None:
             flown |= {seq: seq.computed for seq in self.kv.reset(self.pool)}
         self._loans.void(self.pool)
-        # Some parts of the executor have run what others have not.
+        # Some parts of the executor have run these batches, others have not.
         self._released[:0] = released
         for seq, computed in flown.items():
             seq.flights = 0
@@ -192,12 +191,12 @@ class Scheduler:
             seq.computed, seq.void = computed, 0
             (self._preempt if seq.preempt_when_collected else self._trim)(seq)
         self._draining.clear()
-        for seq in [one for one in self.running if one.check is not None]:  # what stands behind is restored nowhere
+        for seq in [one for one in self.running if one.check is not None]:  # the blocks after the checked one would not be restored
             self._preempt(seq)
         self._interrupted += 1
 
     def held(self) -> list[HeldSequence]:
-        """What was computed before a loss, and is to be restored."""
+        """Return the computed parts of sequences that the executor should restore after a loss."""
         found = [seq for seq in self.running if seq.computed]
         return [
             HeldSequence(seq.id, seq.tokens[: seq.computed], seq.n_prompt, seq.blocks[: blocks_for(seq.computed, self._block_size)])
@@ -205,13 +204,13 @@ class Scheduler:
         ]
 
     def resume(self, kept: Collection[SequenceId]) -> list[SequenceState]:
-        """The executor runs again, with the sizes it has now.
+        """Resume after a loss, with the sizes that the executor has now.
 
         Args:
-            kept: whose KV is as it was. Where it is of any, the sizes are those of before.
+            kept: sequences with restored KV. If there are any, the sizes are those of before.
 
         Returns:
-            Those that can't gain a token there; they are to be ended.
+            Sequences that can't gain a token with these sizes; the caller must end them.
         """
         executor = self._executor
         self._interrupted = 0
@@ -221,7 +220,7 @@ class Scheduler:
                 self._replaying.add(seq)
                 self._requeue(seq)
         if kept:
-            # Blocks that only the cache knew are not restored everywhere.
+            # Blocks known only to the cache are not restored everywhere.
             self.pool.forget_idle()
             for seq in self.running:
                 self._send_anew(seq)
@@ -235,33 +234,32 @@ class Scheduler:
         return [seq for seq in self.waiting if len(seq.tokens) >= seq.most_tokens]
 
     def _most_tokens(self, seq: SequenceState) -> int:
-        """Of prompt and answer that a sequence may have now."""
         context, asked = context_of(self._config, self._executor), seq.request.max_tokens
         return (
             context if asked is None else min(context, seq.n_prompt + max(asked, 1))
-        )  # one that draws none runs its prompt's last row, too
+        )  # a sequence that draws no token also runs its prompt's last row
 
     def _blocks_of(self, seq: SequenceState) -> int:
-        """That it may come to need."""
+        """Return the maximum number of blocks that a sequence can need."""
         return blocks_for(seq.most_tokens - 1, self._block_size)
 
     # --------------------------------------------------------------------------------------------------------------- inside: rows
 
     def _rows(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
-        """Sequences to run, how many rows of each, and guesses behind them. Each must be planned before the next is asked for."""
+        """Yield the sequences to run, each with its number of rows and its draft tokens. Each must be planned before the next is taken."""
         share = -(-len(self.running) // self._depth)
         prefilling, decoding = False, list[SequenceState]()
-        # A copy: sequences are preempted on the way, always later ones than the one in hand.
+        # A copy, because sequences are preempted during the loop, always later ones than the current one.
         for seq in tuple(self.running):
             if seq.left > 1:
                 prefilling = True
             elif share and not (seq.is_awaited or seq.distrusted) and seq.phase is Phase.RUNNING and self._has_room(seq):
                 share -= 1
                 decoding.append(seq)
-        # A prompt's last row has another path than what is guessed behind it.
+        # A prompt's last row has another path than the draft tokens after it.
         rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
         left, answers, unguessed = self._chunk, 0, self._config.max_guesses
-        # Drafts leave prompts half of it.
+        # Drafts leave half of it to prompts.
         guesses = min(self._config.max_guesses, left // 2 if prefilling else left)
         for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, guesses), strict=True):
             guess = self._cut(seq, seq.computed + 1, draft)
@@ -277,10 +275,10 @@ class Scheduler:
             yield from self._ahead()
 
     def _prompts(self, most: int, answers: int, logits: int) -> Iterator[tuple[SequenceState, int]]:
-        """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers.
+        """Yield the prompts and recomputed sequences to run, each with its number of rows: at most `most`, next to `answers` rows of answers.
 
         Args:
-            logits: rows whose logits may be wanted beside one of each sequence.
+            logits: rows that may need logits in addition to one for each sequence.
         """
         fetching = () if self.kv is None else self.kv.fetching
         prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and seq not in fetching]
@@ -288,9 +286,9 @@ class Scheduler:
         most = min(most, -(-self._chunk // self._depth))
         if self._piling and self._is_replaying():
             prompts = oldest(prompts, most)
-        if all(seq.left > most for seq in prompts):  # else what ends bounds the step
+        if all(seq.left > most for seq in prompts):  # otherwise the sequences that end bound the step
             most = min(most, self._most)
-        # Where nothing waits for its next token, a step may take its time.
+        # Without an answer that waits for its next token, a step may take longer.
         budget_s = self._budget_s if any(seq.left <= 1 for seq in self.running) else inf
         scored = 1 + logits // max(1, sum(not seq.is_scored for seq in prompts))
         lefts = [
@@ -302,12 +300,12 @@ class Scheduler:
                 yield seq, rows
 
     def _is_replaying(self) -> bool:
-        """Whether something that was lost is still to be computed anew."""
+        """Return whether sequences are still replaying after a loss."""
         self._replaying = {seq for seq in self._replaying if seq.is_live and (seq.phase is Phase.WAITING or seq.left > 1)}
         return bool(self._replaying)
 
     def _ahead(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
-        """Guesses on guesses, for a pipeline that has nothing else to do."""
+        """Yield draft rows that continue drafts in flight, for a pipeline that has nothing else to do."""
         left = self._config.max_guesses
         for seq in self.running:
             if seq.is_awaited and seq.computed >= len(seq.tokens) and not seq.preempt_when_collected:
@@ -317,12 +315,12 @@ class Scheduler:
                     yield seq, 0, guess
 
     def _room(self, seq: SequenceState, start: int) -> int:
-        """For how many guessed tokens there is room, from position `start` on, with blocks that no other sequence wants."""
+        """Return how many draft tokens fit from position `start` on, in blocks that no other sequence wants."""
         spare = max(0, self.pool.available - len(self.running))
         return min(seq.guesses_left, (len(seq.blocks) + spare) * self._block_size - start)
 
     def _cut(self, seq: SequenceState, start: int, draft: Sequence[int]) -> Sequence[int]:
-        """What is left of the room for a draft, once drafts before it took theirs."""
+        """Cut a draft to the blocks that are left after earlier drafts, taking blocks for it."""
         n = len(draft)
         while n > 0 and blocks_for(start + n, self._block_size) > len(seq.blocks):
             if self.pool.available > len(self.running):
@@ -346,7 +344,7 @@ class Scheduler:
         path = Path.PROMPT if start < seq.n_prompt else Path.GENERATED
         if seq.is_scored or start >= seq.n_prompt:
             logits_rows = range(max(0, known - 1 - start), len(token_ids)) if stop >= known else ()
-        else:  # a row tells of the token behind it
+        else:  # a row's logits score the token after it
             logits_rows = range(
                 max(0, seq.n_scored - 1 - start), len(token_ids) if stop >= known else min(len(token_ids), seq.n_prompt - 1 - start)
             )
@@ -355,7 +353,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------- inside: blocks
 
     def _admit(self) -> None:
-        """Let sequences in while there is a row for them soon, and blocks for all their tokens now."""
+        """Admit sequences that will get a row soon, if there are blocks for all their tokens now."""
         lefts = [seq.left for seq in self.running if seq.left > 1]
         backlog, least = sum(lefts), min(lefts, default=0)
         passed: list[SequenceState] = []
@@ -365,14 +363,14 @@ class Scheduler:
                 return
             may_pass = seq.passed < PASSED
             if may_pass and backlog >= self._chunk and seq.left >= least:
-                passed.append(seq)  # it would hold blocks, and get no row
+                passed.append(seq)  # it would hold blocks and get no row
                 continue
             hits = self.prefixes.find(seq, self.pool.cache)
             if hits is None:
                 continue
             revived = sum(self.pool.cache.is_idle(block) for block in hits)
             needed = blocks_for(len(seq.tokens), self._block_size) - len(hits)
-            # One block spare for each that runs, lest the newcomer be preempted by their next tokens.
+            # Keep one block spare for each running sequence. Otherwise their next tokens would preempt the new one.
             if needed + revived + len(self.running) > self.pool.available:
                 blocked += 1
                 if not may_pass or blocked == PASSED:
@@ -397,7 +395,7 @@ class Scheduler:
                 least = min(least or seq.left, seq.left)
 
     def found_lie(self, givers: frozenset[NodeId]) -> None:
-        """What stands on blocks of these peers, maybe none, is wrong: it is forgotten, and whoever uses it runs again from its ids."""
+        """Report a check of blocks from peers. If any peers sent wrong ones, forget all blocks that depend on them, and replay the sequences that use those."""
         self._loans.on_checked(givers)
         if givers:
             self._distrust(givers)
@@ -413,7 +411,7 @@ class Scheduler:
                 self._requeue(seq)
 
     def _comes_back(self, seq: SequenceState) -> bool:
-        """A sequence was in flight for nothing else. Returns whether it goes on; one that ended, or makes way for others, lets go of its blocks."""
+        """Take a sequence out of flight after a fetch or a recall. Returns whether it goes on; otherwise it ended or is preempted, and releases its blocks."""
         seq.flights -= 1
         if seq.is_live and not seq.preempt_when_collected:
             return True
@@ -422,12 +420,12 @@ class Scheduler:
         return False
 
     def _has_room(self, seq: SequenceState) -> bool:
-        """Make sure of a block for the next row, taking it from later sequences if need be."""
+        """Ensure that there is a block for the next row. Preempts later sequences if necessary."""
         if seq.computed < len(seq.blocks) * self._block_size:
             return True
         while not self.pool.available:
             if self._draining:
-                return False  # blocks come free as soon as a batch is collected
+                return False  # blocks become free as soon as a batch is collected
             latest = self.running[-1]
             if latest.in_flight:
                 latest.preempt_when_collected = True
@@ -453,16 +451,16 @@ class Scheduler:
         insort(self.waiting, seq, key=attrgetter("turn"))
 
     def _send_anew(self, seq: SequenceState) -> None:
-        """After a loss, what not every part of the executor may have of a sequence's table."""
+        """Mark the part of a sequence's table to be sent again after a loss, because some parts of the executor may lack it."""
         if seq.is_settled:
             seq.n_sent = min(seq.n_sent, blocks_for(seq.computed, self._block_size))
         else:
-            # Those that ran a batch in flight have a table, and so have those that restored what it begins with.
+            # Parts that ran a batch in flight have a table for it, as have parts that restored its beginning.
             self._released.append(seq.id)
             seq.n_sent = 0
 
     def _trim(self, seq: SequenceState) -> None:
-        """Give back the blocks that only rejected guesses stood in."""
+        """Give back the blocks that held only rejected draft tokens."""
         needed = blocks_for(len(seq.tokens), self._block_size)
         if needed < len(seq.blocks):
             self.pool.give_back(reversed(seq.blocks[needed:]))
@@ -476,14 +474,14 @@ class Scheduler:
             self._loans.used(seq.keys[: seq.n_published], (seq.n_prompt - PROMPTS_END) // self._block_size, seq.request.caller)
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
-        # Also where no batch named it: what it begins with may have been restored.
+        # Also if no batch named it, because its beginning may have been restored.
         self._released.append(seq.id)
         seq.n_sent, seq.is_settled = 0, False
 
     # ----------------------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
-        """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
+        """Assert that blocks, queues and phases agree. Cheap enough to run after each test and at each rest."""
         lent = [() if self.kv is None else tuple(self.kv.lent), *(tuple(loan.blocks.values()) for loan in self._loans.out)]
         holders = {*self.running, *self._draining}
         self.pool.check_invariants([*(seq.blocks for seq in holders), *((seq.check.aside,) for seq in holders if seq.check), *lent])

@@ -1,12 +1,13 @@
-"""One generated sequence: its tokens, what of them is computed, the blocks that hold them, its text, and what each batch adds to them.
+"""One generated sequence: its tokens, how many are computed, the blocks that hold them, its text, and the changes by each batch.
 
-The scheduler owns what concerns rows and blocks; the engine owns the tokens, the draw state and the text.
+The scheduler owns the state of rows and blocks; the engine owns the tokens, the draw state and the text.
+
 Laws:
-- However the tokens are cut, what is emitted in all is the decoded text up to the first stop string (the one that is complete
-  first; of two complete at once, the longer). Nothing that may yet turn out to belong to a stop string is emitted, nor half a character.
-- A token is what its own (seed, position) draws. A guess decides only whether the row behind it counts.
-- A token of a prompt is scored as a draw that can only fall on it: the sampler that draws answers says its log probability, and the bytes are those of
-  a drawn token's. The row before it is the one that tells, so the first token has none.
+- However the tokens are cut, the emitted text is the decoded text up to the first stop string (the one that is complete first; of two complete at once, the
+  longer). Text that may yet belong to a stop string is not emitted, nor half a character.
+- A token is the draw of its own (seed, position). A draft token decides only whether the row after it counts.
+- A prompt token is scored as a draw that can only fall on it. So the sampler that draws answers reports its log probability, with the same bytes as for a drawn
+  token. The row before a token scores it, so the first token has no score.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """The text of one sequence."""
+    """The text of one sequence, decoded token by token and cut at stop strings."""
 
     __slots__ = ("_decode", "_held", "_n_undecoded", "_stop", "_token_bytes", "n_cut", "stopped", "stopped_by")
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
-        """Start empty. Empty stop strings end nothing and are ignored."""
+        """Start empty. Empty stop strings are ignored."""
         self._token_bytes = vocabulary.token_bytes
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decode, self._n_undecoded = decoder.decode, lambda: len(decoder.getstate()[0])
@@ -45,17 +46,17 @@ class TextStream:
         self.stopped = False
         """A stop string was found; the text is over."""
         self.stopped_by: str | None = None
-        """That string."""
+        """The stop string that was found."""
         self.n_cut = 0
-        """Bytes from its first on, which are no part of the text."""
+        """Bytes from the start of the stop string on, which are not part of the text."""
 
     def push(self, token_id: int) -> str:
-        """Text that is certain, now that this token follows."""
+        """Add a token, and return the text that is now certain."""
         text = self._decode(self._token_bytes(token_id))
         return self._pass_on(text) if self._stop else text
 
     def flush(self) -> str:
-        """The rest, at the end of the sequence. Half a character becomes U+FFFD."""
+        """Return the rest at the end of the sequence. Half a character becomes U+FFFD."""
         text = self._decode(b"", final=True)
         if not self._stop:
             return text
@@ -81,7 +82,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without completing it."""
+    """Return the length of the longest end of `text` that begins `stop` without completing it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -89,7 +90,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Phase(Enum):
-    """Where a sequence stands. Ended is for good; running and waiting alternate when it is preempted."""
+    """Lifecycle of a sequence. Running and waiting alternate when it is preempted; ended is final."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -98,17 +99,17 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class BlockCheck:
-    """Blocks that a peer gave, which are computed again before the sequence goes on. Each is set aside while another one takes its place."""
+    """Blocks from a peer that are computed again before the sequence goes on. Each is set aside while another block takes its place."""
 
     alike: Callable[[Sequence[BlockId]], KvFetch]
     places: Sequence[int]
-    """In the sequence's table, of those that are to come."""
+    """Indices in the sequence's table of the blocks still to be checked."""
     resume: int
-    """Tokens that are computed once it is over."""
+    """Number of computed tokens once the check is over."""
     place: int
     aside: BlockId
     stop: int
-    """Tokens up to the end of the block that is computed again."""
+    """Number of tokens up to the end of the block that is computed again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,52 +117,52 @@ class SequenceState:
     """A live sequence. Compared by identity."""
 
     id: SequenceId
-    """Also its place in the order of arrival."""
+    """Unique id; ids also give the order of arrival."""
     request: GenerationRequest
     index: int
-    """Which of the request's sequences."""
+    """Index among the request's sequences."""
     draws: DrawState
     text: TextStream
     stop_ids: frozenset[int]
-    """Tokens that end it."""
+    """Tokens that end the sequence."""
     tokens: list[int] = field(init=False)
-    """Prompt and answer."""
+    """Tokens of prompt and answer."""
     n_prompt: int = field(init=False)
     most_tokens: int = 0
-    """Of prompt and answer, by the request and by the KV memory there is now."""
+    """Maximum tokens of prompt and answer, by the request and by the KV memory there is now."""
     phase: Phase = Phase.WAITING
     passed: int = 0
-    """Later ones that were let in before it."""
+    """Number of later sequences that were admitted before this one."""
     epoch: int = 0
     computed: int = 0
-    """Tokens, guessed ones included, whose rows were submitted. Those of a sequence that is not in flight were collected too."""
+    """Tokens, draft tokens included, with submitted rows. If the sequence is not in flight, their rows were collected too."""
     guess: list[int] = field(default_factory=list[int])
-    """Guessed tokens behind the known ones, their rows submitted. Empty where nothing is in flight."""
+    """Draft tokens after the known ones, with submitted rows. Empty if nothing is in flight."""
     flights: int = 0
-    """Batches in flight that it is in."""
+    """Number of batches in flight with rows of this sequence."""
     void: int = 0
-    """The first of them that run on a guess that was wrong."""
+    """How many of these batches, from the first on, run on a wrong guess."""
     preempt_when_collected: bool = False
     blocks: list[BlockId] = field(default_factory=list[BlockId])
     n_sent: int = 0
-    """Blocks of the table that the executor has."""
+    """Number of the table's blocks that the executor has."""
     is_settled: bool = False
-    """A batch with its table was collected: every part of the executor has one."""
+    """A batch with the sequence's table was collected, so every part of the executor has a table."""
     keys: list[bytes] = field(default_factory=list[bytes])
-    """Of its full blocks; empty without a prefix cache."""
+    """Keys of the full blocks; empty without a prefix cache."""
     n_published: int = 0
-    """Blocks, from the first on, that were offered to the prefix cache or came from it."""
+    """Leading blocks that were offered to the prefix cache or came from it."""
     n_publishable: int = 0
-    """How many may ever be; 0 without a prefix cache."""
+    """Leading blocks that may ever be offered; 0 without a prefix cache."""
     n_scored: int = 1
-    """Tokens of the prompt that need no score any more: nothing comes before the first."""
+    """Leading prompt tokens that need no score any more. The first token never has one."""
     givers: frozenset[NodeId] = frozenset()
-    """Peers that gave blocks which it stands on."""
+    """Peers that sent blocks which the sequence depends on."""
     distrusted: bool = False
-    """One of them was found to lie: it is to run again, and nothing of it is shared."""
+    """One of these peers sent wrong KV: the sequence must run again, and none of its blocks are shared."""
     check: BlockCheck | None = None
     cached_tokens: int | None = None
-    """Prompt tokens the prefix cache held when it was first admitted; None until then."""
+    """Prompt tokens the prefix cache held when the sequence was first admitted; None until then."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -169,17 +170,17 @@ class SequenceState:
 
     @property
     def is_scored(self) -> bool:
-        """Nothing in the prompt waits for its log probability."""
+        """True if no prompt token waits for its log probability."""
         return not self.request.scores_prompt or self.n_scored >= self.n_prompt
 
     @property
     def ends_with_prompt(self) -> bool:
-        """No token is to be drawn."""
+        """True if no token is to be drawn."""
         return self.request.max_tokens == 0
 
     @property
     def turn(self) -> tuple[bool, SequenceId]:
-        """Its place among those that wait: other nodes' come last, until they have begun."""
+        """Sort key among waiting sequences: those of other nodes come last, until they have begun."""
         return bool(self.request.caller) and self.cached_tokens is None, self.id
 
     @property
@@ -188,7 +189,7 @@ class SequenceState:
 
     @property
     def is_awaited(self) -> bool:
-        """A batch in flight tells its next token."""
+        """True if a batch in flight gives the next token."""
         return self.flights > self.void
 
     @property
@@ -197,12 +198,12 @@ class SequenceState:
 
     @property
     def left(self) -> int:
-        """Known tokens whose rows were not submitted."""
+        """Number of known tokens with rows not yet submitted."""
         return len(self.tokens) - self.computed
 
     @property
     def left_of_path(self) -> int:
-        """Those of them that are of the next one's path, and may run now."""
+        """Number of these tokens that have the next one's path and may run now."""
         stop = self.n_prompt if self.computed < self.n_prompt else len(self.tokens)
         return (stop if self.check is None else min(stop, self.check.stop)) - self.computed
 
@@ -212,11 +213,11 @@ class SequenceState:
 
     @property
     def guesses_left(self) -> int:
-        """Rows that may still be guessed: the last token of an answer needs none, as nothing is drawn from it."""
+        """Number of draft rows still allowed. The last token of an answer needs no row, because nothing is drawn from it."""
         return self.most_tokens - 1 - len(self.tokens) - len(self.guess)
 
     def put_back(self) -> Sequence[BlockId]:
-        """End a check: what was set aside takes its place again. Returns the block that stood there meanwhile."""
+        """End a check and put the block set aside back in its place. Returns the block that stood there meanwhile."""
         check, self.check = self.check, None
         if check is None:
             return ()
@@ -225,15 +226,20 @@ class SequenceState:
         return (again,)
 
     def draw_row(self, logits_row: int, ahead: int) -> DrawRow:
-        """The draw of the token so many places behind the next one, if all that is guessed before it comes true.
+        """Return the draw of a token after the next one, valid if all draft tokens before it are right.
 
         Args:
-            ahead: places.
+            logits_row: index of the row in the batch's logits.
+            ahead: number of draft tokens before the drawn one.
         """
         return self.draws.row(logits_row, len(self.tokens) + ahead, self.guess[:ahead])
 
     def take(self, token: int) -> bool:
-        """A token was drawn. Whether it is what was guessed for its place; if it is not, what was computed behind it is void."""
+        """Append a drawn token. If it differs from the draft token in its place, rows computed after it become void.
+
+        Returns:
+            Whether it equals the draft token.
+        """
         self.tokens.append(token)
         if not self.guess:
             return False
@@ -244,7 +250,7 @@ class SequenceState:
         return False
 
     def forget_guess(self) -> None:
-        """Rows of guessed tokens are void, those in flight too."""
+        """Void the rows of draft tokens, including those in flight."""
         self.guess.clear()
         self.epoch += 1
         self.void = self.flights
@@ -253,17 +259,17 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """A batch and the sequences its steps are of."""
+    """A batch, and the sequences of its steps."""
 
     batch: StepBatch
     sequences: list[SequenceState]
     load: StepLoad
     may_recall: bool = False
-    """It is of prompts alone, on this machine, and the one before it ran to its end."""
+    """The batch has only prompts, runs on this machine, and follows a batch that ran to its end."""
 
 
 def oldest(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:
-    """The oldest, and those behind it that a step of so many rows has room for."""
+    """Return the oldest prompt, and those after it that fit in a step of `most` rows."""
     for place, seq in enumerate(prompts):
         most -= seq.left
         if most <= 0:
@@ -272,11 +278,11 @@ def oldest(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceStat
 
 
 CERTAIN: Final = 1e30
-"""A bias that no logit stands against, and that is finite."""
+"""A bias that outweighs every logit and is finite."""
 
 
 def score_rows(seq: SequenceState, step: SequenceStep, first: int) -> list[DrawRow]:
-    """The draws that score what a step ran of a prompt.
+    """Return the draws that score the prompt tokens of a step.
 
     Args:
         first: the step's first row in the batch's logits.
@@ -298,13 +304,13 @@ class Gain:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     accepted: int = 0
-    """Tokens that were guessed."""
+    """Number of tokens that the draft had right."""
     finish_reason: FinishReason | None = None
     error: DrawFailed | None = None
 
 
 def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
-    """A sequence's next tokens, from row to row as long as the guess was right."""
+    """Take a sequence's next tokens, row by row for as long as the draft is right."""
     gain = Gain()
     for one in drawn:
         if isinstance(one, DrawFailed):
@@ -313,12 +319,12 @@ def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
             break
         token = one.token
         gain.token_ids.append(token)
-        if one.logprob is not None and token not in seq.stop_ids:  # a token that only ends the answer is no part of it
+        if one.logprob is not None and token not in seq.stop_ids:  # a token that only ends the answer is not part of it
             gain.logprobs.append(one.logprob)
         guessed = seq.take(token)
         gain.accepted += guessed
         matcher = seq.draws.matcher
-        # A token that ends the answer is no part of it: whether the form is whole is asked before the matcher takes the token.
+        # An end token is not part of the answer: check for completeness before the matcher takes it.
         is_whole = matcher is None or (token in seq.stop_ids and matcher.is_accepting)
         seq.draws.count(token)
         text, gain.finish_reason = _say(seq, token)
@@ -334,17 +340,17 @@ def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
 
 
 def _cut_short(matcher: Matcher) -> FormFailed:
-    """The failure of an answer that something ended before its form was whole."""
+    """Return the failure of an answer that ended before its grammar was complete."""
     if matcher.error is not None:
         return FormFailed(TOO_COMPLEX, "Ask for a simpler form.")
     return FormFailed("The answer ends before its form does: it was stopped by stop or stop_token_ids", "Ask for it without them.")
 
 
 def carry_on(seq: SequenceState, token_ids: Iterable[int]) -> None:
-    """Have a new sequence stand behind tokens that another node drew and said.
+    """Place a new sequence after tokens that another node already drew and sent.
 
     Raises:
-        InvalidRequest: the answer ended with one of them.
+        InvalidRequest: the answer ended with one of these tokens.
     """
     for token in token_ids:
         seq.tokens.append(token)
@@ -355,7 +361,7 @@ def carry_on(seq: SequenceState, token_ids: Iterable[int]) -> None:
 
 
 def _say(seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:
-    """The text that a token adds, and whether the answer ends with it."""
+    """Return the text that a token adds, and the finish reason if the answer ends with it."""
     if token in seq.stop_ids:
         return seq.text.flush(), FinishReason.STOP
     text = seq.text.push(token)

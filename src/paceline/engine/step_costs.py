@@ -1,17 +1,17 @@
-"""What a step costs by its rows, as measured while it is served: what drafts and chunks of prompts are weighed against. And which rows of prompts a step
-runs beside its answers: a chunk is shared among all of them, within a time.
+"""Cost of a step by its rows, measured during serving and used to size drafts and chunks of prompts; and the choice of prompt rows for a step, which shares a
+chunk among all prompts, within a time.
 
-Steps with prompts have a curve of their own, by all their rows, and beside it what a row's look at one earlier position (a key) costs: attention
-grows with the context. Of drafts only ratios matter: a row count that was not seen yet is assumed cheap, so that it is tried. Of prompts seconds do:
-a count that was not seen lies between those that were. What was measured long ago is believed less and less.
+Steps with prompts have a curve of their own by their total rows, and a cost for each earlier position (key) that a row attends to, since attention grows with
+the context. For drafts only ratios matter: a row count not yet seen is assumed to be cheap, so that it is tried. For prompts seconds matter: a count not yet
+seen is interpolated between those seen. Old measurements lose weight with time.
 
 Laws:
-- One measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower those by more that
-  nothing confirmed: a machine that begins is slow.
-- The oldest prompt gets a row at least in every step, and a fifth of what prompts get where others would take it all. Else the one with the least left
-  comes first. Where some end in a step, so that their first tokens wait for it, what runs beside them makes the step longer by a quarter at most.
-- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured. Answers may take longer by themselves, or nearly
-  as long: prompts then still get half as much time as answers do, lest a new request wait until others end. Bytes don't depend on any of this.
+- One measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower unconfirmed estimates by more,
+  because a machine that begins is slow.
+- The oldest prompt gets at least one row in every step, and a fifth of the prompts' share where others would take it all. Otherwise the prompt with the least
+  left comes first. Where some prompts end in a step, so that their first tokens wait for it, the other prompts make the step longer by a quarter at most.
+- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured. The answers alone may take longer, or nearly as long:
+  prompts then still get half as much time as answers do, so that a new request need not wait until others end. Bytes don't depend on any of this.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from math import inf, log
 from paceline.core.clock import Clock
 
 MOST_ROWS = 64
-"""Of a step without prompts. Beyond this, its costs are taken to grow in proportion."""
+"""Largest step without prompts that is measured, in rows. Beyond this, costs are taken to grow in proportion."""
 ASSUMED_ROW = 0.05
-"""What a row more costs, of a step of one row, until it was measured. Raising it: longer drafts are tried later."""
+"""Assumed cost of another row, relative to a step of one row, until it was measured. Raising it: longer drafts are tried later."""
 ASSUMED_PROMPT_ROW = 0.1
-"""Likewise, of a step with prompts. Raising it: the first chunks beside an answer are shorter. Source: 0.11 here at 135M, 0.10 at 8B."""
+"""Assumed cost of another row in a step with prompts, relative to a step of one row. Raising it: the first chunks next to an answer are shorter. Source: 0.11
+measured here at 135M, 0.10 at 8B.
+"""
 ASSUMED_KEY = 5e-6
-"""What a key costs, of a step of one row, until it was measured."""
+"""Assumed cost of a key, relative to a step of one row, until it was measured."""
 WILD = 2.0
 OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
 PROMPT_GAIN = 0.5
-"""As `OWN_GAIN`, of steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed oftener by chance."""
+"""Like `OWN_GAIN`, for steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed more often by chance."""
 FIRST, MUCH = 16, 8.0
-"""So many steps, if they are faster than expected, lower all estimates by as much, but for those of counts that were measured twice."""
+"""First steps that may lower all estimates when faster than expected, and by which factor at most. Row counts measured twice keep their estimates. Raising
+them: a slow start is corrected sooner, and chance lowers estimates more often.
+"""
 OFTEN = 8
-"""Measurements of a row count that make a figure for other nodes. Raising it: what is seldom seen is guessed for longer."""
+"""Measurements of a row count before it is reported to other nodes. Raising it: other nodes estimate rare row counts for longer."""
 LEAST_CHUNK, TYPICAL_PROMPT = 32, 512
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
@@ -47,30 +51,30 @@ HALF_LIFE = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one step runs."""
+    """The rows of one step."""
 
     rows: int
-    """Of prompts and answers."""
+    """Rows of prompts and answers together."""
     prompt_rows: int = 0
     keys: int = 0
-    """That the rows of prompts look at: the sum of their positions."""
+    """Number of keys that prompt rows attend to: the sum of their positions."""
 
     def more(self, rows: int, start: int) -> StepLoad:
-        """With rows of another prompt, the first at position `start`."""
+        """Return this load with rows of another prompt, the first at position `start`."""
         return StepLoad(self.rows + rows, self.prompt_rows + rows, self.keys + rows * start + rows * (rows + 1) // 2)
 
 
 @dataclass(slots=True)
 class _Seen:
     factor: float
-    """Of the assumed cost."""
+    """Measured cost relative to the assumed cost."""
     at: int
     times: int
-    """Measured since one was much faster than all before."""
+    """Measurements since the last one that was much faster than expected."""
 
 
 class StepCosts:
-    """Estimates for one engine."""
+    """Estimates of step times for one engine."""
 
     def __init__(self) -> None:
         self._answers = _Curve(ASSUMED_ROW, OWN_GAIN)
@@ -79,12 +83,12 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether `seconds` are seconds yet."""
+        """True once `seconds` returns seconds, not ratios."""
         return self._answers.level > 0
 
     @property
     def any_known(self) -> bool:
-        """Whether `of` gives seconds yet."""
+        """True once `of` returns seconds, not ratios."""
         return self._answers.level > 0 or self._prompts.level > 0
 
     def took(self, load: StepLoad, seconds: float) -> None:
@@ -99,13 +103,13 @@ class StepCosts:
             curve.correct(load.rows, factor, seconds / (curve.level * curve.assumed(load.rows) * factor))
 
     def seconds(self, rows: int) -> float:
-        """A step's expected time where it has no prompts; relative to others even where none was measured."""
+        """Return the expected time of a step without prompts, in seconds; before the first measurement only ratios have a meaning."""
         if rows > MOST_ROWS:
             return self.seconds(MOST_ROWS) * rows / MOST_ROWS
         return self._answers.seconds(rows)
 
     def of(self, load: StepLoad) -> float:
-        """A step's expected time; relative to others even where none was measured. One without rows takes none."""
+        """Return the expected time of a step, in seconds; before the first measurement only ratios have a meaning. A step without rows takes none."""
         if not load.rows:
             return 0.0
         if not load.prompt_rows and self._answers.level:
@@ -113,12 +117,14 @@ class StepCosts:
         return self._rows_with_prompts(load.rows) + load.keys * (self._key_s or ASSUMED_KEY * (self._answers.level or 1.0))
 
     def seen_seconds(self) -> dict[int, float]:
-        """Of steps without prompts, by rows: of row counts that were measured often, the largest between two powers of two."""
+        """Return the seconds of steps without prompts by rows: among row counts measured often, the largest between each two powers of two."""
         often = self._answers.seen_often()
         return {rows: self._answers.seconds(rows) for rows in {rows.bit_length(): rows for rows in often}.values()}
 
     def seen_prefill(self) -> float:
-        """Tokens of a prompt of `TYPICAL_PROMPT` a second, by the largest chunks that were measured often; 0: there are none of `LEAST_CHUNK`."""
+        """Return prompt tokens a second for a prompt of `TYPICAL_PROMPT` tokens, by the largest chunk size measured often; 0: none of `LEAST_CHUNK` or more
+        was.
+        """
         rows = max(self._prompts.seen_often(), default=0)
         return rows / self.of(StepLoad(rows, rows, rows * TYPICAL_PROMPT // 2)) if rows >= LEAST_CHUNK else 0.0
 
@@ -134,7 +140,7 @@ class StepCosts:
         of_keys = load.keys * self._key_s
         expected = curve.level * curve.assumed(load.rows) * factor + of_keys
         share, off = of_keys / expected, seconds / expected
-        # Rows and keys are each corrected by what they are of it: chunks at several contexts tell one from the other.
+        # Rows and keys are each corrected by their share: chunks at several contexts separate the two.
         curve.correct(load.rows, factor, off, 1 - share)
         self._key_s *= min(max(off, 1 / WILD), WILD) ** (PROMPT_GAIN * share)
 
@@ -145,38 +151,38 @@ class StepCosts:
         return self._answers.seconds(1) * curve.assumed(rows)
 
     def _one_row(self) -> float:
-        """Factor of a step of one row with prompts: one without any, as far as that was measured."""
+        """Return the factor of a step of one row with prompts: that of one without prompts, if that was measured."""
         return self._answers.seconds(1) / self._prompts.level if self._answers.level else 1.0
 
 
 class _Curve:
-    """Seconds by rows: an assumed shape, and by what factor it was seen to be off."""
+    """Seconds by rows: an assumed shape, and the measured factor on it for each row count."""
 
     def __init__(self, row: float, gain: float) -> None:
         self._row = row
         self.level = 0.0
-        """Seconds of a step of one row as assumed; 0: nothing was measured."""
+        """Seconds of a step of one row under the assumed shape; 0: nothing was measured."""
         self._gain = gain
         self._seen: dict[int, _Seen] = {}
         self._order: list[int] = []
-        """Row counts that were seen, few to many."""
+        """Measured row counts, in ascending order."""
         self._expected: dict[int, float] = {}
-        """What was computed since the last measurement."""
+        """Results of `seconds` since the last measurement."""
         self._steps = 0
 
     def assumed(self, rows: int) -> float:
-        """Of a step of one row, so many times."""
+        """Return the assumed cost, as a multiple of a step of one row."""
         return 1 + self._row * (rows - 1)
 
     def seen_often(self) -> list[int]:
-        """Row counts, few to many, that were measured often enough to be told to others."""
+        """Return the row counts, in ascending order, that were measured often enough to be reported to other nodes."""
         return [rows for rows in self._order if self._seen[rows].times >= OFTEN]
 
     def correct(self, rows: int, factor: float, off: float, share: float = 1.0) -> None:
-        """A step took `off` times what was expected by a factor, of which `share` is this curve's."""
+        """Correct the estimate after a step that took `off` times the time expected with `factor`; `share` of that time is this curve's."""
         rows = _counted_with(rows)
         self._steps += 1
-        # What a measurement agrees with, or exceeds, it confirms.
+        # A measurement confirms an estimate unless it is much below it.
         times = self._seen[rows].times if rows in self._seen else 0
         confirmed, times = times > 1, times + 1 if off > 1 / WILD else 1
         if self._steps <= FIRST and off < 1:
@@ -197,14 +203,14 @@ class _Curve:
         self._expected.clear()
 
     def seconds(self, rows: int) -> float:
-        """Of a step; a count that was not seen costs no more than the next smaller one suggests."""
+        """Return the seconds of a step. A row count not seen costs no more than the next smaller one suggests."""
         found = self._expected.get(rows)
         if found is None:
             found = self._expected[rows] = (self.level or 1.0) * self.assumed(rows) * self.factor(rows)
         return found
 
     def factor(self, rows: int) -> float:
-        """Of the assumed cost."""
+        """Return the factor on the assumed cost."""
         seen = self._seen.get(rows)
         if seen is None:
             return self._below(rows)
@@ -215,10 +221,10 @@ class _Curve:
         return below + (seen.factor - below) * trust
 
     def factor_between(self, rows: int, one_row: float) -> float:
-        """Likewise; of a count that was not seen, between those of the next that were.
+        """Return the factor on the assumed cost; for a row count not seen, interpolate between the nearest counts seen.
 
         Args:
-            one_row: factor of a step of one row, where that was not seen.
+            one_row: factor of a step of one row, used if that was not seen.
         """
         rows = _counted_with(rows)
         if rows in self._seen:
@@ -232,13 +238,13 @@ class _Curve:
         return below ** (1 - part) * self._seen[more].factor ** part
 
     def _below(self, rows: int) -> float:
-        """Of the next smaller step that was seen."""
+        """Return the factor of the nearest smaller row count seen; 1 if there is none."""
         place = bisect_left(self._order, rows)
         return self._seen[self._order[place - 1]].factor if place else 1.0
 
 
 def _counted_with(rows: int) -> int:
-    """Large row counts are counted with those near: eight kinds from one power of two to the next."""
+    """Return the row count that this one is counted with. Large counts share eight groups between two powers of two."""
     if rows <= MOST_ROWS:
         return rows
     step = 1 << (rows.bit_length() - 4)
@@ -246,64 +252,66 @@ def _counted_with(rows: int) -> int:
 
 
 class StepTimes:
-    """Times of one engine's batches."""
+    """Measures the times of one engine's batches."""
 
     def __init__(self, costs: StepCosts, clock: Clock) -> None:
         self._costs, self._clock = costs, clock
         self._flying: deque[tuple[StepLoad, float]] = deque()
-        """Of batches in flight: what they run, and when they were submitted."""
+        """For each batch in flight, its load and the monotonic time of its submission."""
         self._collected_at = 0.0
 
     def submitted(self, load: StepLoad) -> None:
-        """A batch is about to be run."""
+        """Record that a batch is about to run."""
         self._flying.append((load, self._clock.monotonic()))
 
     @property
     def expected_s(self) -> float:
-        """Of all batches in flight; 0 where no step was measured."""
+        """Expected seconds of all batches in flight; 0 if no step was measured."""
         return sum(self._costs.of(load) for load, _ in self._flying) if self._costs.any_known else 0.0
 
     def collected(self, *, whole: bool) -> None:
-        """The oldest batch was run, or given up."""
+        """Record that the oldest batch was run, or was cancelled if not `whole`."""
         now = self._clock.monotonic()
         load, submitted_at = self._flying.popleft()
         if whole:
-            # In a pipeline that is kept busy, a batch costs what it adds.
+            # In a busy pipeline, a batch costs only the time it adds.
             self._costs.took(load, now - max(submitted_at, self._collected_at))
         self._collected_at = now
 
     def lost(self) -> None:
-        """All batches in flight are."""
+        """Forget all batches in flight, which were lost."""
         self._flying.clear()
 
 
 FLOOR = 5
-"""The oldest prompt gets one part in so many. Raising it: short prompts are answered sooner behind a long one, and that one later."""
+"""The oldest prompt gets one part in this many. Raising it: short prompts behind a long one are answered sooner, and the long one later."""
 LONGER = 1.25
-"""By what factor rows that end no wait may lengthen a step that an answer waits for. Raising it: prompts get on sooner, and first tokens come later."""
+"""Factor by which rows that end no prompt may lengthen a step that a first token waits for. Raising it: prompts advance sooner, and first tokens come later."""
 BESIDE = 1.5
-"""By what factor prompts may lengthen the step of answers, whatever the budget. Raising it: prompts get on sooner beside many answers, and these slower."""
+"""Factor by which prompts may lengthen a step of answers, whatever the budget. Raising it: prompts advance sooner next to many answers, which are slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLeft:
-    """What is left to run of a sequence's known tokens."""
+    """The rest of a sequence's known tokens that is still to run."""
 
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     rows: int
-    """That may run in one step: they are of one path."""
+    """Rows that may run in one step: they have the same path."""
     left: int
-    """In all."""
+    """Rows left in total."""
 
 
 def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, costs: StepCosts, budget_s: float = inf) -> list[int]:
-    """How many rows of each prompt to run in a step.
+    """Return how many rows of each prompt to run in a step.
 
     Args:
         prompts: the oldest first.
-        answers: rows beside them.
-        budget_s: what the step may take; infinite where nothing waits for it.
+        most: maximum rows of prompts.
+        answers: rows of answers in the same step.
+        costs: estimates of step times.
+        budget_s: seconds that the step may take; infinite if no answer waits for it.
     """
     if not prompts or most <= 0:
         return [0] * len(prompts)
@@ -313,13 +321,13 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].left)
     floor = max(1, most // FLOOR)
     for place in order:
-        # Until the oldest had its turn, its part is left to it.
+        # Until the oldest prompt has rows, its part is reserved.
         kept = 0 if place == 0 or step.rows[0] else floor
         if prompts[place].rows < prompts[place].left or not step.takes_all(place, kept, limit):
             break
         limit = min(limit, LONGER * costs.of(step.load))
     if not step.rows[0]:
-        # Where no prompt got a row yet, the oldest takes its part of the time, not all of it.
+        # If no prompt has a row yet, the oldest takes its part of the time, not all of it.
         taken = costs.of(step.load)
         allowed = limit if step.load != base or limit == inf else taken + (limit - taken) / FLOOR
         step.take(0, floor, allowed, least=1)
@@ -329,7 +337,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
 
 
 class _Step:
-    """Rows given so far."""
+    """The prompt rows of a step as they are given out."""
 
     def __init__(self, prompts: Sequence[PromptLeft], most: int, load: StepLoad, costs: StepCosts) -> None:
         self._prompts, self._left, self._costs = prompts, most, costs
@@ -337,7 +345,7 @@ class _Step:
         self.rows = [0] * len(prompts)
 
     def takes_all(self, place: int, kept: int, limit: float) -> bool:
-        """Give a prompt all it has left, if there is room for it beside `kept` rows."""
+        """Give a prompt all rows it has left, if they fit with `kept` rows reserved. Returns whether they fit."""
         prompt = self._prompts[place]
         if prompt.rows > self._left - kept or self._costs.of(self.load.more(prompt.rows, prompt.start)) > limit:
             return False
@@ -345,7 +353,7 @@ class _Step:
         return True
 
     def take(self, place: int, most: int, limit: float, least: int = 0) -> None:
-        """Give a prompt as many more rows as fit."""
+        """Give a prompt as many more rows as fit, `least` at least."""
         given = self.rows[place]
         start = self._prompts[place].start + given
         high = min(most, self._prompts[place].rows - given, self._left)

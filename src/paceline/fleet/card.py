@@ -198,8 +198,6 @@ class NodeCard:
     software: str = ""
     leaving: bool = False
     """The node says goodbye."""
-    stamp_anchor: bytes = b""
-    """`StampChain.anchor`: what later stamps of this card are checked against. Empty: the card is never stamped."""
     serves_shards: bool = False
     """Loads and runs layers for other members."""
     shard_memory_bytes: int = 0
@@ -233,7 +231,9 @@ class SealedCard:
 
     card: NodeCard
     sealed: bytes
-    """A serialised SignedCard without the certificate: the card as its node serialised it, and the signature."""
+    """A serialised SignedCard without the certificate: the card as its node serialised it, the beat, and the signature over both."""
+    beat: int = 0
+    """How many times the node has signed this unchanged card again. Greater is newer."""
     certificate: bytes = b""
     """DER. Kept apart because it travels only to those who hold no card of the node yet."""
     issued_at: int = 0

@@ -1,8 +1,13 @@
-"""Choices of a plan: what they would take, how they are made of machines and layers, and their order.
+"""Choices of a plan: their price, their stages and their order; and when a node moves from its present choice to a better one.
 
-Law of the order: weights that are there before weights that must travel; one machine before several whose speed is a guess; then the whole request's
-time with its part of the time to load, to two digits, so that a hair's breadth moves nothing, and a tenth longer where several machines run layers,
-since estimates are rough; then fewer machines; then the time exactly; then more memory, then the higher id.
+Law of the order, by the first difference:
+1. weights that are there before weights that must be fetched;
+2. several machines with an estimated speed after everything else;
+3. the request's time, with its share of the time to load, to two digits, so that tiny differences change nothing. Several machines count a tenth
+   longer, since estimates are rough;
+4. fewer machines;
+5. the exact time;
+6. more memory, then the higher id.
 
     P, A       tokens of prompt and answer                  N       layers of the model
     1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head
@@ -13,12 +18,13 @@ since estimates are rough; then fewer machines; then the time exactly; then more
     alone      ttft = P N prompt layer                          token = N layer + edge
     all        total = ttft + (A - 1) token
 
-Each way that spreads work adds formulas of its own, in its room. d and p of a machine that never ran the model: d = (N w + e) / (M DECODE_SHARE),
-p = d / PREFILL_PER_DECODE; the estimate is then called not measured. Sources: rates from `machine.speed`, M from `machine.devices`; the formulas
-against the engine: bench/placement.py.
+Each way that spreads work adds formulas of its own, in its own module. For a machine that never ran the model, d = (N w + e) / (M DECODE_SHARE) and
+p = d / PREFILL_PER_DECODE; the estimate then counts as not measured. Sources: rates from `machine.speed`, M from `machine.devices`.
+bench/placement.py compares the formulas with the engine.
 
-A node leaves the way it serves a model for another with hysteresis, so that what flaps in a view moves nothing: once that was the first choice, and better
-by `BETTER`, at each look for `HELD_S`; or once what runs was no choice at all for as long. One look that says otherwise begins the wait anew.
+A node changes the way it serves a model with hysteresis, so that a flapping view changes nothing. It changes in two cases: another choice was first,
+and better by `BETTER`, at each look for `HELD_S`; or the present one was not among the choices for as long. One look to the contrary restarts the
+wait.
 """
 
 from __future__ import annotations
@@ -43,14 +49,14 @@ def alone(machine: Machine, request: PlanRequest) -> Choice:
 
 
 def unfit(machine: Machine, request: PlanRequest) -> Excluded | None:
-    """Why a machine can't run all of the model; None where it can."""
+    """Return the reason why a machine can't run all of the model; None if it can."""
     tokens = request.prompt_tokens + request.answer_tokens
     if not machine.runs_whole:
         return Excluded(machine.node_id, "offers layers of the model only", Constraint.NO_CANDIDATE)
     if tokens > machine.shape.max_context:
         why = f"holds a context of {machine.shape.max_context} tokens, and the request has {tokens}"
         return Excluded(machine.node_id, why, Constraint.NO_CANDIDATE)
-    # What is warm has its memory already.
+    # A warm model already has its memory.
     needed = machine.needs(machine.shape.n_layers, edges=True)
     if needed > machine.room_bytes and not machine.offer.warm:
         why = f"needs {gib(needed)} for weights and KV, and has {gib(machine.room_bytes)} to give"
@@ -59,29 +65,31 @@ def unfit(machine: Machine, request: PlanRequest) -> Excluded | None:
 
 
 LOAD_BYTES_PER_S = 5e8
-"""Of weights read from a disk and packed, at the least. Raising it: layers that are loaded already are left sooner for a faster set of machines."""
+"""Slowest rate (bytes/s) at which weights are read from a disk and packed. Raising it: loading counts less, so layers that are loaded already are left
+sooner for a faster set of machines."""
 WORTH_SPREADING = 1.1
-"""Several machines must be faster than one by so much."""
+"""Factor by which several machines must be faster than one. Raising it: small gains of a pipeline are left unused; lowering it: rough estimates start
+pipelines that gain nothing."""
 
 
 def ranked(choices: Iterable[Choice], cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> list[Choice]:
-    """Best first."""
+    """Sort choices, best first."""
     by_id = sorted(choices, key=lambda choice: (choice.node_ids, repr(choice)), reverse=True)
     return sorted(by_id, key=lambda choice: _rank(choice, cards, request))
 
 
 def gib(n_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Format bytes for a person."""
     return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"
 
 
 def rate(choice: Choice) -> str:
-    """Tokens a second, as a person reads them."""
+    """Format the answer's tokens per second for a person."""
     return f"{choice.estimate.tokens_per_s:.3g} tokens/s"
 
 
 def seconds(duration_s: float) -> str:
-    """A duration as a person reads it."""
+    """Format a duration for a person."""
     if duration_s < 1:
         return f"{1000 * duration_s:.3g} ms"
     return f"{duration_s:.3g} s" if duration_s < 1000 else f"{duration_s:.0f} s"
@@ -97,7 +105,7 @@ def _rank(choice: Choice, cards: Mapping[NodeId, NodeCard], request: PlanRequest
 
 
 def choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: Draft | None, estimate: Estimate) -> Choice:
-    """A choice: so many layers on each machine, in this order."""
+    """Build a choice in which each machine runs as many consecutive layers as `layers` says, in this order."""
     stages: list[PlannedStage] = []
     start = 0
     for place, (machine, count) in enumerate(zip(machines, layers, strict=True)):
@@ -115,7 +123,7 @@ def choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: 
 
 
 def _is_loaded(machine: Machine, span: LayerRange) -> bool:
-    """Whether a shard on that node has these layers."""
+    """Return whether a loaded shard on that node covers these layers."""
     wanted = machine.offer
     return any(
         each.shard is not None
@@ -129,7 +137,7 @@ def _is_loaded(machine: Machine, span: LayerRange) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time, by what it is spent on."""
+    """Seconds by cause: computing, round trips, bytes on links."""
 
     compute: float = 0.0
     latency: float = 0.0
@@ -147,7 +155,7 @@ class Seconds:
 
 
 def estimate(ttft: Seconds, token: Seconds, request: PlanRequest, *, measured: bool) -> Estimate:
-    """A whole request, from its first token and each later one."""
+    """Estimate a whole request from the time of its first token and of each later one."""
     total = ttft + token * (request.answer_tokens - 1)
     return Estimate(request.abreast / token.all, ttft.all, total.all, total.compute, total.latency, total.bandwidth, measured)
 
@@ -157,42 +165,43 @@ def first_token_s(machine: Machine, request: PlanRequest) -> Seconds:
 
 
 def sum_of(parts: Sequence[Seconds]) -> Seconds:
-    """Exactly rounded, so that no version of Python adds them otherwise."""
+    """Add times. The sums are correctly rounded, so that every version of Python gives the same plan."""
     return Seconds(fsum(part.compute for part in parts), fsum(part.latency for part in parts), fsum(part.bandwidth for part in parts))
 
 
 BETTER = 1.25
-"""How many times longer a typical request must take as the model is served now. Raising it: a faster way is left unused; lowering it: models are
-loaded anew for gains that estimates can't tell."""
+"""Factor by which a typical request must take longer as the model is served now. Raising it: a faster way is left unused; lowering it: models are
+loaded again for gains below the estimates' error."""
 HELD_S = 60.0
-"""For how long that must hold. Raising it: a machine that came is used later, and one that left is missed for longer; lowering it: a machine that
-comes and goes has models loaded anew each time."""
+"""Seconds for which that must hold. Raising it: a new machine is used later, and a lost one is missed for longer; lowering it: a machine that comes and
+goes makes nodes load models again each time."""
 FAILED_S = 3600.0
-"""For how long a way that could not be had after all is not tried again. Raising it: a passing fault costs its gain for longer; lowering it: a model
-is taken away and brought back for nothing more often."""
+"""Seconds until a way that failed to start is tried again. Raising it: a passing fault costs its gain for longer; lowering it: a model is unloaded and
+restored in vain more often."""
 
 
 _Same = tuple[Way, tuple[NodeId, ...]]
 
 
 class Standing:
-    """What serves a model, and for how long something else would have been better."""
+    """The choice that serves a model, and the time for which another has been better."""
 
     def __init__(self, running: Choice) -> None:
         self.running = running
-        """As it was priced last."""
+        """The running choice, with its last price."""
         self.rather: Choice | None = None
-        """What the last plan would have in its place."""
+        """The choice that the last plan prefers; None: the running one is good enough."""
         self._since_s: float | None = None
         self._failed: LeftOut[_Same, None] = LeftOut()
-        """What could not be had."""
+        """Choices that failed to start, until `FAILED_S` have passed."""
 
     def look(self, made: Plan | None, now: float, *, is_whole: bool = True) -> Choice | None:
-        """What to move to, if to anything.
+        """Compare the running choice with a new plan. Returns: the choice to move to; None: stay.
 
         Args:
-            made: the plan as the view is now; None: there is none, so that there is nothing to move to.
-            is_whole: whether what runs is what was built: a machine may have been lost, and be there again.
+            made: the plan of the present view; None: there is none, so the node stays.
+            now: monotonic seconds.
+            is_whole: False if a pipeline no longer runs as it was built, although its machines may be back.
         """
         priced = None if made is None else next((each for each in (made.chosen, *made.runners_up) if is_same(each, self.running)), None)
         if priced is not None and _parts(priced) == _parts(self.running):
@@ -216,12 +225,12 @@ class Standing:
 
 
 def _parts(choice: Choice) -> list[tuple[LayerRange, float]]:
-    """What each of its machines has."""
+    """Return each stage's layers, and the speed of its rank (0 without ranks)."""
     return [(stage.layers, 0.0 if stage.rank is None else stage.rank.speed) for stage in choice.stages]
 
 
 def is_same(one: Choice, other: Choice) -> bool:
-    """Whether two choices are the same machines doing the same, whatever was measured meanwhile. Which layers each has is the pipeline's."""
+    """Return whether two choices use the same machines in the same way. Measurements, and the layers of each machine, don't count."""
     return _same(one) == _same(other)
 
 

@@ -157,23 +157,24 @@ class LiveCard:
 
     card: NodeCard
     age_s: float
-    """Since its node last stamped it. 0 to the card's TTL; about 0 for this node's own."""
+    """Since its node last signed it. 0 to the card's TTL; about 0 for this node's own."""
     beat: int = 0
-    """Stamps since the card was signed."""
+    """How many times its node has signed it again."""
     trust: Trust = Trust.MEMBER
     """What the node's certificate says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two running processes claim one id. The card in the view is the newer one's."""
+    """This node's id runs elsewhere too: two machines have copies of one home folder."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
-    """Of the newer card."""
+    """This node's own addresses."""
     other_addresses: tuple[str, ...]
-    """Of the other process."""
+    """Addresses of the other process."""
     seen_s_ago: float
+    """Seconds since this node last signed a card above the other one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ class FleetView:
     nodes: tuple[LiveCard, ...]
     """Ordered by node id; this node's own card among them once it was announced."""
     clashes: tuple[Clash, ...] = ()
+    """The conflict about this node's own id, if there is one. Conflicts about other ids are shown on the nodes that have them."""
     revoked: tuple[NodeId, ...] = ()
 
     @property

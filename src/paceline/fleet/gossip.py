@@ -1,7 +1,7 @@
 """Push-pull gossip as a state machine: `tick`, `on_request`, `on_reply`, `on_failure` take the time and return effects; nothing is done here.
 
 A round: a node tells a few others what it holds, in 17 bytes a node; each hands over what it has newer and names what it wants; what was
-wanted follows in a second call. A round costs what changed, not the fleet's cards. The owner signs cards (`Reseal` -> `announce`), makes
+wanted follows in a second call. A round costs what changed, not the fleet's cards. The owner signs cards (`Reseal`, `Renew` -> `announce`), makes
 calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView, Revocations
-from paceline.fleet.intake import ClashWatch, ExchangePeer, FleetIntake, Peers, Shares
-from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Reply, Reseal, StampChain
+from paceline.fleet.intake import ExchangePeer, FleetIntake, OwnId, Peers, Shares
+from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Renew, Reply
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
 
@@ -53,38 +53,37 @@ class Gossip:
         self._preset, self._rng = preset, rng
         self._revocations = Revocations(revocations)
         self._registry = CardRegistry(own, self._revocations, preset.bounds.max_nodes)
-        self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
+        self._own_id = OwnId(preset.exchange_s)
         self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
         self._peers = Peers(own, rng, preset.remember_lost_s)
-        self._intake = FleetIntake(self._registry, self._revocations, self._clashes, self._peers)
+        self._intake = FleetIntake(self._registry, self._revocations, self._own_id, self._peers)
         for seed in seeds:
             self._peers.give_seed(seed)
-        self._chain: StampChain | None = None
         self._exchanges: dict[int, _Exchange] = {}
         self._last_call = 0
         self._next_round: float | None = None
         self._last_round = float("-inf")
-        self._next_stamp = 0.0
-        self._next_rise = float("-inf")
+        self._next_renewal = 0.0
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
-    def announce(self, sealed: SealedCard, chain: StampChain | None, now: float) -> tuple[Effect, ...]:
-        """Take this node's own new card (signed, version above every one before) and tell others soon. A goodbye is told at once.
+    def announce(self, sealed: SealedCard, now: float) -> None:
+        """Take this node's own card, new (version above every one before) or signed again (beat above the last), and tell others soon.
+
+        A goodbye goes out at once, and a card that was signed again with the round that asked for it.
 
         Args:
             sealed: the card. Without `leaving` it starts the node's gossip; with it, call `tick` until its calls are done, then stop.
-            chain: makes the card's stamps; None where it has no anchor.
         """
         self._registry.announce(sealed, now)
-        self._chain = chain
+        self._next_renewal = now + self._preset.restamp_s
+        if sealed.beat:
+            return
         self._peers.move(sealed.card.addresses)
-        self._next_stamp = now + self._preset.restamp_s
         # News goes out at once, but a node that changes all the time still leaves a tenth of a round between.
         self._next_round = max(now, self._last_round + self._preset.exchange_s / 10)
         if sealed.card.leaving:
             self._next_round = now
-        return self._intake.own(sealed.card, now)
 
     def add_seed(self, address: str, now: float) -> None:
         """An address where a node may be, heard on the network (mDNS): it is called soon, in a round that is brought forward."""
@@ -111,14 +110,15 @@ class Gossip:
         return None if self._next_round is None else min(self._next_round, self._registry.soonest)
 
     def tick(self, now: float) -> tuple[Effect, ...]:
-        """Drop what expired, stamp this node's card, start exchanges. Early calls do little; late ones make up for nothing."""
+        """Drop what expired, have this node's card signed again, start exchanges. Early calls do little; late ones make up for nothing."""
         effects = self._intake.sweep(now)
         own = self._registry.own_card
         if own is None or self._next_round is None or now < self._next_round:
             return effects
         effects += self._rise(now)
-        if now >= self._next_stamp - self._preset.exchange_s / 2 and not own.card.leaving:
-            effects += self._stamp(now)
+        if now >= self._next_renewal - self._preset.exchange_s / 2 and not own.card.leaving:
+            self._next_renewal = now + self._preset.restamp_s
+            return (*effects, Renew())
         self._exchanges = {id_: exchange for id_, exchange in self._exchanges.items() if now < exchange.until}
         for peer in self._peers.choose(self._registry.members, self._fanout(), now):
             effects += (self._call(peer, 1, self._opening(now), now),)
@@ -139,7 +139,7 @@ class Gossip:
         """Answer a peer; its request was admitted and its signatures hold."""
         self._registry.heard(peer)
         effects = self._intake.sweep(now)
-        effects += self._intake.take(request.revocations, request.cards, request.stamps, peer, now)
+        effects += self._intake.take(request.revocations, request.cards, peer, now)
         self._revocations.complete(request.revocation_list)
         effects += self._rise(now)
         revocations = () if request.revocations_digest == self._revocations.digest else self._revocations.all()
@@ -147,7 +147,7 @@ class Gossip:
             reply = Reply(revocations=revocations, revocations_digest=self._revocations.digest, revocation_list=self.revocation_list)
             return Answered(reply, effects)
         apart = self._registry.compare(request.digests, now, complete=True, bounds=self._preset.bounds)
-        reply = Reply(apart.stamps, apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more, self.revocation_list)
+        reply = Reply(apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more, self.revocation_list)
         return Answered(reply, effects)
 
     def on_reply(self, call: int, reply: Reply, peer: NodeId, now: float) -> tuple[Effect, ...]:
@@ -161,16 +161,15 @@ class Gossip:
             return ()
         self._registry.heard(peer)
         effects = self._intake.sweep(now)
-        effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
+        effects += self._intake.take(reply.revocations, reply.cards, peer, now)
         self._revocations.complete(reply.revocation_list)
         effects += self._rise(now)
         apart = self._registry.compare(reply.wanted, now, complete=False, bounds=self._preset.bounds)
         again = reply.more or apart.more
         behind = reply.revocations_digest != self._revocations.digest
-        if (again or behind or apart.cards or apart.stamps) and exchange.calls < self._preset.max_calls:
+        if (again or behind or apart.cards) and exchange.calls < self._preset.max_calls:
             request = ExchangeRequest(
                 digests=self._registry.digests() if again else None,
-                stamps=apart.stamps,
                 cards=apart.cards,
                 revocations=self._revocations.all() if behind else (),
                 revocations_digest=self._revocations.digest,
@@ -195,7 +194,9 @@ class Gossip:
     # ------------------------------------------------------------------------------------------------------------------ reading
 
     def view(self, now: float) -> FleetView:
-        return FleetView(self.own, self._registry.snapshot(now), self._clashes.clashes(now), self._revocations.ids)
+        own = self._registry.own_card
+        clashes = () if own is None else self._own_id.conflicts(own.card, now)
+        return FleetView(self.own, self._registry.snapshot(now), clashes, self._revocations.ids)
 
     @property
     def members(self) -> Mapping[NodeId, tuple[str, ...]]:
@@ -210,6 +211,10 @@ class Gossip:
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate is revoked: for every RPC and open stream."""
         return self._revocations.voids(node_id, issued_at)
+
+    def held(self, key: int, version: int) -> SealedCard | None:
+        """The card of this key and version, if it is held: a peer may send a newer signature of it alone."""
+        return self._registry.held(key, version)
 
     @property
     def own_card(self) -> SealedCard | None:
@@ -255,17 +260,7 @@ class Gossip:
         self._exchanges[self._last_call] = _Exchange(peer, calls, now + 2 * self._preset.rpc_timeout_s)
         return GossipCall(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
 
-    def _stamp(self, now: float) -> tuple[Effect, ...]:
-        self._next_stamp = now + self._preset.restamp_s
-        if self._chain is not None and self._registry.restamp(self._chain, now):
-            return ()
-        own = self._registry.own_card
-        return (Reseal(own.card.version if own else 0, "the card has no stamps left"),)
-
     def _rise(self, now: float) -> tuple[Effect, ...]:
-        """Sign a card above one of this node's own id that others hold, at most once a round: two who claim one id must not race."""
+        """Ask for a card above those of this node's own id that another process signed."""
         own = self._registry.own_card
-        if own is None or own.card.version > self._intake.above or now < self._next_rise:
-            return ()
-        self._next_rise = now + self._preset.exchange_s
-        return (Reseal(self._intake.above, "others hold a newer card of this node, from an earlier life or another process"),)
+        return () if own is None else self._own_id.rise(own.card, now)

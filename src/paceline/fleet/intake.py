@@ -1,24 +1,37 @@
-"""What a node learns: revocations first, then cards, then stamps, merged into what it knows, and told as effects.
+"""A node merges news into its registry, revocations first, then cards, and says what changed as effects.
 
-How often a peer may ask is bounded: each has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
+Each peer has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
 
-Whom to exchange with next: some members, in turn and in random order, and one of those who can't be members yet or any more. Every member comes up once
+The next peers of exchanges are some members, in turn and in random order, and one node that can't be a member yet or any more. Every member comes up once
 before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or mDNS) are called until a live card lists
-them; nodes that expired are called so that a healed partition is noticed. Any machine on the network can say something by mDNS, so what was heard there
-takes every second turn at most, and the place of nothing that was given.
+them; nodes that expired are called so that a healed partition is noticed. Any machine on the network can announce itself by mDNS, so such addresses
+take every second turn at most, and never the place of an address that was given.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.core.errors import PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedRevocation
 from paceline.fleet.eligibility import Clash, Revocations
-from paceline.fleet.messages import Appeared, Changed, Clashed, Effect, Expired, Ignored, Left, PassedCard, Restarted, Revoked, Stamp
+from paceline.fleet.messages import (
+    Appeared,
+    Changed,
+    Clashed,
+    Effect,
+    Expired,
+    Ignored,
+    Left,
+    PassedCard,
+    Reseal,
+    Restarted,
+    Revoked,
+)
 from paceline.fleet.registry import CardRegistry, Merged
 
 MAX_STRAYS = 64
@@ -122,70 +135,46 @@ class Peers:
         return tuple(taken)
 
 
-MAX_EARLIER = 4
-"""Superseded processes remembered of one id."""
+CONFLICT_RISES, CONFLICT_S = 3, 600.0
+"""A node that rises above cards of its own id this often within this time says that its id runs elsewhere. Fewer rises: a machine that restarts with a
+wrong clock may say it too. A longer time: the conflict is shown for longer after one machine was stopped."""
 
 
-@dataclass(slots=True)
-class _Lives:
-    """The processes seen under one id."""
+class OwnId:
+    """Watches for cards of this node's own id that another process signed: an earlier life of this node, or a copy of its home folder elsewhere.
 
-    current: NodeCard
-    earlier: dict[bytes, tuple[str, ...]] = field(default_factory=dict[bytes, tuple[str, ...]])
-    """Superseded: addresses by instance."""
-    returns: int = 0
-    other_addresses: tuple[str, ...] = ()
-    clashed_at: float | None = None
-
-    def clash(self, now: float) -> Clash:
-        ago = now - (now if self.clashed_at is None else self.clashed_at)
-        return Clash(self.current.node_id, self.current.addresses, self.other_addresses, ago)
-
-
-class ClashWatch:
-    """Finds two running processes under one id: one that was superseded by another and comes back with a newer card is alive beside it.
-
-    One return may be a stale card of an earlier life, met late; the second is a clash. Two cards of one version prove it at once. Sees every card that
-    is taken, in order.
+    The node signs a card above them, at most once a round. An earlier life ends with that; a copy rises in turn.
 
     Args:
-        memory_s: a clash is reported for so long after its last evidence.
-        max_nodes: ids watched; the one seen first is forgotten first.
+        round_s: seconds between two rises.
     """
 
-    def __init__(self, memory_s: float, max_nodes: int) -> None:
-        self._memory_s, self._max_nodes = memory_s, max_nodes
-        self._lives: dict[NodeId, _Lives] = {}
+    def __init__(self, round_s: float) -> None:
+        self._round_s = round_s
+        self._other: NodeCard | None = None
+        """The card with the greatest version."""
+        self._rises: deque[float] = deque(maxlen=CONFLICT_RISES)
 
-    def see(self, card: NodeCard, now: float) -> Clash | None:
-        """Note a card; a clash it is evidence of, unless that was known."""
-        lives = self._lives.get(card.node_id)
-        if lives is None:
-            self._lives[card.node_id] = _Lives(card)
-            if len(self._lives) > self._max_nodes:
-                del self._lives[next(iter(self._lives))]
-            return None
-        before, lives.current = lives.current, card
-        if card.instance == before.instance:
-            return None
-        returned = lives.earlier.pop(card.instance, None) is not None
-        lives.earlier[before.instance] = before.addresses
-        if len(lives.earlier) > MAX_EARLIER:
-            del lives.earlier[next(iter(lives.earlier))]
-        lives.returns += returned
-        if card.version != before.version and not (returned and lives.returns >= 2):
-            return None
-        known = lives.clashed_at is not None and now - lives.clashed_at <= self._memory_s
-        lives.other_addresses, lives.clashed_at = before.addresses, now
-        return None if known else lives.clash(now)
+    def see(self, card: NodeCard) -> None:
+        """Note a card of this id that another process signed."""
+        if self._other is None or self._other.version <= card.version:
+            self._other = card
 
-    def clashes(self, now: float) -> tuple[Clash, ...]:
-        """What was seen of late, by id."""
-        return tuple(
-            lives.clash(now)
-            for _, lives in sorted(self._lives.items())
-            if lives.clashed_at is not None and now - lives.clashed_at <= self._memory_s
-        )
+    def rise(self, own: NodeCard, now: float) -> tuple[Effect, ...]:
+        """Ask for a card above the greatest one seen. The last of `CONFLICT_RISES` rises in `CONFLICT_S` says once that the id runs elsewhere."""
+        if self._other is None or own.version > self._other.version or (self._rises and now < self._rises[-1] + self._round_s):
+            return ()
+        was_known = bool(self.conflicts(own, now))
+        self._rises.append(now)
+        reseal = Reseal(self._other.version, "others hold a newer card of this node, from an earlier life or another process")
+        found = () if was_known else self.conflicts(own, now)
+        return (reseal, *(Clashed(one.node_id, one.addresses, one.other_addresses) for one in found))
+
+    def conflicts(self, own: NodeCard, now: float) -> tuple[Clash, ...]:
+        """Return the conflict about this id, if there is one now."""
+        if self._other is None or len(self._rises) < CONFLICT_RISES or now - self._rises[0] > CONFLICT_S:
+            return ()
+        return (Clash(own.node_id, own.addresses, self._other.addresses, now - self._rises[-1]),)
 
 
 class Shares:
@@ -216,22 +205,19 @@ class Shares:
 
 REFUSED = {
     Merged.REVOKED: "its node is revoked",
-    Merged.FORGED: "a stamp that its card disowns",
     Merged.FULL: "the fleet has as many nodes as this one may hold",
 }
 
 
 class FleetIntake:
-    """Merges into a registry, a set of revocations, a watch for clashes and the peers to call."""
+    """Merges into a registry, a set of revocations, the watch over this node's own id and the peers to call."""
 
-    def __init__(self, registry: CardRegistry, revocations: Revocations, clashes: ClashWatch, peers: Peers) -> None:
-        self._registry, self._revocations, self._clashes, self._peers = registry, revocations, clashes, peers
+    def __init__(self, registry: CardRegistry, revocations: Revocations, own_id: OwnId, peers: Peers) -> None:
+        self._registry, self._revocations, self._own_id, self._peers = registry, revocations, own_id, peers
         self.news = True
-        """Whether something but stamps was learnt since the last round."""
+        """True if the last round brought more than signs of life."""
         self.revocation_news = False
         """The same of revocations: until the next round is over they go out ahead of everything."""
-        self.above = 0
-        """Greatest version others hold of this node's own id, made by another life or process."""
 
     def sweep(self, now: float) -> tuple[Effect, ...]:
         effects: list[Effect] = []
@@ -245,7 +231,6 @@ class FleetIntake:
         self,
         revocations: Iterable[SealedRevocation],
         cards: Iterable[PassedCard],
-        stamps: Iterable[Stamp],
         peer: NodeId,
         now: float,
     ) -> tuple[Effect, ...]:
@@ -257,11 +242,8 @@ class FleetIntake:
             if merged in REFUSED:
                 refused.setdefault(REFUSED[merged], []).append(passed.sealed.card.node_id)
             else:
-                effects += self._taken(merged, passed.sealed.card, now)
+                effects += self._taken(merged, passed.sealed.card)
         effects += [Ignored(peer, ids[0], reason, len(ids)) for reason, ids in refused.items()]
-        forged = sum(self._registry.merge_stamp(stamp, now) is Merged.FORGED for stamp in stamps)
-        if forged:
-            effects.append(Ignored(peer, None, REFUSED[Merged.FORGED], forged))
         return tuple(effects)
 
     def revoke(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
@@ -274,16 +256,13 @@ class FleetIntake:
             self._peers.forget(sealed.revocation.node_id)
         return tuple(Revoked(sealed.revocation.node_id, sealed.revocation.not_after) for sealed in new)
 
-    def own(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
-        return self._watch(card, now)
-
-    def _taken(self, merged: Merged, card: NodeCard, now: float) -> tuple[Effect, ...]:
+    def _taken(self, merged: Merged, card: NodeCard) -> tuple[Effect, ...]:
         match merged:
-            case Merged.RIVAL:
-                return self._watch(card, now)
-            case Merged.OWN_AHEAD:
-                self.above = max(self.above, card.version)
-                return self._watch(card, now)
+            case Merged.OWN:
+                own = self._registry.own_card
+                if own is not None and own.card.instance != card.instance:
+                    self._own_id.see(card)
+                return ()
             case Merged.LEFT:
                 self.news = True
                 self._peers.forget(card.node_id)
@@ -292,11 +271,6 @@ class FleetIntake:
                 self.news = True
                 self._peers.forget(card.node_id)
                 self._peers.is_at(card.node_id, card.addresses)
-                told: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
-                return (told, *self._watch(card, now))
+                return ({Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card),)
             case _:
                 return ()
-
-    def _watch(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
-        clash = self._clashes.see(card, now)
-        return () if clash is None else (Clashed(clash.node_id, clash.addresses, clash.other_addresses),)

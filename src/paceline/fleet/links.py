@@ -1,11 +1,11 @@
-"""Which ways to other nodes to measure, when, and which is best: a machine often has Wi-Fi beside a cable.
+"""Measurement of links to other nodes: which addresses to measure, when, and which is the best. A machine often has Wi-Fi as well as a cable.
 
-Law: only nodes that may share a plan measure each other, one measurement at a time. A way is measured in full when it is new, again when it
-degrades (its round trip doubles, or its bandwidth halves, twice in a row against the smoothed figure), and now and then. Between these, the
-way in use is pinged. The best is the one with the highest (bandwidth, then shortest round trip); another must be clearly better to take
-its place. What a card shows has two digits and keeps them (`fleet.card`).
+Law: only nodes that may share a plan measure each other, one measurement at a time. A way (an address of a peer) is measured in full when it is new,
+when it degrades, and from time to time. It degrades if, twice in a row, its round trip is double or its bandwidth half of the smoothed figure.
+Between full measurements the way in use is pinged. The best way has the highest bandwidth, then the shortest round trip; another must be clearly
+better to replace it. Figures on a card have two digits and change only when a value is clearly nearer to another figure (`fleet.card`).
 
-Whom a node should measure its links to, and at which addresses.
+The last functions choose the nodes to measure, and their addresses.
 """
 
 from __future__ import annotations
@@ -22,66 +22,67 @@ from paceline.fleet.machines import FREE_SHARE
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Times in seconds, sizes in bytes."""
+    """Intervals in seconds, sizes in bytes."""
 
     ping_s: float = 10.0
-    """The way in use is pinged this often. Raising it: a link that degraded is noticed later."""
+    """Seconds between two pings of the way in use. Raising it: a degraded link is noticed later; lowering it: more traffic."""
     full_s: float = 600.0
-    """Every way is measured in full this often. Raising it: a cable plugged in again is used later; lowering it: more traffic."""
+    """Seconds between two full measurements of a way. Raising it: a cable that is plugged in again is used later; lowering it: more traffic."""
     retry_s: float = 5.0
-    """A way that failed is tried again after this, then after twice that, and so on."""
+    """Seconds until a failed way is tried again; doubled with each failure in a row. Raising it: a way is used later after a short outage; lowering it:
+    more traffic to dead addresses."""
     most_retry_s: float = 300.0
-    """But at least this often. Raising it: a way that comes back is noticed later."""
+    """Longest interval between two attempts at a failed way. Raising it: a way that comes back is noticed later."""
     timeout_s: float = 5.0
-    """One measurement may take so long. Raising it: a dead way holds up the others for longer."""
+    """Seconds for one measurement. Raising it: a dead way delays the others longer; lowering it: slow links count as dead."""
     payload_bytes: int = 1 << 20
-    """Of a full measurement. Raising it: steadier figures for fast links, and more seconds for slow ones."""
+    """Bytes of a full measurement. Raising it: steadier figures for fast links, and more seconds for slow ones."""
     spread_s: float = 1.0
-    """First measurements are spread over so long, so that nodes that start together don't measure each other's measuring."""
+    """Seconds over which first measurements are spread, so that nodes that start together don't disturb each other's figures."""
     most_peers: int = 64
-    """Nodes that are measured at most. Raising it: more traffic in a large fleet."""
+    """Largest number of nodes that are measured. Raising it: more traffic in a large fleet."""
 
 
 SMOOTHING = 0.25
-"""Weight of a new figure in the smoothed one. Raising it: figures follow faster, and tremble more."""
+"""Weight of a new figure in the smoothed one. Raising it: figures follow faster, and fluctuate more."""
 DEGRADED = 2.0
-"""By this factor a figure must be worse to count as degraded."""
+"""Factor by which a figure must be worse to count as degraded. Raising it: a slow link is noticed later; lowering it: noise causes full measurements."""
 IN_A_ROW = 2
-"""Bad figures, or failures, that count: one alone is a hiccup."""
+"""Bad figures, or failures, in a row that count: a single one is a hiccup."""
 BETTER_BANDWIDTH, BETTER_RTT = 1.25, 0.8
-"""What another way's bandwidth, or at no less bandwidth its round trip, must be of the present one's to take its place."""
+"""Factors for another way to replace the present one: its bandwidth in relation to the present one, or, at no less bandwidth, its round trip."""
 LEAST_RISE_S = 0.5e-3
-"""A round trip that rose by less has not degraded, whatever the factor: a busy scheduler does that."""
+"""Rise of a round trip (seconds) that never counts as degraded, since a busy scheduler causes as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure a way, and hand back what came of it: `LinkWatch.measured(id, ...)` or `LinkWatch.failed(id, ...)`."""
+    """A measurement to make. Report the result with `LinkWatch.measured(id, ...)` or `LinkWatch.failed(id, ...)`."""
 
     id: int
     node_id: NodeId
-    """Who must answer."""
+    """Node that must answer."""
     address: str
     payload_bytes: int
-    """To send and to ask for, for bandwidth; 0: a ping will do."""
+    """Bytes to send and to ask for, to measure bandwidth; 0: only a ping."""
     timeout_s: float
 
 
 @dataclass(slots=True)
 class _Way:
-    """One address of one peer."""
+    """One address of a peer, with its figures."""
 
     address: str
     due_s: float
-    """When it wants to be measured in full."""
+    """Monotonic seconds of its next full measurement."""
     rtt_s: float = 0.0
     bytes_per_s: float = 0.0
-    """Smoothed; 0: never measured."""
+    """Smoothed bandwidth; 0: never measured."""
     network_s: float | None = None
     worse: int = 0
     """Bad figures in a row."""
     failures: int = 0
-    """In a row."""
+    """Failed measurements in a row."""
 
     @property
     def is_known(self) -> bool:
@@ -89,7 +90,7 @@ class _Way:
 
     @property
     def rank(self) -> tuple[float, float, str]:
-        """Best last."""
+        """Sort key, best last."""
         return (two_digits(self.bytes_per_s), -self.rtt_s, self.address)
 
 
@@ -102,7 +103,7 @@ class _Peer:
 
 
 class LinkWatch:
-    """The links of one node. All randomness is `rng`'s, all time its callers'."""
+    """Measured links of one node. Randomness comes from `rng`, and time from the callers."""
 
     def __init__(self, rng: random.Random, times: LinkTimes | None = None) -> None:
         self._rng, self._times = rng, times or LinkTimes()
@@ -113,11 +114,11 @@ class LinkWatch:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """For the card: the best way to each peer that was measured."""
+        """Best way to each peer that was measured, for the card."""
         return tuple(peer.shown for _, peer in sorted(self._peers.items()) if peer.shown is not None)
 
     def set_peers(self, peers: Mapping[NodeId, Sequence[str]], now: float) -> None:
-        """The nodes to measure, and where: `fleet.links` says who and which. Those already known keep their figures."""
+        """Set the nodes to measure, with their addresses (see `peers_to_measure`). Known ones keep their figures."""
         kept = sorted(peers)[: self._times.most_peers]
         for node_id in self._peers.keys() - set(kept):
             del self._peers[node_id]
@@ -131,11 +132,11 @@ class LinkWatch:
             self._choose(node_id, peer)
 
     def tick(self, now: float) -> list[Measure]:
-        """What is due: at most one measurement, and none while one is under way."""
+        """Return the measurement that is due: one at most, and none while one is running."""
         if self._asked is not None:
             if now < self._asked_s + 2 * self._times.timeout_s:
                 return []
-            self.failed(self._asked.id, now)  # it was not answered: its asker is gone
+            self.failed(self._asked.id, now)  # no result came: the code that asked for it is gone
         full = min(((way.due_s, node_id, way.address) for node_id, peer in self._peers.items() for way in peer.ways.values()), default=None)
         ping = min(((peer.ping_due_s, node_id, peer.best) for node_id, peer in self._peers.items() if peer.best), default=None)
         due = full if full is not None and full[0] <= now else ping
@@ -148,7 +149,7 @@ class LinkWatch:
         return [self._asked]
 
     def next_due_s(self) -> float | None:
-        """When to tick next; None: nothing is watched."""
+        """Return the monotonic seconds of the next `tick`; None: no node is watched."""
         if self._asked is not None:
             return self._asked_s + 2 * self._times.timeout_s
         dues = [way.due_s for peer in self._peers.values() for way in peer.ways.values()]
@@ -156,12 +157,14 @@ class LinkWatch:
         return min(dues, default=None)
 
     def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None, network_s: float | None = None) -> bool:
-        """A measurement came out. True where the links that a card shows have changed.
+        """Take the result of a measurement. Returns: whether the links on the card have changed.
 
         Args:
+            measure_id: from `Measure`.
+            now: monotonic seconds.
             rtt_s: the shortest round trip seen.
             bytes_per_s: None: it was a ping.
-            network_s: of the round trip, what the network takes; None: not known.
+            network_s: the network's part of the round trip; None: not known.
         """
         if not 0 <= rtt_s < 1e6 or not 0 < (1 if bytes_per_s is None else bytes_per_s) < 1e15:
             return self.failed(measure_id, now)  # no measurement has such figures
@@ -181,7 +184,7 @@ class LinkWatch:
         return self._choose(asked.node_id, peer)
 
     def failed(self, measure_id: int, now: float) -> bool:
-        """A measurement came to nothing. True where the links that a card shows have changed."""
+        """Record that a measurement failed. Returns: whether the links on the card have changed."""
         asked, peer, way = self._end(measure_id)
         if asked is None or peer is None or way is None:
             return False
@@ -203,7 +206,7 @@ class LinkWatch:
         bytes_per_s: float | None = None,
         network_s: float | None = None,
     ) -> bool:
-        """What other traffic took on a way, for nothing. True where the links that a card shows have changed."""
+        """Take figures that other traffic on a way gave, at no extra cost. Returns: whether the links on the card have changed."""
         peer, way = self._find(node_id, address)
         if peer is None or way is None or not way.is_known:
             return False
@@ -219,7 +222,7 @@ class LinkWatch:
             way.rtt_s = _smooth(way.rtt_s, rtt_s)
         way.network_s = _smooth_known(way.network_s, network_s)
         if bytes_per_s is not None and bytes_per_s > 0:
-            # Traffic that did not fill the way says how much it carries at least.
+            # Traffic that did not fill the way only shows a lower bound of its bandwidth.
             way.bytes_per_s = max(way.bytes_per_s, _smooth(way.bytes_per_s, bytes_per_s))
         return self._choose(node_id, peer)
 
@@ -230,7 +233,7 @@ class LinkWatch:
         return peer, None if peer is None else peer.ways.get(address)
 
     def _end(self, measure_id: int) -> tuple[Measure | None, _Peer | None, _Way | None]:
-        """The measurement under way, which ends, and where it was. None for one that ended before."""
+        """End the running measurement. Returns: the measurement, its peer and its way; None for one that ended before or was removed."""
         asked = self._asked
         if asked is None or asked.id != measure_id:
             return None, None, None
@@ -238,7 +241,7 @@ class LinkWatch:
         return asked, *self._find(asked.node_id, asked.address)
 
     def _measure_anew(self, peer: _Peer, now: float, but: str = "") -> None:
-        """All ways to a peer: the one in use degraded, so another may be best."""
+        """Make all ways to a peer due now: the one in use degraded, so another may be best."""
         for way in peer.ways.values():
             if way.address != but and way.failures < IN_A_ROW:
                 way.due_s = min(way.due_s, now)
@@ -247,7 +250,7 @@ class LinkWatch:
         return seconds * self._rng.uniform(0.9, 1.1)
 
     def _choose(self, node_id: NodeId, peer: _Peer) -> bool:
-        """Keep the present way unless another is clearly better, and show the best. True where that changed."""
+        """Keep the present way unless another is clearly better, and show the best. Returns: whether the shown link has changed."""
         best = peer.ways.get(peer.best)
         if best is None or not best.is_known:
             best = None
@@ -271,7 +274,7 @@ class LinkWatch:
 
 
 def _is_clearly_better(other: _Way, present: _Way) -> bool:
-    """Each step raises (bandwidth, -rtt), so that no three ways can take turns."""
+    """Return whether a way is better by a margin. Each change raises (bandwidth, -rtt), so no three ways can alternate."""
     if other.bytes_per_s >= BETTER_BANDWIDTH * present.bytes_per_s:
         return True
     return other.bytes_per_s >= present.bytes_per_s and other.rtt_s <= BETTER_RTT * present.rtt_s
@@ -282,27 +285,33 @@ def _smooth(old: float, new: float) -> float:
 
 
 def _smooth_known(old: float | None, new: float | None) -> float | None:
-    """Likewise, of figures that may not be known."""
+    """Smooth a figure that may be unknown."""
     return new if old is None else old if new is None else _smooth(old, new)
 
 
 LEAST_TRANSFER = 0.1
-"""Of a call with many bytes, what is not the round trip, at least: on a busy machine a call without any may take as long."""
+"""Smallest part of a long call that counts as transfer and not as round trip. On a busy machine an empty call may take as long as a full one."""
 
 
 def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) -> tuple[float, float]:
-    """(round trip in seconds, bytes a second) from the round trips of some empty calls and that of one with so many bytes in all."""
+    """Compute (round trip in seconds, bytes per second).
+
+    Args:
+        pings_s: round trips of empty calls, in seconds.
+        transfer_bytes: bytes of one more call, in both directions together.
+        transfer_s: the round trip of that call, in seconds.
+    """
     rtt_s = min(pings_s)
     return rtt_s, transfer_bytes / max(transfer_s - rtt_s, LEAST_TRANSFER * transfer_s)
 
 
 MOST_ADDRESSES = 8
-"""Of one node, measured at most."""
+"""Largest number of addresses of one node that are measured."""
 _LAYERED = frozenset({Role.VERIFIER, Role.SHARD, Role.PREFILL})
 
 
 def peers_to_measure(own: NodeCard, cards: Iterable[NodeCard]) -> dict[NodeId, tuple[str, ...]]:
-    """The nodes that may share a plan with this one, and where to reach each."""
+    """Return the nodes that may share a plan with this one, each with the addresses to measure."""
     found = {
         card.node_id: addresses
         for card in cards
@@ -315,7 +324,7 @@ def peers_to_measure(own: NodeCard, cards: Iterable[NodeCard]) -> dict[NodeId, t
 
 
 def may_share_a_plan(one: NodeCard, other: NodeCard) -> bool:
-    """Whether placement could ever put both into one plan: the same weights, a draft, weights too big for who has them, or shards."""
+    """Return whether placement could ever put both nodes into one plan: for equal weights, a draft, weights too big for their holder, or shards."""
     return any(
         _are_stages(mine, yours) or _drafts(mine, yours) or _drafts(yours, mine) for mine in one.models for yours in other.models
     ) or any(
@@ -326,10 +335,11 @@ def may_share_a_plan(one: NodeCard, other: NodeCard) -> bool:
 
 
 def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:
-    """Addresses of another node that may lead to it from here, in the order it gave.
+    """Return the addresses of another node that may lead to it from here, in the order it gave.
 
-    Loopback and this machine's own addresses lead to other nodes of this machine only, or to whatever else listens here. A node dials them only if it
-    announces loopback itself, and the other node has nothing else or is on this machine too. Bridges of containers have the same address on many machines.
+    Loopback and this machine's own addresses lead only to other nodes of this machine, or to other programs that listen here. A node dials them only
+    if it announces loopback itself, and the other node has nothing else or is on this machine too. Bridges of containers have the same address on
+    many machines.
     """
     hosts = {address: _host(address) for address in dict.fromkeys(card.addresses)}
     mine = {host for address in own.addresses if (host := _host(address)) is not None}
@@ -375,7 +385,7 @@ def _outgrows(card: NodeCard, offer: ModelOffer) -> bool:
 
 
 def _host(address: str) -> IPv4Address | IPv6Address | str | None:
-    """The host of host:port; None where it is no such thing."""
+    """Return the host of host:port; None if the text has another form."""
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         return None

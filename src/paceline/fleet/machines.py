@@ -1,7 +1,7 @@
-"""Which machines of a view can run layers of the model asked for, and how fast: cards as placement reads them.
+"""Machines of a view that can run layers of a requested model, and their speed: cards as placement reads them.
 
-Law: total over any cards. A figure that no machine has (not finite, below zero, absurd) counts as not measured, and the order of cards
-changes nothing.
+Law: total over any cards. A figure that is impossible (not finite, below zero, absurd) counts as not measured, and the order of cards changes
+nothing.
 """
 
 from __future__ import annotations
@@ -16,54 +16,56 @@ from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.plan import PlanRequest
 
 DECODE_SHARE = 0.5
-"""Of a machine's memory bandwidth, what decoding is taken to reach where it was not measured. Low on purpose: a guess should not lightly beat
-a measurement. bench/placement.py saw 1.2 for a model of which the cache holds a third; large ones can't pass 1."""
+"""Share of a machine's memory bandwidth that decoding is assumed to reach where it was not measured. Low on purpose: an estimate should not easily beat
+a measurement. bench/placement.py measured 1.2 for a model of which a third fits into the cache; large models can't exceed 1."""
 KV_READ_SHARE = 0.65
-"""Of the same, what attention reaches reading the KV of one row. Source: bench/placement.py, contexts of 16 to 4096 tokens: 0.61 to 0.72."""
+"""Share of a machine's memory bandwidth that attention reaches while it reads the KV of one row. Source: bench/placement.py, contexts of 16 to 4096
+tokens: 0.61 to 0.72."""
 PROMPT_KV = 0.15
-"""Of a decoded row's attention, what a prompt's row costs: its neighbours read the same KV. Source: as above, 0.13 to 0.16."""
+"""Attention cost of a prompt's row, in relation to a decoded row: neighbouring rows read the same KV. Source: bench/placement.py, 0.13 to 0.16."""
 MEASURED_PROMPT = 512
-"""Tokens of the prompt that prefill rates were measured with: they include its attention."""
+"""Tokens of the prompt that prefill rates were measured with. The rates include its attention."""
 PREFILL_PER_DECODE = 8.0
-"""Prompt tokens run in the time of one decoded token, where it was not measured. Source: bench/RESULTS.md (9.8 there), rounded down."""
+"""Prompt tokens computed in the time of one decoded token, where it was not measured. Source: bench/RESULTS.md (9.8 there), rounded down."""
 FREE_SHARE = 0.9
-"""Of the memory a machine calls free, what a plan may take: cards round, and activations and others want some too."""
+"""Share of a machine's free memory that a plan may use: cards round, and activations and other programs need some too. Raising it: loading fails more
+often; lowering it: memory stays unused."""
 MAX_LAYERS = 4096
 DIGEST_DIGITS = 12
-"""Of a digest, as many as name a model."""
+"""Digits of a digest that suffice to name a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node that can run layers of one model."""
+    """A node that can run layers of one model."""
 
     card: NodeCard
-    """With the memory and the speed of the device that runs the offer's weights format."""
+    """The node's card, with memory and speed of the device that runs the offer's weights format."""
     offer: ModelOffer
-    """Its own, or that of the node its weights would come from."""
+    """The node's own offer, or that of the node that its weights would come from."""
     shape: ModelShape
     layer_s: float
-    """Seconds a decoded token takes in a layer, KV included."""
+    """Seconds of a decoded token in a layer, KV included."""
     edge_s: float
-    """The same for embedding, norm and head."""
+    """Seconds of a decoded token in embedding, norm and head."""
     prompt_layer_s: float
-    """Seconds a prompt token takes in a layer."""
+    """Seconds of a prompt token in a layer."""
     measured: bool
     room_bytes: int
-    """What weights, KV and working memory may take."""
+    """Bytes that weights, KV and working memory may take."""
     kv_layer_bytes: int
-    """KV of the request in a layer, for all its streams."""
+    """Bytes of the request's KV in a layer, for all its streams."""
     working_bytes: int = 0
-    """Beside these, what the rows of a batch take, however many layers it holds."""
+    """Bytes that the rows of a batch take besides, independent of the number of layers."""
     kv_layer_s: float = 0.0
-    """Seconds that reading one sequence's KV takes in a layer; part of `layer_s`."""
+    """Seconds to read one sequence's KV in a layer; part of `layer_s`."""
     edge_row_s: float = 0.0
     """Seconds that each row beyond the first adds in the head."""
     steps: tuple[StepTime, ...] = ()
-    """What steps took as the model was served there, few rows to many."""
+    """Measured times of steps as this node serves the model, by rows in ascending order."""
     fetch_from: NodeId | None = None
     takes_layers: bool = True
-    """False: only embedding and head, as a pipeline's first stage."""
+    """False: it may only hold embedding and head, as a pipeline's first stage."""
 
     @property
     def node_id(self) -> NodeId:
@@ -71,27 +73,29 @@ class Machine:
 
     @property
     def token_s(self) -> float:
-        """Seconds a decoded token takes in the whole model."""
+        """Seconds of a decoded token in the whole model."""
         return self.layer_s * self.shape.n_layers + self.edge_s
 
     def layer_batch_s(self, sequences: float) -> float:
-        """Seconds one decoded token of each of several sequences takes in a layer: weights are read once, KV by each."""
+        """Return the seconds of a layer for one decoded token of each of several sequences: weights are read once, KV by each."""
         more, measured = sequences - 1, self._rows_measured_s(sequences - 1)
         rows = more * self.prompt_layer_s if measured is None else measured * (1 - self._edge_share) / self.shape.n_layers
         return self.layer_s + more * self.kv_layer_s + rows
 
     def edge_batch_s(self, sequences: float) -> float:
-        """The same for embedding, norm and head."""
+        """Return the seconds of embedding, norm and head for one decoded token of each of several sequences."""
         measured = self._rows_measured_s(sequences - 1)
         return self.edge_s + ((sequences - 1) * self.edge_row_s if measured is None else measured * self._edge_share)
 
     def rows_s(self, rows: int) -> float:
-        """Seconds that so many rows more add to a step of the whole model: as measured, or else as a prompt's rows take."""
+        """Return the seconds that `rows` more rows add to a step of the whole model: as measured, or else as a prompt's rows take."""
         measured = self._rows_measured_s(rows)
         return rows * self.prompt_layer_s * self.shape.n_layers if measured is None else measured
 
     def _rows_measured_s(self, more: float) -> float | None:
-        """Of rows beside the first, by steps that were seen, and in proportion beyond them; None: none of several rows was."""
+        """Return the seconds that `more` rows add to a step of one row, interpolated between measured steps, and in proportion beyond them. None: steps
+        of one row and of several rows were not both measured.
+        """
         one = next((step.seconds for step in self.steps if step.rows == 1), None)
         if one is None or len(self.steps) < 2:
             return None
@@ -112,11 +116,11 @@ class Machine:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether it may hold the edges: alone, or as a pipeline's first stage."""
+        """Return whether it may hold the edges: alone, or as a pipeline's first stage."""
         return self.offer.role is Role.VERIFIER
 
     def needs(self, layers: int, *, edges: bool) -> int:
-        """Bytes that so many layers of the model take, KV of the request in them and working memory included."""
+        """Return the bytes that this number of layers takes, with the request's KV and working memory. With `edges`, embedding and head are included."""
         return layers * (self.shape.layer_bytes + self.kv_layer_bytes) + self.working_bytes + (self.shape.edge_bytes if edges else 0)
 
     @property
@@ -131,7 +135,7 @@ class Machine:
 
 
 def live_cards(view: Iterable[NodeCard]) -> dict[NodeId, NodeCard]:
-    """One card a node, by id: the highest version, and none that leaves."""
+    """Return one card for each node, by id: the one with the highest version. Leaving nodes are left out."""
     newest: dict[NodeId, NodeCard] = {}
     for card in view:
         other = newest.get(card.node_id)
@@ -141,20 +145,20 @@ def live_cards(view: Iterable[NodeCard]) -> dict[NodeId, NodeCard]:
 
 
 def sensible(figure: float, least: float, most: float) -> float | None:
-    """A figure that some machine could have, cut to what placement reckons with; None where it says nothing."""
+    """Clamp a figure to a plausible range; None if it is not positive or absurdly large."""
     return min(max(float(figure), least), most) if 0 < figure < 1e300 else None
 
 
 def memory_rate(card: NodeCard) -> float | None:
-    """Bytes a second of a machine's memory, if it says."""
+    """Return a machine's memory bandwidth in bytes per second; None if its card has none."""
     return sensible(card.memory_bytes_per_s, 1e6, 1e15)
 
 
 def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> list[tuple[NodeCard, ModelOffer]]:
-    """Every offer of the model asked for: by its id, by its digest, or by the digest of an offer with that id.
+    """Return every offer of the requested model: by its id, by its digest, or by the digest of an offer with that id.
 
     Raises:
-        PlacementError: no node has it, or none in the weights format asked for.
+        PlacementError: no node has the model, or none has it in the requested weights format.
     """
     layered = [
         (card, offer)
@@ -185,26 +189,27 @@ def _only_reads_prompts(card: NodeCard, offer: ModelOffer) -> bool:
 
 
 def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) -> list[list[Machine]]:
-    """Machines by the very same weights, which alone can share a request. Each group and its order are the same for any order of cards."""
+    """Group machines by identical weights, since only those can share a request. The groups and their order are the same for any order of cards."""
     found: dict[tuple[str, ...], dict[NodeId, Machine]] = {}
     for card, offer in sorted(offers, key=lambda pair: (pair[0].node_id, _merit(pair[1]))):
         assert offer.shape is not None
         machine = _machine(card.running(offer.weights), _as_loaded(offer, card), offer.shape, request)
         if machine is None:
             continue
-        # Without a digest it is not known whether two machines' weights are the same. How long a context each serves parts none, nor what an older one leaves out.
+        # Without a digest, two machines' weights may differ, so each is a group of its own. Neither the context that a node serves nor the fields that
+        # an older node leaves out separate machines.
         shape = replace(offer.shape, max_context=0, divided=None)
         key = (offer.digest or f"{offer.model_id}@{card.node_id}", offer.weights, repr(shape))
-        found.setdefault(key, {})[card.node_id] = machine  # the last of a node is its best
+        found.setdefault(key, {})[card.node_id] = machine  # the last offer of a node is its best
     return [list(found[key].values()) for key in sorted(found)]
 
 
 LinkOf = Callable[[NodeId, NodeId], Link | None]
-"""The link from one node to another; None where there is none to plan with."""
+"""Function that returns the link from one node to another; None if there is none to plan with."""
 
 
 def could_share(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link_of: LinkOf, request: PlanRequest) -> list[Machine]:
-    """Machines beside a group that could share its weights: they fetch them from one of it, or have them."""
+    """Return machines outside of a group that could share its weights: they fetch them from a machine of the group, or have them already."""
     if not group or not group[0].offer.digest:
         return []
     has = {machine.node_id for machine in group}
@@ -229,14 +234,16 @@ def could_share(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], link
         offer = _as_loaded(offer, card)
         machine = _machine(card.running(offer.weights), offer, source.shape, request)
         if machine is not None:
-            # A node may have the weights and be of another group all the same: what it runs them with takes other room.
+            # A node may have the weights and still belong to another group: its weights need another amount of memory as it runs them.
             is_here = any(own.shard is None and own.digest == offer.digest for own in card.models)
             found.append(machine if is_here else replace(machine, fetch_from=source.node_id))
     return found
 
 
 def _as_loaded(offer: ModelOffer, card: NodeCard) -> ModelOffer:
-    """What is known of a model that a node offers, or would fetch, where it runs it, or layers of it: whose bytes, and how fast."""
+    """Return an offer with the numerics id and the speeds that are known of this node. Source: its card's entry for the same model, or for layers of
+    it, as it was loaded.
+    """
     known = (own for own in card.models if own.numerics_id and (own.warm or own.shard is None))
     loaded = next((own for own in known if own.model.is_same(offer.model)), None)
     if loaded is None or offer.numerics_id:
@@ -248,11 +255,12 @@ def _as_loaded(offer: ModelOffer, card: NodeCard) -> ModelOffer:
 
 
 def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Collection[NodeId] = ()) -> list[Machine]:
-    """Those that may be stages of a pipeline, with the memory they may use for it. None at all where the orchestrator is not among them.
+    """Return the machines that may be stages of a pipeline, with the memory they may use for it. Empty if the orchestrator is not among them.
 
     Args:
-        machines: that have the weights, or would fetch them.
-        barred: may hold no layers for others.
+        machines: machines that have the weights, or would fetch them.
+        request: names the orchestrator and the numerics id.
+        barred: nodes that may not hold layers for others.
     """
     able = [machine for machine in machines if not request.numerics_id or machine.offer.numerics_id in {"", request.numerics_id}]
     if request.orchestrator is None:
@@ -262,13 +270,15 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
 
 
 def alike(machines: Sequence[Machine]) -> list[list[Machine]]:
-    """The machines that may share layers with the same bytes as one of them: those of each numerics id, and with each those of which none is known yet."""
+    """Return the sets of machines that may share layers and compute the same bytes: one set for each numerics id. Machines without a known numerics id
+    are in every set.
+    """
     known = sorted({machine.offer.numerics_id for machine in machines} - {""})
     return [[machine for machine in machines if machine.offer.numerics_id in {"", one}] for one in known or [""]]
 
 
 def barred_hosts(cards: Iterable[NodeId], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:
-    """Nodes that are not trusted enough to hold layers for others."""
+    """Return the nodes that are not trusted enough to hold layers for others."""
     policy = TrustPolicy(host=request.min_host_trust)
     return frozenset(
         node_id
@@ -281,7 +291,7 @@ def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
     card = machine.card
     if not card.serves_shards or card.node_id in barred:
         return None
-    # What is loaded and idle makes way for what is wanted, where it takes the same memory.
+    # Idle loaded layers make way for wanted ones, if they use the same memory.
     device = card.device_of(machine.offer.weights)
     idle = sum(
         offer.shard.memory_bytes
@@ -292,17 +302,17 @@ def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
 
 
 def free_for_layers(card: NodeCard) -> int:
-    """Bytes that layers for others may take on a machine while nothing makes way for them."""
+    """Return the bytes that layers for others may take on a machine without unloading anything."""
     return max(0, min(_free_bytes(card), card.shard_memory_bytes))
 
 
 def speed_order(machine: Machine) -> tuple[float, int, str]:
-    """An order of candidates, best last: throughput, memory, id."""
+    """Return a sort key for candidates, best last: speed, memory, id."""
     return (-machine.token_s, machine.card.memory_total_bytes, machine.node_id)
 
 
 class Links:
-    """The links of a view: as measured by either end, the sender's word first."""
+    """Links of a view, as either end measured them. The sender's measurement takes precedence."""
 
     def __init__(self, cards: Mapping[NodeId, NodeCard]) -> None:
         best: dict[tuple[NodeId, NodeId], Link] = {}
@@ -318,7 +328,7 @@ class Links:
         self._best = best
 
     def between(self, sender: NodeId, receiver: NodeId) -> Link | None:
-        """The link, or None where neither end has measured it."""
+        """Return the link; None if neither end has measured it."""
         return self._best.get((sender, receiver)) or self._best.get((receiver, sender))
 
 
@@ -341,7 +351,7 @@ def _is_named(offer: ModelOffer, model: str) -> bool:
 
 
 def _merit(offer: ModelOffer) -> tuple[bool, bool, float, str]:
-    """Of several offers of one model by one node, the best last."""
+    """Return a sort key for several offers of one model by one node, best last."""
     return (offer.role is Role.VERIFIER, offer.warm, sensible(offer.tokens_per_second, 1e-6, 1e9) or 0.0, repr(offer))
 
 
@@ -350,7 +360,7 @@ def _rows(step: StepTime) -> int:
 
 
 def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: PlanRequest) -> Machine | None:
-    """None where nothing is known of a machine's speed."""
+    """Build a machine from a card and an offer; None if nothing is known of its speed."""
     memory = memory_rate(card)
     decode = sensible(offer.tokens_per_second, 1e-6, 1e9)
     prefill = sensible(offer.prefill_tokens_per_second, 1e-6, 1e9)

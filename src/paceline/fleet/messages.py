@@ -1,12 +1,9 @@
-"""What nodes tell one another, as values. Transport turns them into the messages of fleet.proto and back; cards and revocations are
-checked there before they become `SealedCard` and `SealedRevocation`, stamps are checked here, against the card they belong to.
+"""The messages between nodes, as values. Transport turns them into the messages of fleet.proto and back, and checks all signatures first.
 
-Freshness without signatures: a signed card holds the end of a chain of hashes, and each stamp reveals the link before. Only the node that drew the chain's
-secret can make the next stamp; every node checks it with a hash or two (64 bytes of signature and 100 us less than signing a card that did not change).
-Links are salted with id and version: a link of one card says nothing about another.
+A node signs its unchanged card again each round, with a higher beat. Peers that hold the card get the new signature and the beat alone, some 100 bytes.
 
-What gossip asks its owner to do, and what it tells it happened. Values: gossip itself does nothing. `GossipCall` and `Reseal` are asked; everything else
-is news, for logs, metrics, open streams and callers that wait for a change of the view.
+The effects that gossip returns: it does nothing itself. Its owner carries out `GossipCall`, `Reseal` and `Renew`;
+everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
 from __future__ import annotations
@@ -19,64 +16,14 @@ from typing import NamedTuple
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard, SealedList, SealedRevocation
 
-CHAIN_LENGTH = 256
-"""Stamps a card can have; the next one needs a new card. More: fewer cards signed, and a stamp may cost its reader as many hashes."""
-LINK_BYTES = 16
+RENEWAL_BYTES = 104
+"""Size on the wire of a card that the reader holds: signature, beat, age, and which card it is."""
 
 
 @lru_cache(4096)
 def node_key(node_id: NodeId) -> int:
-    """A node id in 8 bytes, as digests and stamps name it."""
+    """A node id in 8 bytes, as digests name it."""
     return int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8], "little")
-
-
-@lru_cache(4096)
-def salt(node_id: NodeId, version: int) -> bytes:
-    """What the links of this one card are hashed with."""
-    return hashlib.sha256(b"paceline stamp\0" + node_id.encode() + b"\0" + str(version).encode()).digest()
-
-
-def _hash(salted: bytes, link: bytes, times: int) -> bytes:
-    for _ in range(times):
-        link = hashlib.sha256(salted + link).digest()[:LINK_BYTES]
-    return link
-
-
-class StampChain:
-    """The secret half: what the card's own node makes stamps from. Lives in memory only; a restart makes a new card.
-
-    Args:
-        secret: random bytes, `LINK_BYTES` of them, used for this one card.
-    """
-
-    def __init__(self, node_id: NodeId, version: int, secret: bytes) -> None:
-        if len(secret) != LINK_BYTES:
-            raise ValueError(f"a chain's secret has {LINK_BYTES} bytes, not {len(secret)}")
-        self.version = version
-        self.length = CHAIN_LENGTH
-        salted = salt(node_id, version)
-        links = [secret]
-        for _ in range(CHAIN_LENGTH):
-            links.append(_hash(salted, links[-1], 1))
-        self._links = links
-
-    @property
-    def anchor(self) -> bytes:
-        """What the card publishes (`NodeCard.stamp_anchor`)."""
-        return self._links[CHAIN_LENGTH]
-
-    def proof(self, beat: int) -> bytes:
-        """The stamp of number `beat`, from 1 to `CHAIN_LENGTH`."""
-        if not 1 <= beat <= CHAIN_LENGTH:
-            raise ValueError(f"beat {beat} of a chain of {CHAIN_LENGTH}")
-        return self._links[CHAIN_LENGTH - beat]
-
-
-def holds(salted: bytes, *, known: bytes, known_beat: int, proof: bytes, beat: int) -> bool:
-    """Whether `proof` is the link of number `beat` of a card with this `salt`, given the link of number `known_beat` (0: the anchor)."""
-    if not known_beat < beat <= CHAIN_LENGTH or len(proof) != LINK_BYTES or len(known) != LINK_BYTES:
-        return False
-    return _hash(salted, proof, beat - known_beat) == known
 
 
 class Digest(NamedTuple):
@@ -89,34 +36,24 @@ class Digest(NamedTuple):
     beat: int = 0
 
 
-class Stamp(NamedTuple):
-    """Card `version` of a node still holds: proof number `beat`."""
-
-    key: int
-    version: int
-    beat: int
-    proof: bytes
-    age_s: float
-    """Since the node made it, summed over the monotonic clocks of those who held it."""
-
-
 @dataclass(frozen=True, slots=True)
 class PassedCard:
-    """A card on its way, with its newest stamp."""
+    """A card on its way from one holder to the next."""
 
     sealed: SealedCard
-    beat: int = 0
-    """0: not stamped yet."""
-    proof: bytes = b""
     age_s: float = 0.0
-    """Since the newest stamp, or since the card itself where it has none."""
+    """Since the node signed it, summed over the monotonic clocks of the nodes that held it."""
+    with_card: bool = True
+    """False: the reader holds this version, and gets the newest beat and signature of it."""
     with_certificate: bool = True
     """Whether the reader needs the certificate; transport leaves it off the wire otherwise."""
 
     @property
     def nbytes(self) -> int:
         """On the wire, nearly."""
-        return len(self.sealed.sealed) + (len(self.sealed.certificate) if self.with_certificate else 0) + 40
+        if not self.with_card:
+            return RENEWAL_BYTES
+        return len(self.sealed.sealed) + (len(self.sealed.certificate) if self.with_certificate else 0) + 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +62,6 @@ class ExchangeRequest:
 
     digests: frozenset[Digest] | None = None
     """Everything the caller holds; None: it only hands over what was wanted of it."""
-    stamps: tuple[Stamp, ...] = ()
     cards: tuple[PassedCard, ...] = ()
     revocations: tuple[SealedRevocation, ...] = ()
     revocations_digest: bytes = b""
@@ -136,7 +72,6 @@ class ExchangeRequest:
 class Reply:
     """ExchangeCapabilities, answered."""
 
-    stamps: tuple[Stamp, ...] = ()
     cards: tuple[PassedCard, ...] = ()
     wanted: tuple[Digest, ...] = ()
     """What the callee holds of those the caller has newer."""
@@ -167,6 +102,11 @@ class Reseal:
     above: int
     reason: str
     """For the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Sign this node's card again as it is, with the next beat, and `Gossip.announce` it, before the next `tick`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +154,13 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Clashed:
-    """Two running processes claim one id. Newest evidence first."""
+    """This node's id runs elsewhere too."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
+    """This node's own addresses."""
     other_addresses: tuple[str, ...]
+    """Addresses of the other process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +172,7 @@ class Ignored:
     """Whose card it was, or the first one's; None where that is not known."""
     reason: str
     count: int = 1
-    """Cards or stamps that were not taken for this reason."""
+    """Cards that were not taken for this reason."""
 
 
-Effect = GossipCall | Reseal | Appeared | Changed | Restarted | Left | Expired | Revoked | Clashed | Ignored
+Effect = GossipCall | Reseal | Renew | Appeared | Changed | Restarted | Left | Expired | Revoked | Clashed | Ignored

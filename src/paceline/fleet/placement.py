@@ -1,10 +1,10 @@
-"""Which machines run a request: a pure function of the view, so that every node computes the same plan with no word between them.
+"""Placement: which machines run a request. A pure function of the view, so every node computes the same plan without a message.
 
-Law: `plan` is deterministic (the order of cards does not matter), total (it returns, or raises `PlacementError`), and blind to machines
-that could take no part. Ways price their choices (`fleet.ways`), `fleet.choices` orders them.
+Law: `plan` is deterministic (the order of cards does not matter) and total (it returns, or raises `PlacementError`). Machines that could take no
+part have no influence. Ways price their choices (`fleet.ways`), and `fleet.choices` orders them.
 
-A plan in plain words: what was chosen, what else there was, and what stands in the way of better. Pure text, the same on every machine. And which node to
-fetch a model's weights from.
+`explain` puts a plan into plain words: the choice, the alternatives, and what prevents a better plan. `weights_sources` finds the nodes to fetch a
+model's weights from.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, P
 from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, PricedFleet, PricesWay, still_read
 
 RUNNERS_UP = 8
-"""How many of the other choices a plan names."""
+"""Number of alternatives that a plan names."""
 MOST_STREAMS = 1 << 16
 
 
 def plan(view: Iterable[NodeCard], request: PlanRequest, ways: Sequence[PricesWay], trust: Mapping[NodeId, Trust] | None = None) -> Plan:
-    """Choose.
+    """Choose the best plan for a request.
 
     Args:
         view: the live cards, in any order.
-        ways: all there are; the request may allow some of them alone.
-        trust: what certificates say of nodes; those left out are members.
+        request: the request and its constraints.
+        ways: all ways there are; the request may allow only some of them.
+        trust: trust of nodes by their certificates; a missing node is a member.
 
     Raises:
-        PlacementError: no machine and no set of machines can run it; says what is missing.
-        ImpossiblePin: a machine or a range was pinned that can't be had.
+        PlacementError: neither one machine nor several can run it; the error says what is missing.
+        ImpossiblePin: a pinned machine or range is not available.
     """
     _check(request)
     request = replace(request, ways=frozenset(each.way for each in ways) if request.ways is None else request.ways)
@@ -85,10 +86,10 @@ def _check(request: PlanRequest) -> None:
 
 
 def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> list[Choice]:
-    """Every choice that keeps to what a person pinned. Machines that would fetch the weights count as well.
+    """Return every choice that keeps the pins. Machines that would fetch the weights are included.
 
     Raises:
-        ImpossiblePin: there are none.
+        ImpossiblePin: no choice keeps them.
     """
     cards, request = fleet.cards, fleet.request
     ids = [pin.node_id for pin in request.pins]
@@ -127,7 +128,11 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
 
 
 def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> tuple[list[Choice], list[Excluded]]:
-    """Every choice of the first search that finds one."""
+    """Return the choices of the first search that finds any, and the machines that can't run the model alone.
+
+    Raises:
+        PlacementError: no search finds a choice.
+    """
     found: list[Choice] = []
     excluded: list[Excluded] = []
     reasons: list[ImpossiblePin] = []
@@ -150,8 +155,10 @@ def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence
 
 
 def _searches(fleet: PricedFleet) -> Iterator[tuple[PricedFleet, bool]]:
-    """What is searched, one after another until something is found, and whether machines count that would fetch the weights: what keeps the last route;
-    machines that have the weights; with those that would fetch them; and, if the request allows it, what takes assumptions.
+    """Yield the searches to make until one finds a choice, each with whether machines that would fetch the weights take part.
+
+    The order: choices that keep the last route; machines that have the weights; also machines that would fetch them; finally, if the request allows
+    it, choices with assumptions.
     """
     if fleet.request.last_route:
         yield replace(fleet, in_need=True), True
@@ -165,7 +172,7 @@ def _searches(fleet: PricedFleet) -> Iterator[tuple[PricedFleet, bool]]:
 def _unpinned(
     cards: Mapping[NodeId, NodeCard], request: PlanRequest, ways: Sequence[PricesWay], trust: Mapping[NodeId, Trust] | None
 ) -> Choice | None:
-    """What would be chosen without pins."""
+    """Return the choice without pins; None if there is none."""
     try:
         return plan(cards.values(), replace(request, pins=(), proposer=None, ways=None), ways, trust).chosen
     except PlacementError:
@@ -211,7 +218,7 @@ def _nothing(
 
 
 def _unlike_could(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> bool:
-    """Whether machines could run a request together that compute other bytes than one another, and may not."""
+    """Return whether machines that compute different bytes could run the request together, and the request does not allow it."""
     if fleet.request.allows_unlike:
         return False
     allowing = replace(fleet, request=replace(fleet.request, allows_unlike=True, numerics_id=""))
@@ -224,7 +231,7 @@ def _unlike_could(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways:
 def _binding(
     best: Choice, having: Sequence[Sequence[Machine]], excluded: Sequence[Excluded], cards: Mapping[NodeId, NodeCard], request: PlanRequest
 ) -> tuple[Constraint, str]:
-    """What would have to change for something better."""
+    """Return the constraint that prevents a better plan, and the reason in words."""
     short = {each.node_id for each in excluded if each.constraint is Constraint.MEMORY}
     dreams = [choices.alone(machine, request) for group in having for machine in group if machine.node_id in short]
     if dreams:
@@ -274,7 +281,7 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
 
 
 def _assumed(best: Choice, links: Links) -> list[str]:
-    """Links that a pin asked for and that were not measured."""
+    """Return notes on unmeasured links between the machines of a choice."""
     ids = best.node_ids
     hops = {tuple(sorted(pair)) for pair in zip(ids, [*ids[1:], ids[0]], strict=True)} if len(ids) > 1 else set[tuple[NodeId, ...]]()
     assumed = f"{choices.seconds(ASSUMED_RTT_S)} and {ASSUMED_BYTES_PER_S / 1e6:.0f} MB/s are assumed"
@@ -286,7 +293,7 @@ def _count(machines: int) -> str:
 
 
 def explain(plan: Plan) -> Iterator[str]:
-    """Lines for a person."""
+    """Yield a plan as lines for a person."""
     best, request = plan.chosen, plan.request
     weights = f", {best.weights} weights" if best.weights else ""
     streams = f", {request.abreast} streams side by side" if request.objective is Objective.THROUGHPUT else ""
@@ -305,7 +312,7 @@ def explain(plan: Plan) -> Iterator[str]:
 
 
 def headline(choice: Choice) -> str:
-    """Who does what, in one line."""
+    """Describe in one line which machine does what."""
     first = choice.stages[0]
     if first.rank is not None:
         return "ranks on " + " + ".join(f"{stage.node_id} {_part(stage)}" for stage in choice.stages)
@@ -321,7 +328,7 @@ def headline(choice: Choice) -> str:
 
 
 def figures(choice: Choice) -> str:
-    """What it would take, in one line."""
+    """Describe speed and times of a choice in one line."""
     expected = choice.estimate
     return (
         f"{rate(choice)}, first token after {seconds(expected.ttft_s)}, all after {seconds(expected.total_s)}, {basis(expected.measured)}"
@@ -329,12 +336,12 @@ def figures(choice: Choice) -> str:
 
 
 def basis(measured: bool) -> str:
-    """Where a figure comes from."""
+    """Return in a word where a figure comes from."""
     return "measured" if measured else "estimated"
 
 
 def parts(choice: Choice) -> Iterator[str]:
-    """Each machine's share, where there is more to say than the headline does."""
+    """Yield a line for each machine that has more to say than the headline."""
     for stage in choice.stages:
         if (rank := stage.rank) is not None:
             yield f"{stage.node_id} loads its {_part(stage)} of each layer first, {gib(rank.memory_bytes)}"
@@ -348,7 +355,7 @@ def parts(choice: Choice) -> Iterator[str]:
 
 
 def _part(stage: PlannedStage) -> str:
-    """Of every layer's weights."""
+    """Format a rank's share of each layer's weights."""
     assert stage.rank is not None
     return f"{stage.rank.weights:.0%}"
 
@@ -363,23 +370,24 @@ class WeightsSource:
 
     node_id: NodeId
     addresses: tuple[str, ...]
-    """host:port, the best first."""
+    """host:port of the node, the best first."""
     model_id: str
     digest: str
     size_bytes: int
     files: str = ""
-    """What its card says of all files together; empty: nothing."""
+    """SHA-256 (hex) of all its files together, from the node's card; empty: not known."""
 
 
 def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, ...]:
-    """Other nodes of those that may give weights, that have the whole model and stay, over the best link first. All have one digest and the same files
-    beside, so one may go on where another stopped.
+    """Return the other nodes that may give weights, have the whole model and are not leaving, best link first. All have one digest and the same other
+    files, so one may continue where another stopped.
 
     Args:
-        model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
+        givers: the cards of nodes that may give weights.
+        model: its id in any case (for `org/name`, any GGUF file in it), or at least twelve digits of its digest.
 
     Raises:
-        ModelNotFound: the fleet has different models of that name, or other files beside the weights.
+        ModelNotFound: the fleet has different models of that name, or different files next to the same weights.
     """
     digests = digests_of(givers, model)
     if len(digests) > 1:
@@ -415,12 +423,12 @@ def different_models(cards: Iterable[NodeCard]) -> list[tuple[str, str]]:
 
 
 def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
-    """What nodes mean by a name: digests, and a name in full for each."""
+    """Return the digests that nodes mean by a name, each with the full name of the model."""
     return {offer.digest: offer.model_id for _, offer in _whole(givers) if _is_named(offer, model)}
 
 
 def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]:
-    """As `weights_sources`, of one digest, whatever lies beside."""
+    """Return the nodes that have the whole model of one digest, best link first, whatever their other files are."""
     cards, own = live_cards(givers.cards), givers.own
     links = Links(cards)
     found: dict[NodeId, tuple[tuple[float, float, NodeId], WeightsSource]] = {}
@@ -442,7 +450,7 @@ def _whole(givers: MayGiveWeights) -> list[tuple[NodeCard, ModelOffer]]:
 
 
 def _addresses(own: NodeCard | None, card: NodeCard) -> tuple[str, ...]:
-    """The address that was measured best first, then the others as the node lists them."""
+    """Return the addresses of a node: first the one that was measured best, then the others as the node lists them."""
     best = [link.address for link in (own.links if own is not None else ()) if link.to == card.node_id and link.address in card.addresses]
     return tuple(dict.fromkeys([*best, *card.addresses]))
 

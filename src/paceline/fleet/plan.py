@@ -1,4 +1,4 @@
-"""What placement is asked, and what it answers. Values only."""
+"""Input and output of placement: the request, the choices and the plan. Values only."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
 
 LEAST_ROWS = 512
-"""Of a batch, what a stage has room for whatever its first caller asks for: the next may want more, and rows take little."""
+"""Rows of a batch that a stage has working memory for, even if its first caller asks for fewer: the next caller may want more, and a row takes little.
+Raising it: each stage reserves more memory; lowering it: a loaded shard is too small for a later caller more often."""
 
 
 Way = NewType("Way", str)
-"""How machines share a request: what a way of spreading work calls itself in plans."""
+"""Name in plans of a way to spread work: how machines share a request."""
 ALONE: Final = Way("alone")
-"""One machine runs all of it."""
+"""Way in which one machine runs all of the request."""
 
 
 class Objective(StrEnum):
-    """What the best plan has most of."""
+    """Figure that the best plan optimises."""
 
     LATENCY = "latency"
-    """One request is done soonest."""
+    """Shortest time for one request."""
     THROUGHPUT = "throughput"
-    """`streams` requests side by side are done soonest; the slowest stage decides."""
+    """Shortest time for `streams` requests that run at the same time; the slowest stage decides."""
 
 
 class Constraint(StrEnum):
-    """What would have to change for a better plan."""
+    """Limit that would have to change for a better plan."""
 
     MEMORY = "memory"
     LINK_LATENCY = "link latency"
@@ -40,133 +41,134 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A machine that must run layers, chosen by a person. Pins name all machines that do: none else is taken."""
+    """A machine that must run layers, chosen by a person. If there are pins, no other machine runs layers."""
 
     node_id: NodeId
     layers: LayerRange | None = None
-    """None: whatever is best."""
+    """Layers that it must run; None: the planner decides."""
 
 
 TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
-"""Tokens of a request that says nothing else."""
+"""Tokens of a request that names no other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """One model and a typical request to it."""
+    """One model, a typical request to it, and the constraints on a plan."""
 
     model: str
-    """A model's id, or its digest, or the first twelve or more digits of that."""
+    """The model's id, its digest, or at least the first twelve digits of the digest."""
     weights: str = ""
-    """Weights format; empty: any that is offered."""
+    """Weights format; empty: any format that is offered."""
     prompt_tokens: int = TYPICAL_PROMPT
     answer_tokens: int = TYPICAL_ANSWER
     ways: frozenset[Way] | None = None
-    """Those allowed; None: all there are."""
+    """Ways allowed; None: all ways."""
     pins: tuple[Pin, ...] = ()
     proposer: NodeId | None = None
-    """The machine that must draft; None: the best, if drafting pays."""
+    """The machine that must draft; None: the best one, if drafting pays."""
     draft_model: str = ""
-    """The id of the model that must draft; empty: any that can."""
+    """Id of the model that must draft; empty: any suitable one."""
     acceptance: float | None = None
-    """Share of drafted tokens that are accepted, where it was measured."""
+    """Measured share of drafted tokens that are accepted (0 to 1); None: not measured."""
     objective: Objective = Objective.LATENCY
     streams: int = 1
-    """Requests whose KV must fit at once."""
+    """Number of requests that must have room for their KV at the same time."""
     kv_tokens: int = 0
-    """KV that every stage must have room for in any case: the least that the orchestrator asks of it."""
+    """Tokens of KV that every stage must have room for in any case: the least that the orchestrator reserves there."""
     rows: int = LEAST_ROWS
-    """Of a batch, which every machine has working memory for."""
+    """Rows of a batch that every machine must have working memory for."""
     orchestrator: NodeId | None = None
-    """The machine that serves the request, which every choice begins on. It holds a pipeline's embedding and head, and as many layers as are
-    best, none included; the others are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take
-    part."""
+    """The machine that serves the request and begins every choice. In a pipeline it holds embedding and head, and as many layers as is best, possibly
+    none. The other machines then serve shards, within the memory they give to that. None: any machine may begin, and all may take part."""
     orchestrator_layers: int | None = None
-    """How many layers the orchestrator has loaded already: it runs exactly those. None: as many as are best."""
+    """Number of layers that the orchestrator has loaded already, and must run; None: the planner decides."""
     exclude: frozenset[NodeId] = frozenset()
     min_host_trust: Trust = Trust.GUEST
-    """What it takes to hold layers of a pipeline that another machine orchestrates."""
+    """Least trust of a machine that holds layers of another machine's pipeline."""
     numerics_id: str = ""
-    """Machines that are known to compute other bytes hold no layers of a pipeline; empty: any may."""
+    """Numerics id that all stages of a pipeline must compute. A machine known to compute other bytes is left out; one that is not known yet is not.
+    Empty: any machine may hold layers."""
     allows_unlike: bool = False
-    """Machines that are known to compute other bytes than one another may share the layers."""
+    """True: machines that are known to compute different bytes may share the layers."""
     max_shards: int = 16
-    """Machines that may run layers of a pipeline for its orchestrator."""
+    """Largest number of machines that run layers of a pipeline for its orchestrator."""
     last_route: tuple[LayerSpan, ...] = ()
-    """The stages behind the orchestrator of a pipeline that is to go on. Those that are left keep their layers, and with them their KV, where others
-    can take those of the lost."""
+    """Stages after the orchestrator in a pipeline that is to continue. Stages that are still there keep their layers, and so their KV, if other
+    machines can take the layers of the lost stages."""
     in_need: bool = False
-    """Where there is nothing else, links that were not measured are taken to be poor, and layers count that the orchestrator runs for others."""
+    """True: if nothing else is found, links that were not measured count as poor, and layers of shards that the orchestrator itself serves
+    may be stages."""
     requests: int = 10
-    """Among which the time to load is shared: 1 while an answer waits for it. Raising it: what is loaded counts for less."""
+    """Number of requests that share the time to load: 1 while an answer waits for it. Raising it: the time to load counts less."""
     called: str = ""
-    """What people call the model, for messages; empty: as `model` does."""
+    """Name that people use for the model, for messages; empty: `model`."""
 
     @property
     def title(self) -> str:
-        """The model, for messages."""
+        """Name of the model for messages, at most 200 characters."""
         return (self.called or self.model)[:200]
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a person named machines."""
+        """Return whether a person named machines."""
         return bool(self.pins) or self.proposer is not None
 
     @property
     def is_apart(self) -> bool:
-        """Whether the node that serves is none of those pinned, so that even one of them makes a pipeline."""
+        """Return whether the serving node is not pinned itself. Even one pinned machine then makes a pipeline."""
         return self.orchestrator is not None and all(pin.node_id != self.orchestrator for pin in self.pins)
 
     @property
     def is_spread_by_pins(self) -> bool:
-        """Whether the machines that are pinned can only run the request together."""
+        """Return whether the pinned machines can only run the request together."""
         return len(self.pins) > 1 or (len(self.pins) == 1 and self.is_apart)
 
     @property
     def abreast(self) -> int:
-        """Requests that run side by side as the plan is priced."""
+        """Number of requests that run at the same time in the price of a plan."""
         return self.streams if self.objective is Objective.THROUGHPUT else 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRank:
-    """What a machine has of every layer, as one of several that share them."""
+    """A machine's share of every layer, if several machines split each layer."""
 
     speed: float
-    """By which shares are dealt, beside the others' speeds."""
+    """Speed that the share was computed from, in relation to the other ranks' speeds."""
     kv_heads: int
     feed_forward: float
-    """Part of it."""
+    """Share of the feed-forward part (0 to 1)."""
     weights: float
-    """Part of a layer's weights."""
+    """Share of a layer's weights (0 to 1)."""
     memory_bytes: int
-    """What the share takes: weights, KV, working memory."""
+    """Bytes that the share takes: weights, KV, working memory."""
     kv_tokens: int
-    """That the machine has room for."""
+    """Tokens of KV that the machine has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A machine and the layers it runs. The first stage also holds embedding, final norm and head; an orchestrator's may run no layers."""
+    """A machine and the layers it runs. The first stage also holds embedding, final norm and head. An orchestrator's stage may run no layers."""
 
     node_id: NodeId
     instance: bytes
-    """Of the node's process: another one has lost the KV."""
+    """Instance of the node's process. After a restart it differs, and the KV is lost."""
     layers: LayerRange
     numerics_id: str
     warm: bool
     fetch_from: NodeId | None = None
-    """Who has the weights, where this machine does not."""
+    """Node that has the weights, if this machine must fetch them first."""
     fetch_bytes: int = 0
     load_bytes: int = 0
-    """What must be read before it can run them."""
+    """Bytes of weights that the machine must read before it can run them."""
     rank: PlannedRank | None = None
-    """None: all of these layers."""
+    """Share of each of these layers; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Who proposes tokens, and how many at a time."""
+    """The machine and the model that propose draft tokens, and how many at a time."""
 
     node_id: NodeId
     instance: bytes
@@ -174,62 +176,62 @@ class Draft:
     digest: str
     length: int
     acceptance: float
-    """Share of them expected to be accepted."""
+    """Share of draft tokens expected to be accepted (0 to 1)."""
     measured: bool = False
-    """The share was seen by the node they are made for, or said by who asks."""
+    """True if the verifying node measured the acceptance, or the request gave it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a request is expected to take, or, where throughput counts, all its streams together. `fleet.choices` has the formulas."""
+    """Estimated times of a request; for throughput, of all its streams together. `fleet.choices` has the formulas."""
 
     tokens_per_s: float
-    """Of the answer, once it has begun; of all answers together."""
+    """Tokens per second after the first token; for throughput, of all answers together."""
     ttft_s: float
-    """Until the first token."""
+    """Seconds until the first token."""
     total_s: float
-    """Until the last."""
+    """Seconds until the last token."""
     compute_s: float
     latency_s: float
     bandwidth_s: float
-    """The parts of `total_s`: machines at work, links' round trips, links' bytes."""
+    """Parts of `total_s`: machines at work, round trips of links, bytes on links."""
     measured: bool
-    """Every speed in it was measured; False: at least one was taken from a machine's memory bandwidth."""
+    """True if every speed was measured; False: at least one was estimated from a machine's memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way of running the request, and what it would take."""
+    """One way of running the request, with its estimate."""
 
     way: Way
     model_id: str
     digest: str
     weights: str
     stages: tuple[PlannedStage, ...]
-    """In the order of their layers, which they cover without gap or overlap; of ranks, each has all."""
+    """Stages in the order of their layers, which they cover without gap or overlap. Ranks of a tensor split each have all layers."""
     draft: Draft | None
     estimate: Estimate
 
     @property
     def node_ids(self) -> tuple[NodeId, ...]:
-        """Everyone who takes part."""
+        """All nodes that take part, the drafting one included."""
         drafts = () if self.draft is None or self.draft.node_id == self.stages[0].node_id else (self.draft.node_id,)
         return (*(stage.node_id for stage in self.stages), *drafts)
 
     @property
     def is_unlike(self) -> bool:
-        """Whether its stages are known to compute other bytes than one another. A machine that never loaded the model is not known yet."""
+        """Return whether its stages are known to compute different bytes. A machine that never loaded the model counts as unknown."""
         return len({stage.numerics_id for stage in self.stages} - {""}) > 1
 
     @property
     def fetches(self) -> bool:
-        """Whether weights must travel first."""
+        """Return whether a machine must fetch weights first."""
         return any(stage.fetch_from is not None for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A machine that can't run all of the model alone, and why."""
+    """A machine that can't run all of the model alone, and the reason."""
 
     node_id: NodeId
     why: str
@@ -238,17 +240,17 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice, and what it was chosen from. Equal views give equal plans, on every machine."""
+    """The chosen way and the alternatives. Equal views give equal plans, on every machine."""
 
     request: PlanRequest
     chosen: Choice
     runners_up: tuple[Choice, ...]
-    """The best of the others, best first."""
+    """Best alternatives, best first."""
     constraint: Constraint
     because: str
     """The constraint in words."""
     notes: tuple[str, ...]
-    """What a person should know: where fewer machines are faster, what was assumed."""
+    """Notes for a person: why fewer machines are faster, what was assumed."""
     excluded: tuple[Excluded, ...]
     spares: tuple[LayerSpan, ...] = ()
-    """For a pipeline that an orchestrator was named for: which machines load which of its spans, as memory allows."""
+    """Spare machines of a pipeline with a named orchestrator, each with the span that it loads as its memory allows."""

@@ -19,7 +19,6 @@ class Measures:
     """How large a request is, counted without decoding cards."""
 
     digests: int = 0
-    stamps: int = 0
     cards: int = 0
     largest_card_bytes: int = 0
     """Card, signature and certificate."""
@@ -56,7 +55,6 @@ class Bounds:
         """Raise `MessageTooLarge` where a request exceeds a bound."""
         for what, size, most in (
             ("digests", measures.digests, self.max_nodes),
-            ("stamps", measures.stamps, self.max_nodes),
             ("cards", measures.cards, self.max_cards),
             ("bytes in one card", measures.largest_card_bytes, self.max_card_bytes),
             ("revocations", measures.revocations, self.max_revocations),
@@ -70,17 +68,17 @@ class Preset:
     """Times in seconds. The defaults are those of `lan`."""
 
     ttl_s: int = 120
-    """A card not stamped for so long is dropped. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
-    `restamp_s` and the time a stamp takes to reach every node (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
+    """A card is dropped when its node has not signed it for this long. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
+    `restamp_s` and the time that a card takes to reach every node (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
     exchange_s: float = 30.0
     """From one round of exchanges to the next. Raising it: news takes longer to arrive, in proportion; bytes fall in proportion."""
     restamp_s: float = 30.0
-    """A node says that its unchanged card still holds this often. Raising it: fewer lost rounds are forgiven before a live node
+    """A node signs its unchanged card again this often. Raising it: fewer lost rounds are forgiven before a live node
     expires. Lowering it below `exchange_s` changes nothing."""
     rpc_timeout_s: float = 5.0
     """One call may take so long. Raising it: a round that meets a dead peer ends later."""
     fanout: int = 2
-    """Peers a node exchanges with in a round, besides one that it has lost or only knows the address of. Raising it: stamps and news reach
+    """Peers a node exchanges with in a round, besides one that it has lost or only knows the address of. Raising it: news reaches
     every node in fewer rounds; each costs a set of digests (18 bytes a node) and two calls more."""
     fanout_news: int = 3
     """The same after a round that brought a new card, a goodbye or a revocation. Raising it: as above, but only while there is news."""
@@ -94,8 +92,6 @@ class Preset:
     remember_lost_s: float = 86400.0
     """Nodes that expired are called again for so long, one a round, so that a healed partition is noticed. Raising it: calls into the
     void go on for longer after a machine was given away."""
-    clash_memory_s: float = 600.0
-    """A clash of ids is shown for so long after it was last seen. Raising it: it stays on display for longer after it was resolved."""
     bounds: Bounds = field(default_factory=Bounds)
 
 
@@ -110,7 +106,7 @@ def lan() -> Preset:
 
 
 def simulation() -> Preset:
-    """A thousand nodes: stamps take several rounds to arrive, so cards live longer and are stamped less often."""
+    """A thousand nodes: news takes several rounds to arrive, so cards live longer and are signed again less often."""
     return Preset(ttl_s=600, restamp_s=120.0, fanout=1, fanout_news=2, bounds=Bounds(max_nodes=4096, max_cards=1024))
 
 

@@ -1,6 +1,6 @@
 """The cards a node holds. Per id the greatest (version, beat) wins; merging is commutative, associative and idempotent.
 
-A card expires `ttl_s` after its node stamped it, by the reader's monotonic clock and the ages it was passed on with, so no wall clock
+A card expires `ttl_s` after its node signed it last, by the reader's monotonic clock and the ages it was passed on with, so no wall clock
 matters and a dead node's card dies everywhere at once. What was the greatest (version, beat) of an id outlives its card as a floor: a
 replayed card revives nothing. The node's own card is what it announced, whatever others say.
 
@@ -16,12 +16,12 @@ from enum import Enum, auto
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.eligibility import LiveCard, Revocations
-from paceline.fleet.messages import Digest, PassedCard, Stamp, StampChain, holds, node_key, salt
+from paceline.fleet.messages import Digest, PassedCard, node_key
 from paceline.fleet.presets import Bounds
 
 
 class Merged(Enum):
-    """What became of a card or stamp that was offered."""
+    """The result of offering a card."""
 
     NEW = auto()
     """A node that was not held."""
@@ -29,8 +29,8 @@ class Merged(Enum):
     """A newer card of a node that was held."""
     RESTARTED = auto()
     """The same, from a new process."""
-    STAMPED = auto()
-    """The card held, fresher."""
+    RENEWED = auto()
+    """The card held, signed again."""
     LEFT = auto()
     """The node's goodbye, seen for the first time."""
     STALE = auto()
@@ -38,16 +38,10 @@ class Merged(Enum):
     EXPIRED = auto()
     """Newer, but older than its TTL when it came: as if it had never come."""
     REVOKED = auto()
-    FORGED = auto()
-    """A stamp that its card disowns."""
-    RIVAL = auto()
-    """Not taken, but another process's card of the very version that is held: two processes claim one id."""
     FULL = auto()
     """One id more than the bound."""
     OWN = auto()
-    """This node's own id, and not newer than what it announced."""
-    OWN_AHEAD = auto()
-    """This node's own id in a version above what it announced (or another card of the same): an earlier life, or another process."""
+    """A card of this node's own id."""
 
 
 @dataclass(slots=True)
@@ -56,8 +50,7 @@ class Entry:
 
     sealed: SealedCard
     digest: Digest
-    proof: bytes
-    stamped_at: float
+    signed_at: float
     """As far as ages told; never later than `first_seen`."""
     first_seen: float
     """When this very (version, beat) came."""
@@ -69,17 +62,13 @@ class Entry:
     def rank(self) -> tuple[int, int]:
         return self.digest.version, self.digest.beat
 
-    def freshen(self, stamped_at: float) -> None:
-        """The same stamp by a quicker way: younger, but never younger than its first sight."""
-        self.stamped_at = max(self.stamped_at, min(stamped_at, self.first_seen))
-        self.expires_at = self.stamped_at + self.sealed.card.ttl_s
+    def freshen(self, signed_at: float) -> None:
+        """The same card by a quicker way: younger, but never younger than its first sight."""
+        self.signed_at = max(self.signed_at, min(signed_at, self.first_seen))
+        self.expires_at = self.signed_at + self.sealed.card.ttl_s
 
-    def passed(self, now: float, *, with_certificate: bool) -> PassedCard:
-        return PassedCard(self.sealed, self.digest.beat, self.proof, now - self.stamped_at, with_certificate)
-
-    def stamp(self, now: float) -> Stamp:
-        key, version, beat = self.digest
-        return Stamp(key, version, beat, self.proof, now - self.stamped_at)
+    def passed(self, now: float, *, with_card: bool = True, with_certificate: bool) -> PassedCard:
+        return PassedCard(self.sealed, now - self.signed_at, with_card, with_certificate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +85,6 @@ class Difference:
     """What two nodes hold apart: what to hand over, and what to ask for."""
 
     cards: tuple[PassedCard, ...]
-    stamps: tuple[Stamp, ...]
     wanted: tuple[Digest, ...]
     more: bool
     """There were more cards than a message may carry."""
@@ -104,9 +92,9 @@ class Difference:
 
 def received(key: int, passed: PassedCard, now: float) -> Entry:
     """A card as it came in."""
-    stamped_at = now - max(0.0, passed.age_s)
-    card = passed.sealed.card
-    return Entry(passed.sealed, Digest(key, card.version, passed.beat), passed.proof, stamped_at, now, stamped_at + card.ttl_s)
+    signed_at = now - max(0.0, passed.age_s)
+    sealed = passed.sealed
+    return Entry(sealed, Digest(key, sealed.card.version, sealed.beat), signed_at, now, signed_at + sealed.card.ttl_s)
 
 
 def change(held: Entry | None, card: NodeCard) -> Merged:
@@ -117,12 +105,12 @@ def change(held: Entry | None, card: NodeCard) -> Merged:
     if before is None:
         return Merged.NEW
     if before.version == card.version and before.instance == card.instance:
-        return Merged.STAMPED
+        return Merged.RENEWED
     return Merged.NEWER if before.instance == card.instance else Merged.RESTARTED
 
 
 _NO_BEAT = 1 << 62
-"""Above every stamp of a version."""
+"""Above every beat of a version."""
 CLOCKS_APART_S = 86400
 """Between a node's clock, by which it numbers its cards, and the CA's, by which its certificate begins."""
 
@@ -159,22 +147,13 @@ class CardRegistry:
         return None if held is None else held.sealed
 
     def announce(self, sealed: SealedCard, now: float) -> None:
-        """Hold this node's own new card; its version must be above the last one's."""
+        """Hold this node's own card, new or signed again; its version and beat must be above the last ones."""
         last = self.own_card
         if sealed.card.node_id != self.own:
             raise ValueError(f"{self.own} announces a card of {sealed.card.node_id}")
-        if last is not None and sealed.card.version <= last.card.version:
-            raise ValueError(f"version {sealed.card.version} is not above {last.card.version}")
+        if last is not None and (sealed.card.version, sealed.beat) <= (last.card.version, last.beat):
+            raise ValueError(f"version {sealed.card.version} (beat {sealed.beat}) is not above {last.card.version} ({last.beat})")
         self._hold(received(self.own_key, PassedCard(sealed), now))
-
-    def restamp(self, chain: StampChain, now: float) -> bool:
-        """Stamp this node's own card. False where the chain is another card's or has no stamp left: the node must sign a new card."""
-        held = self._entries[self.own_key]
-        version, beat = held.rank
-        if chain.version != version or beat >= chain.length:
-            return False
-        self._hold(received(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now))
-        return True
 
     # ------------------------------------------------------------------------------------------------------------------- merge
 
@@ -184,23 +163,18 @@ class CardRegistry:
         key = node_key(card.node_id)
         self._lacking.discard(key)
         if key == self.own_key:
-            return self._own_seen(card)
+            return Merged.OWN
         if self._revocations.voids(card.node_id, passed.sealed.issued_at):
             return Merged.REVOKED
         held = self._live(key, now)
-        rank = (card.version, passed.beat)
+        rank = (card.version, passed.sealed.beat)
         if held is not None and (rank, passed.sealed.sealed) == (held.rank, held.sealed.sealed):
             held.freshen(now - passed.age_s)
             return Merged.STALE
         if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
-            same = held.sealed.card
-            return Merged.RIVAL if card.version == same.version and card.instance != same.instance else Merged.STALE
+            return Merged.STALE
         if held is None and rank <= self._floor(key):
             return Merged.STALE
-        if passed.beat:
-            salted = salt(card.node_id, card.version)
-            if not holds(salted, known=card.stamp_anchor, known_beat=0, proof=passed.proof, beat=passed.beat):
-                return Merged.FORGED
         if held is None and len(self._entries) >= self._max_nodes:
             return Merged.FULL
         entry = received(key, passed, now)
@@ -215,35 +189,8 @@ class CardRegistry:
         self.soonest = min(self.soonest, entry.expires_at)
         return change(held, card)
 
-    def merge_stamp(self, stamp: Stamp, now: float) -> Merged:
-        """Take a stamp, if it is newer and of the card held."""
-        key, version, beat, proof, age_s = stamp
-        held = self._entries.get(key)
-        if held is None or held.digest.version != version or beat < held.digest.beat or held.expires_at <= now:
-            return Merged.STALE
-        if beat == held.digest.beat:
-            if proof == held.proof:
-                held.freshen(now - age_s)
-            return Merged.STALE
-        card = held.sealed.card
-        salted, known = salt(card.node_id, version), held.proof or card.stamp_anchor
-        if key == self.own_key or not holds(salted, known=known, known_beat=held.digest.beat, proof=proof, beat=beat):
-            # Another process may have made a card of the same version: ask for it.
-            self._lacking.add(key)
-            return Merged.FORGED
-        stamped_at = now - max(0.0, age_s)
-        expires_at = stamped_at + card.ttl_s
-        if expires_at <= now:
-            return Merged.EXPIRED
-        self._digests.discard(held.digest)
-        held.digest = Digest(key, version, beat)
-        self._digests.add(held.digest)
-        held.proof, held.stamped_at, held.first_seen, held.expires_at = proof, stamped_at, now, expires_at
-        self.soonest = min(self.soonest, expires_at)
-        return Merged.STAMPED
-
     def lacks_certificate(self, node_id: NodeId) -> None:
-        """A newer card of this node could not be checked: leave it out of the next digests, so that it comes with its certificate."""
+        """A newer card of this node could not be checked: leave it out of the next digests, so that it comes whole, with its certificate."""
         if node_key(node_id) in self._entries:
             self._lacking.add(node_key(node_id))
 
@@ -261,7 +208,7 @@ class CardRegistry:
     def end(self, node_id: NodeId, now: float) -> None:
         """Let the card of a node that does not run any more expire now. A newer card brings the node back, and so does its own word (`heard`).
 
-        Stamps that others still pass on do not: the node may have made them just before it ended.
+        Its card signed again does not, where others pass it on: the node may have done that just before it ended.
         """
         held = self._entries.get(node_key(node_id))
         if held is not None and node_id != self.own:
@@ -301,7 +248,7 @@ class CardRegistry:
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
         """
         theirs, mine = frozenset(theirs), self.digests()
-        cards, stamps, wanted = list[PassedCard](), list[Stamp](), list[Digest]()
+        cards, wanted = list[PassedCard](), list[Digest]()
         differing = {digest.key: digest for digest in theirs - mine}
         for key, digest in differing.items():
             held = self._entries.get(key)
@@ -311,7 +258,7 @@ class CardRegistry:
             elif held.digest[1:] < digest[1:]:
                 wanted.append(held.digest)
             elif held.digest.version == digest.version:
-                stamps.append(held.stamp(now))
+                cards.append(held.passed(now, with_card=False, with_certificate=False))
             else:
                 # Versions are microseconds: a card from before its certificate, or nearly, was signed by an earlier one.
                 renewed = digest.version < (held.sealed.issued_at + CLOCKS_APART_S) * 1_000_000
@@ -320,7 +267,12 @@ class CardRegistry:
             unknown = sorted(digest.key for digest in self._digests - theirs if digest.key not in differing)
             cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)
         fitting = bounds.fitting([passed.nbytes for passed in cards])
-        return Difference(tuple(cards[:fitting]), tuple(stamps), tuple(wanted), more=len(cards) > fitting)
+        return Difference(tuple(cards[:fitting]), tuple(wanted), more=len(cards) > fitting)
+
+    def held(self, key: int, version: int) -> SealedCard | None:
+        """The card of this key and version, if it is held."""
+        entry = self._entries.get(key)
+        return entry.sealed if entry is not None and entry.digest.version == version else None
 
     def own_passed(self, now: float) -> PassedCard | None:
         """This node's own card, to be passed on whole."""
@@ -330,7 +282,7 @@ class CardRegistry:
     def snapshot(self, now: float) -> tuple[LiveCard, ...]:
         """Cards of nodes that are here, by id: neither expired nor said goodbye."""
         live = [
-            LiveCard(entry.sealed.card, now - entry.stamped_at, entry.digest.beat, entry.sealed.trust)
+            LiveCard(entry.sealed.card, now - entry.signed_at, entry.digest.beat, entry.sealed.trust)
             for key, entry in self._entries.items()
             if not entry.sealed.card.leaving and (key == self.own_key or now < entry.expires_at)
         ]
@@ -338,16 +290,10 @@ class CardRegistry:
 
     def state(self) -> tuple[object, ...]:
         """Everything merging decides, as a value: registries with equal states are equal."""
-        entries = sorted((key, e.rank, e.sealed.sealed, e.proof, e.stamped_at) for key, e in self._entries.items())
+        entries = sorted((key, e.rank, e.sealed.sealed, e.signed_at) for key, e in self._entries.items())
         return tuple(entries), tuple(sorted(self._floors.items())), self._revocations.digest
 
     # ----------------------------------------------------------------------------------------------------------------- private
-
-    def _own_seen(self, card: NodeCard) -> Merged:
-        last = self.own_card
-        if last is None or (card.version, card.instance) == (last.card.version, last.card.instance):
-            return Merged.OWN
-        return Merged.OWN_AHEAD if card.version >= last.card.version else Merged.OWN
 
     def _live(self, key: int, now: float) -> Entry | None:
         held = self._entries.get(key)

@@ -1,6 +1,6 @@
-"""What a way of spreading work says of itself to be planned, and what it says that from.
+"""Interface between the planner and the ways to spread work, and the plainest way, `Alone`.
 
-Law: a price is pure. Equal views give equal choices, whichever node asks, and the order of cards does not matter.
+Law: a price is pure. Equal views give equal choices on every node, and the order of cards does not matter.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from paceline.fleet.machines import Links, Machine
 from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 
 ASSUMED_RTT_S, ASSUMED_BYTES_PER_S = 5e-3, 1e7
-"""Of a link that was not measured, where a pin or need wants it: a poor Wi-Fi."""
+"""Figures of a poor Wi-Fi, for a link that was not measured. They are used if a person pinned the machines or nothing else was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedFleet:
-    """A view, as ways price it for one request."""
+    """A view of the fleet with everything that ways need to price one request."""
 
     cards: Mapping[NodeId, NodeCard]
     links: Links
     request: PlanRequest
     barred: frozenset[NodeId]
-    """Nodes that may hold no layers for others."""
+    """Nodes that may not hold layers for others."""
     trust: Mapping[NodeId, Trust]
-    """What certificates say of nodes; those left out are members."""
+    """Trust of nodes by their certificates; a node that is missing here is a member."""
     in_need: bool = False
-    """Nothing was found without assumptions, and the request allows some."""
+    """True in a search that may use assumptions: the last route is to be kept, or nothing was found without them and the request allows them."""
 
     def link(self, sender: NodeId, receiver: NodeId) -> Link | None:
-        """The link between two nodes. One that was not measured is assumed to be poor where a person pinned machines, or in need; else it is None."""
+        """Return the link between two nodes. A link that was not measured counts as poor if a person pinned machines or `in_need` is set; otherwise the
+        result is None.
+        """
         measured = self.links.between(sender, receiver)
         if measured is None and (self.request.is_pinned or self.in_need):
             return Link(receiver, "", ASSUMED_RTT_S, ASSUMED_BYTES_PER_S)
@@ -45,39 +47,40 @@ class PricedFleet:
 
 
 def still_read(machines: Sequence[Machine]) -> str:
-    """A hint, where no digest of the model is known."""
+    """Return a hint for a model that has no known digest."""
     where = " and ".join(sorted({machine.node_id for machine in machines})[:4])
     return f"Its files are still being read on {where}, and until that is done no other machine can share it: ask again in a minute."
 
 
 class PricesWay(ABC):
-    """One way of spreading work, for the plan. `Alone` is the plainest; a registered list of them is what `placement.plan` searches."""
+    """A way to spread work, for the planner. `placement.plan` searches a registered list of them."""
 
     way: ClassVar[Way]
     spreads: ClassVar[bool] = False
-    """Whether several machines run layers."""
+    """True if several machines run layers."""
     drafts: ClassVar[bool] = False
-    """Whether a machine proposes tokens."""
+    """True if a machine proposes tokens."""
 
     @abstractmethod
     def price(self, fleet: PricedFleet, machines: Sequence[Machine]) -> list[Choice]:
-        """The choices worth naming.
+        """Return the choices that this way offers.
 
         Args:
+            fleet: the view and the request.
             machines: nodes that have the very same weights, or would fetch them.
 
         Raises:
-            ImpossiblePin: the person's pins can't be kept in this way.
+            ImpossiblePin: the pins can't be kept in this way.
         """
 
     def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[LayerSpan, ...]:
-        """Machines that should be ready for the loss of one of a choice."""
+        """Return machines that should load spans in advance, in case a machine of the choice is lost."""
         del fleet, chosen
         return ()
 
 
 class Alone(PricesWay):
-    """One machine runs all of it: the node that serves, where the request names it."""
+    """Way in which one machine runs all of the request: the serving node, if the request names one."""
 
     way = ALONE
 
@@ -89,10 +92,10 @@ class Alone(PricesWay):
 
 
 def whole_machines(fleet: PricedFleet, machines: Sequence[Machine]) -> list[Machine]:
-    """Those that may run all of the model for the request.
+    """Return the machines that may run all of the model for the request.
 
     Raises:
-        ImpossiblePin: the one that is pinned can't.
+        ImpossiblePin: the pinned machine can't.
     """
     request = fleet.request
     if not request.pins:
@@ -113,10 +116,10 @@ def whole_machines(fleet: PricedFleet, machines: Sequence[Machine]) -> list[Mach
 
 
 def pinned_machine(pin: Pin, machines: Sequence[Machine], fleet: PricedFleet) -> Machine:
-    """The machine that a pin names.
+    """Return the machine that a pin names.
 
     Raises:
-        ImpossiblePin: it has not the weights, and can't get them, or not yet.
+        ImpossiblePin: it has not got the weights, and can't fetch them, or can't yet.
     """
     machine = next((each for each in machines if each.node_id == pin.node_id), None)
     if machine is not None:
@@ -136,7 +139,7 @@ def check_range(pin: Pin, machine: Machine) -> None:
     """Check that a model has the layers that a pin names.
 
     Raises:
-        ImpossiblePin: it has not.
+        ImpossiblePin: it has not got them.
     """
     span, n_layers = pin.layers, machine.shape.n_layers
     if span is not None and not 0 <= span.start < span.stop <= n_layers:

@@ -259,11 +259,6 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
 
 
-def must_compile() -> bool:
-    """Whether the kernels of this version never ran on this machine: the start then takes longer, and should say so."""
-    return cpu.runs_here() and not cpu.compiled(Home.from_environment().kernels)
-
-
 def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
     """Load weights into the kernels chosen.
 

@@ -1,1 +1,1 @@
-"""Sockets: channels, mTLS, joining, one gRPC server a node, tensor streams, mDNS. What is sent over them is told by others."""
+"""Network transport: channels, mTLS, joining, one gRPC server for each node, tensor streams, mDNS. Other packages define what is sent."""

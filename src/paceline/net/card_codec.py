@@ -181,7 +181,6 @@ _CARD: Final = Codec(
         ),
         "links": Mapped(bound=Length(0, MAX_LINKS), codec=_LINK),
         "software": "software_version",
-        "stamp_anchor": Mapped(bound=lambda anchor: len(anchor) in {0, 16}),
         "devices": Mapped(bound=Length(0, MAX_DEVICES), codec=_DEVICE),
     },
     bounds=_BOUNDS,

@@ -19,6 +19,7 @@ from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard
 from paceline.net.exchange_codec import MAX_EXCHANGE_BYTES
+from paceline.net.protocol import PROGRAM, Versions
 from paceline.net.rpc_faults import fleet_error_of
 from paceline.net.trust.certificates import NODE_NAME, Member
 from paceline.net.trust.credentials import ask_card, channel_credentials, check_callable
@@ -131,17 +132,21 @@ class ChannelPool:
         """
         return self._identity.root.member((await self.card_at(address, timeout_s)).certificate, self._clock.wall())
 
-    async def card_at(self, address: str, timeout_s: float) -> SealedCard:
+    async def card_at(self, address: str, timeout_s: float, versions: Versions = PROGRAM) -> SealedCard:
         """The own card of the node at an address.
 
+        Args:
+            versions: of the protocol: this side's, and the check of the node's.
+
         Raises:
+            OtherProtocol: it speaks another version.
             NodeUnreachable: no node of this fleet answers there.
             FleetError: what it sent proves nothing, or it was revoked.
             PacelineError: as it refused.
         """
         channel = self._dial(address, NODE_NAME, MAX_CARD_MESSAGE_BYTES)
         try:
-            return await ask_card(channel, self._identity.root, self._voids, self._clock.wall(), timeout_s)
+            return await ask_card(channel, self._identity.root, self._voids, self._clock.wall(), timeout_s, versions)
         except grpc.aio.AioRpcError as error:
             self.refused(error)
             failure = fleet_error_of(error, address)

@@ -1,11 +1,12 @@
-"""mDNS: this node tells the network where it is, and hears where others of its fleet are. What is heard is only an address to try.
+"""mDNS and the addresses of nodes. This node announces its address on the network and hears the addresses of other nodes of its fleet. A heard address
+is only one to try.
 
-A network without multicast is no error: `--peer` and the addresses remembered still lead to others.
+A network without multicast is not an error: `--peer` and the remembered addresses still lead to other nodes.
 
-Under which addresses others may reach this machine, and which of another node's to use: the one that measured best, then those that worked, then
-those not tried, then those that failed.
+`AddressBook` orders a node's addresses: the one that measured best, then those that worked, then untried ones, then those that failed. A failure is
+kept until the address works again, so that callers can report why a node can't be reached.
 
-Failures are kept until the address works again, for callers that ask why a node can't be reached.
+The last functions list the addresses at which others may reach this machine.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ logger = logging.getLogger(__name__)
 SERVICE = "_paceline._tcp.local."
 RESOLVE_MS = 3000
 MOST_RESOLVING = 32
-"""Services looked at at once; of a flood of them the rest is not heard. Raising it: what a flood costs."""
+"""Services that are resolved at the same time; further announcements are ignored meanwhile. Raising it: a flood of announcements costs more; lowering
+it: more nodes wait for their next announcement."""
 MOST_HEARD = 16
-"""Addresses of one service that are tried. Raising it: one announcement takes more of the places of others."""
+"""Addresses of one service that are tried. Raising it: one announcement takes more of the places of others; lowering it: a node with many addresses may
+not be reached."""
 AGAIN_S = 60.0
-"""Between attempts where there is no mDNS, as before a network is up. Raising it: a node that started first is found later."""
+"""Seconds between two attempts to start mDNS, for instance before a network is up. Raising it: a node that started first is found later."""
 CLOSE_S = 0.6
-"""For the goodbye on the network. What is cut short here expires there by itself."""
+"""Seconds for the goodbye on the network. Raising it: a stop may take longer; lowering it: more goodbyes are cut short, and other nodes forget this one
+only when the announcement expires."""
 
 
 class Discovery:
     """One node's part in mDNS, between `start` and `close`.
 
     Args:
-        fleet_id: others are told apart by it.
-        host: the address it listens on; empty: all of this machine's.
-        found: told host:port where a node of the fleet may be.
-        background: starts again what fails in a way that is not known here.
+        fleet_id: announced; services of other fleets are ignored.
+        host: the address that this node listens on; empty: all of this machine's.
+        found: called with host:port where a node of the fleet may be.
+        background: restarts a task that fails unexpectedly.
     """
 
     def __init__(self, fleet_id: str, node_id: NodeId, host: str, found: Callable[[str], None], background: Background) -> None:
@@ -61,23 +65,27 @@ class Discovery:
         self._starting: asyncio.Task[None] | None = None
         self._is_on = False
         self.trouble = ""
-        """Why nodes can't find one another by it from here; empty where they can."""
+        """Reason why nodes can't find one another by mDNS from here; empty if they can."""
         self._tasks = TaskSet()
         self._resolving = 0
 
     def start(self, addresses: Iterable[str]) -> None:
-        """Begin, in the background."""
+        """Start mDNS in the background.
+
+        Args:
+            addresses: host:port of this node, to announce.
+        """
         self._is_on = True
         self.moved(addresses)
 
     def moved(self, addresses: Iterable[str]) -> None:
-        """This machine has other addresses now, maybe on networks that it was not on: sockets are of the addresses that were there when they were made."""
+        """Restart mDNS with new addresses of this machine. Old sockets are bound to the addresses that existed when they were made."""
         if self._is_on:
             begin = partial(self._start, tuple(addresses), self._starting)
             self._starting = self._tasks.hold(self._background.keep(begin, "mDNS"))
 
     async def close(self) -> None:
-        """Say goodbye and stop. Bounded; idempotent."""
+        """Send the goodbye and stop, within a bounded time. Idempotent."""
         self._is_on = False
         await end_tasks(*self._tasks)
         await self._leave()
@@ -98,7 +106,7 @@ class Discovery:
         self.trouble = ""
 
     async def _join(self, addresses: tuple[str, ...]) -> str:
-        """Why there is no mDNS here now; empty where there is."""
+        """Start mDNS. Returns: why it does not work now; empty if it works."""
         from zeroconf import Error, InterfaceChoice, IPVersion, NonUniqueNameException
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
@@ -108,7 +116,7 @@ class Discovery:
             try:
                 self._zeroconf = AsyncZeroconf(interfaces=interfaces, ip_version=version)
                 break
-            except (OSError, RuntimeError, Error) as error:  # RuntimeError: there is no network card
+            except (OSError, RuntimeError, Error) as error:  # RuntimeError: the machine has no network card
                 problem = error
         else:
             return f"no mDNS on this machine ({printable(str(problem))}): give other nodes' addresses with --peer"
@@ -134,7 +142,7 @@ class Discovery:
         except (TimeoutError, OSError) as error:
             logger.debug("mDNS ended without a goodbye: %s", printable(str(error)))
         finally:
-            if not has_ended:  # or was cancelled: its sockets are given back all the same
+            if not has_ended:  # also after a cancellation: its sockets must be closed
                 zeroconf.zeroconf.close()
 
     def _service(self, addresses: tuple[str, ...]) -> AsyncServiceInfo:
@@ -148,14 +156,14 @@ class Discovery:
             addresses=[ipaddress.ip_address(host).packed for host in hosts],
             port=port,
             properties={"fleet": self._fleet_id, "node": self._node_id},
-            # A host's name has 63 letters at most, and a node's id may have as many.
+            # A host name has at most 63 letters, and a node's id may have as many.
             server=f"paceline-{hashlib.sha256(self._node_id.encode()).hexdigest()[:16]}.local.",
         )
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         from zeroconf import ServiceStateChange
 
-        # A node that goes says so by gossip, and a silent one expires there.
+        # A node that leaves announces it by gossip, and gossip expires a silent one.
         if state_change is not ServiceStateChange.Removed and self._resolving < MOST_RESOLVING:
             self._resolving += 1
             resolving = self._tasks.hold(in_background(self._resolve(zeroconf, service_type, name), "mDNS"))
@@ -187,7 +195,7 @@ class Discovery:
 
 
 class _Reworded(logging.Handler):
-    """What zeroconf logs of sockets, in our words. A network card over which nothing can be sent is no error: others are found over the rest."""
+    """Handler that rewords zeroconf's log lines about sockets. A network card that can't send is not an error: nodes are found over the others."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -202,7 +210,7 @@ class _Reworded(logging.Handler):
 
 
 def _hear_zeroconf() -> None:
-    """Its own lines go nowhere else, for the whole process."""
+    """Send zeroconf's log lines only to `_Reworded`, in the whole process."""
     theirs = logging.getLogger("zeroconf")
     if not any(isinstance(each, _Reworded) for each in theirs.handlers):
         theirs.addHandler(_Reworded())
@@ -214,12 +222,12 @@ MAX_FAILURES = 256
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the last call to an address failed, and since when none succeeded."""
+    """Last error of an address that does not work, and the time since when no call succeeded."""
 
     address: str
     error: str
     since: float
-    """Monotonic seconds."""
+    """Monotonic seconds of the first failure since the last success."""
 
 
 class AddressBook:
@@ -227,11 +235,11 @@ class AddressBook:
         self._failures: dict[str, Failure] = {}
         self._works: dict[str, None] = {}
         self._worked: dict[str, str] = {}
-        """Addresses that worked at some time, newest last, and the id of the node that answered there."""
+        """Addresses that ever worked, newest last, with the id of the node that answered there."""
         self._best: set[str] = set()
 
     def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """The likeliest first; otherwise in the order given."""
+        """Sort addresses, the likeliest to work first; otherwise in the order given."""
         return tuple(sorted(dict.fromkeys(addresses), key=self._rank))
 
     def worked(self, address: str, node_id: str) -> None:
@@ -244,7 +252,7 @@ class AddressBook:
         self._works[address], self._worked[address] = None, node_id
 
     def failed(self, address: str, error: str, now: float) -> None:
-        """Record that a call failed. The error names the node that answered at the address before: its card may be forgotten."""
+        """Record that a call failed. Add to the error the node that answered there before, since its card may be forgotten."""
         if (node_id := self._worked.get(address)) and node_id not in error:
             error = f"{node_id} was there: {error}"
         before = self._failures.pop(address, None)
@@ -260,16 +268,16 @@ class AddressBook:
         return address in self._failures
 
     def prefer(self, addresses: Iterable[str]) -> None:
-        """These measured best, each for its node."""
+        """Set the addresses that measured best, one for each node."""
         self._best = set(addresses)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Addresses that do not work now, the longest first."""
+        """Addresses that do not work now, longest failing first."""
         return tuple(sorted(self._failures.values(), key=lambda failure: failure.since))
 
     def keep_to(self, addresses: Collection[str]) -> None:
-        """No others than these are called any more."""
+        """Drop the failures of all addresses except these, which are the only ones still called."""
         for address in [address for address in self._failures if address not in addresses]:
             del self._failures[address]
 
@@ -280,7 +288,7 @@ class AddressBook:
 
 
 def own_interfaces() -> dict[str, str]:
-    """Addresses of this machine, and the network card that has each."""
+    """Return the addresses of this machine, each with the name of its network card."""
     import ifaddr
 
     every = [(ip.ip, adapter.nice_name) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
@@ -288,7 +296,7 @@ def own_interfaces() -> dict[str, str]:
 
 
 def own_hosts() -> tuple[str, ...]:
-    """Addresses of this machine's interfaces, the likeliest to be reached first; loopback only where there is nothing else."""
+    """Return the addresses of this machine's interfaces, the likeliest to be reached first. Loopback is included only where nothing else exists."""
     return rank(own_interfaces())
 
 

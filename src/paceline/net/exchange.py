@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import NodeUnreachable, PacelineError
+from paceline.core.errors import NodeUnreachable, OtherProtocol, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.messages import GossipCall, Reply
 from paceline.fleet.presets import Bounds
@@ -27,6 +27,7 @@ from paceline.net.exchange_codec import (
     read_reply,
     write_request,
 )
+from paceline.net.protocol import PROGRAM, Versions
 from paceline.net.rpc_faults import fleet_error_of, unless_closed
 from paceline.net.trust.certificates import Member
 from paceline.net.wire import fleet_pb2 as wire
@@ -48,6 +49,7 @@ class Exchanger:
     Args:
         clock: shares a call's time among its addresses.
         given: addresses that a person named; it is said when one does not work.
+        versions: of the protocol: this node's, and the check of its peers'.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class Exchanger:
         bounds: Bounds,
         clock: Clock,
         given: Collection[str] = (),
+        versions: Versions = PROGRAM,
     ) -> None:
         self._given = frozenset(given)
         self._own, self._pool, self._opener = own, pool, opener
-        self._book, self._bounds, self._clock = book, bounds, clock
+        self._book, self._bounds, self._versions, self._clock = book, bounds, versions, clock
         self._doubted: set[str] = set()
         """Where a call failed: the certificate that is known may not be the one that is shown any more."""
         self._met: dict[str, Member] = {}
@@ -90,6 +93,8 @@ class Exchanger:
                 answer = await self._at(address, call, timeout_s, refuse)
             except PacelineError as error:  # a peer may refuse with any
                 failure = error
+                if isinstance(error, OtherProtocol):
+                    continue  # the node is there, and named as one of another version
                 if address in self._given and not self._book.is_failing(address):
                     logger.warning("no member answers at %s, which is tried again: %s", address, error.message)
                 self._book.failed(address, error.message, self._clock.monotonic())
@@ -111,7 +116,7 @@ class Exchanger:
             # Not the stub: a reply is looked at before it is decoded.
             ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
             with unless_closed(f"{member.node_id} at {address}"):
-                data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
+                data = await ask(write_request(call.request, self._versions.own), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             self._pool.refused(error)
             is_refused = channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -120,10 +125,13 @@ class Exchanger:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
             failure = fleet_error_of(error, f"{member.node_id} at {address}")
+            if isinstance(failure, OtherProtocol):
+                self._versions.check(member.node_id, failure.spoken)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and is_refused:  # the call waited for a connection, in vain
                 failure = NodeUnreachable(f"{member.node_id} at {address} can't be reached (no connection to it comes about)", failure.hint)
         else:
             message = parse_reply(data)
+            self._versions.check(member.node_id, message.protocol)
             self._bounds.check(measure(message))
             return ExchangeAnswer(member.node_id, await read_reply(message, self._opener, refuse))
         raise failure  # as `ChannelPool.card_at` does
@@ -132,7 +140,7 @@ class Exchanger:
         known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
         if known is not None and address not in self._doubted:
             return known
-        sealed = await self._pool.card_at(address, timeout_s)
+        sealed = await self._pool.card_at(address, timeout_s, self._versions)
         member = self._opener.met(sealed)
         if len(self._met) >= 256:
             self._met.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,15 +19,15 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
-from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, node_key
 from paceline.fleet.presets import Measures
-from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, split_bytes, to_ms
+from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, to_ms
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.handlers import check_parts
 from paceline.net.trust.seals import Voids, open_card, open_list, open_revocation
 from paceline.net.wire import fleet_pb2 as wire
 
-PROOF_BYTES = 16
 MOST_MEASURED = 4096
 """More cards than any preset's bounds let through."""
 CHECKED_AT_ONCE = 8
@@ -46,8 +45,8 @@ Held = TypeVar("Held")
 class CardOpener(Protocol):
     """Checks what is signed."""
 
-    def card(self, signed: wire.SignedCard) -> SealedCard:
-        """A card, once certain.
+    def card(self, passed: wire.PassedCard) -> SealedCard | None:
+        """A card, once certain; None where a newer signature came of a card that is not held any more.
 
         Raises:
             FleetError: it proves nothing.
@@ -76,7 +75,6 @@ def measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitie
     digests = message.digests if isinstance(message, wire.ExchangeCapabilitiesRequest) else message.wanted
     return Measures(
         digests=len(digests.node_keys),
-        stamps=len(message.stamps.node_keys),
         cards=len(message.cards),
         largest_card_bytes=_largest(message.cards),
         revocations=len(message.revocations),
@@ -89,48 +87,49 @@ def _largest(cards: Sequence[wire.PassedCard]) -> int:
 
 
 def write_passed(passed: PassedCard) -> wire.PassedCard:
-    """A card on its way; the certificate only where the reader needs it."""
+    """A card on its way; the card itself and the certificate only where the reader needs them."""
     signed = wire.SignedCard.FromString(passed.sealed.sealed)
     if passed.with_certificate:
         signed.certificate = passed.sealed.certificate
-    return wire.PassedCard(card=signed, beat=passed.beat, proof=passed.proof, age_ms=to_ms(passed.age_s))
+    if passed.with_card:
+        return wire.PassedCard(card=signed, age_ms=to_ms(passed.age_s))
+    signed.ClearField("card")
+    card = passed.sealed.card
+    return wire.PassedCard(card=signed, age_ms=to_ms(passed.age_s), node_key=node_key(card.node_id), version=card.version)
 
 
 _REFUSE: Final = refuse_with(MalformedMessage)
 _DIGESTS: Final = Columns(Digest, wire.CardDigests, _REFUSE, key=Mapped("node_keys"), version=Mapped("versions"), beat=Mapped("beats"))
-_STAMPS: Final = Columns(
-    Stamp,
-    wire.Stamps,
-    _REFUSE,
-    key=Mapped("node_keys"),
-    version=Mapped("versions"),
-    beat=Mapped("beats"),
-    proof=Mapped("proofs", None, b"".join, partial(split_bytes, size=PROOF_BYTES)),
-    age_s=Mapped("ages_ms", None, lambda ages: map(to_ms, ages), lambda ages: map(from_ms, ages)),
-)
 _SIGNED: Final = {
     # What is signed is checked by whoever reads, and given.
     "revocations": Mapped(write=lambda told: [wire.SignedRevocation.FromString(one.sealed) for one in told]),
     "cards": Mapped(write=lambda cards: [write_passed(passed) for passed in cards]),
     "revocation_list": Mapped(write=lambda said: wire.SignedRevocationList.FromString(said.sealed)),
 }
-_COLUMNS: Final = {"stamps": Mapped(write=lambda stamps: _STAMPS.write(stamps) if stamps else None, read=_STAMPS.read, always=True)}
 _REQUEST: Final = Codec(
     ExchangeRequest,
     wire.ExchangeCapabilitiesRequest,
     _REFUSE,
-    {"digests": Mapped(write=_DIGESTS.write, read=lambda digests: frozenset(_DIGESTS.read(digests))), **_COLUMNS, **_SIGNED},
+    {"digests": Mapped(write=_DIGESTS.write, read=lambda digests: frozenset(_DIGESTS.read(digests))), **_SIGNED},
     given=_SIGNED,
+    beside=["protocol"],
 )
 _REPLY: Final = Codec(
     Reply,
     wire.ExchangeCapabilitiesResponse,
     _REFUSE,
-    {"wanted": Mapped(write=_DIGESTS.write, read=_DIGESTS.read, always=True), **_COLUMNS, **_SIGNED},
+    {"wanted": Mapped(write=_DIGESTS.write, read=_DIGESTS.read, always=True), **_SIGNED},
     given=_SIGNED,
+    beside=["protocol"],
 )
-write_request: Final = _REQUEST.write
-write_reply: Final = _REPLY.write
+
+
+def write_request(request: ExchangeRequest, protocol: int = PROTOCOL_VERSION) -> wire.ExchangeCapabilitiesRequest:
+    return _REQUEST.write(request, protocol=protocol)
+
+
+def write_reply(reply: Reply, protocol: int = PROTOCOL_VERSION) -> wire.ExchangeCapabilitiesResponse:
+    return _REPLY.write(reply, protocol=protocol)
 
 
 def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
@@ -170,8 +169,9 @@ async def _signed(
 ) -> dict[str, Any]:
     """What holds of what is signed."""
 
-    def passed(one: wire.PassedCard) -> PassedCard:
-        return PassedCard(opener.card(one.card), one.beat, one.proof, from_ms(one.age_ms))
+    def passed(one: wire.PassedCard) -> PassedCard | None:
+        sealed = opener.card(one)
+        return None if sealed is None else PassedCard(sealed, from_ms(one.age_ms))
 
     return {
         "revocations": await _read(message.revocations, opener.revocation, refuse),
@@ -180,15 +180,16 @@ async def _signed(
     }
 
 
-async def _read(messages: Iterable[Message], read: Callable[[Message], Held], refuse: Refuse) -> tuple[Held, ...]:
-    """What holds, in order."""
+async def _read(messages: Iterable[Message], read: Callable[[Message], Held | None], refuse: Refuse) -> tuple[Held, ...]:
+    """Return what holds and is not None, in order."""
     taken: list[Held] = []
     lies = 0
     for place, message in enumerate(messages):
         if place % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
             await asyncio.sleep(0)
         try:
-            taken.append(read(message))
+            if (held := read(message)) is not None:
+                taken.append(held)
         except FleetError as error:
             refuse(error)
             lies += 1
@@ -226,19 +227,35 @@ class MemberOpener:
     """A `CardOpener`.
 
     Args:
-        lacks: told whose card came without a certificate that fits, so that it is asked for.
+        lacks: told whose card came without a certificate that fits, or as a signature of another card than is held, so that it is asked for whole.
+        held: the card of a key and version that this node holds, for a newer signature of it that came alone.
         remembered: cards and certificates kept; those used longest ago are forgotten.
     """
 
-    def __init__(self, root: FleetRoot, voids: Voids, lacks: Callable[[NodeId], None], clock: Clock, remembered: int = 1024) -> None:
-        self._root, self._voids, self._lacks, self._clock = root, voids, lacks, clock
+    def __init__(
+        self,
+        root: FleetRoot,
+        voids: Voids,
+        lacks: Callable[[NodeId], None],
+        held: Callable[[int, int], SealedCard | None],
+        clock: Clock,
+        remembered: int = 1024,
+    ) -> None:
+        self._root, self._voids, self._lacks, self._held, self._clock = root, voids, lacks, held, clock
         self._certificates: LRUCache[NodeId, SealedCard] = LRUCache(remembered)
         self._revocations: LRUCache[bytes, SealedRevocation] = LRUCache(REVOCATIONS_REMEMBERED)
         self._list: tuple[bytes, SealedList] | None = None
         self._opened: LRUCache[bytes, SealedCard] = LRUCache(remembered)
         """By hash: what comes by several ways, or again and again, costs one check."""
 
-    def card(self, signed: wire.SignedCard) -> SealedCard:
+    def card(self, passed: wire.PassedCard) -> SealedCard | None:
+        signed = passed.card
+        if not signed.card and passed.version:
+            holds = self._held(passed.node_key, passed.version)
+            if holds is None:
+                return None
+            whole = wire.SignedCard.FromString(holds.sealed)
+            signed = wire.SignedCard(card=whole.card, beat=signed.beat, signature=signed.signature)
         key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
         known = self._opened.get(key)
         if known is not None and not self._voids(known.card.node_id, known.issued_at):

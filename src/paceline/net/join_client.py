@@ -33,6 +33,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.text import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.net.join_host import HINT_KEY, MAX_PEERS
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.rpc_faults import fleet_error_of, unless_closed
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import JOIN_NAME, FleetRoot, is_address, make_key, make_request, read_join_certificate
@@ -156,7 +157,11 @@ async def _join_at(address: str, shown: x509.Certificate, token: JoinToken, node
         try:
             answer = await JoinServiceStub(channel).Join(
                 wire.JoinRequest(
-                    certificate_request=request, token_id=token.token_id.hex(), proof=token.proof(request, nonce), nonce=nonce
+                    certificate_request=request,
+                    token_id=token.token_id.hex(),
+                    proof=token.proof(request, nonce),
+                    nonce=nonce,
+                    protocol=PROTOCOL_VERSION,
                 ),
                 timeout=ANSWER_S,
             )

@@ -175,7 +175,7 @@ class JoinHost(JoinServiceServicer):
     # ------------------------------------------------------------------------------------------------------------ for newcomers
 
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
-        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
+        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce, request.protocol)
         try:
             # Signing and waiting for the disk are not for the event loop.
             async with self._deciding:

@@ -1,8 +1,8 @@
-"""A frozen dataclass as a message and back, by a table that names what is not plain.
+"""Conversion between a frozen dataclass and a message, by a table of the fields that need one.
 
-Law: a field of one name on both sides needs no entry. What a table leaves out, on either side, is a ValueError where the table is made, so a field
-that is added to one side alone is found at once. `read` converts, `check` holds a value against its bounds, and `read_checked` does both and raises
-nothing but the table's own error: it is for whatever another node said.
+Law: a field with the same name on both sides needs no entry. A field that the table misses, on either side, raises ValueError where the table is
+made, so a field that is added to one side alone is found at once. `read` converts, and `check` checks a value against its bounds. `read_checked`
+does both and raises only the table's own error: it is for data from another node.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 
 RefuseField = Callable[[str, str], PacelineError]
-"""Makes an error of what is wrong and the field it is about."""
+"""Function that makes an error from a text and the name of the field it is about."""
 MOST_MS: Final = (1 << 32) - 1
 
 
 def split_bytes(data: bytes, size: int) -> tuple[bytes, ...]:
-    """Pieces of `size` bytes that were joined; the last has what is left."""
+    """Split joined pieces of `size` bytes. The last piece has the rest."""
     return tuple(data[at : at + size] for at in range(0, len(data), size))
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Of a text, of bytes, or of a tuple whose elements are sound each."""
+    """Bound on the length of a text, of bytes or of a tuple. `each` checks every element."""
 
     least: int
     most: int
@@ -54,11 +54,12 @@ class Mapped:
     """How one field travels.
 
     Args:
-        name: in the message, where it is another one. Of several, `write` returns as many values and `read` takes them.
-        bound: of the dataclass's value. None as a value is always sound, and left out of the message.
-        codec: of a field that is another message, or a tuple of them.
-        always: it is read where it is absent, too; else what is absent, of a field that can be, is None.
-        called: in refusals, where the field's own name says less.
+        name: of the field in the message, if it differs. With several names, `write` returns as many values and `read` takes them.
+        bound: of the dataclass's value. None as a value is always valid, and left out of the message.
+        write, read: convert a value to the message's form and back; None: the value stays as it is.
+        codec: for a field that is another message, or a tuple of them.
+        always: read the field even if it is absent; otherwise an absent optional field is read as None.
+        called: name of the field in refusals, where its own name says less.
     """
 
     name: str | tuple[str, ...] = ""
@@ -71,15 +72,18 @@ class Mapped:
 
 
 class Codec(Generic[V, M]):
-    """One dataclass and one message.
+    """Codec between one dataclass and one message.
 
     Args:
-        refuse: makes the error of a value that is out of its bounds.
-        fields: those that are not plain; a name, a bound or a codec alone stands for a `Mapped` with nothing else.
-        bounds: of all fields of a type, by its name, that have none of their own.
-        also: says what is wrong between fields; empty where nothing is.
-        given: fields of the dataclass that whoever reads gives, unless they have a default. The message has those alone that `fields` names.
-        beside: fields of the message that the dataclass does not have: whoever writes gives them.
+        kind: the dataclass.
+        message: the message.
+        refuse: makes the error for a value out of its bounds.
+        fields: entries for fields that need one; a name, a bound or a codec alone stands for a `Mapped` with nothing else.
+        bounds: bounds by the name of a type, for all its fields without a bound of their own.
+        also: returns what is wrong between fields; empty if nothing is.
+        given: fields of the dataclass that the caller of `read` passes, unless they have a default. The message has only those of them that `fields`
+            names.
+        beside: fields of the message that the dataclass does not have: the caller of `write` passes them.
     """
 
     def __init__(
@@ -135,10 +139,10 @@ class Codec(Generic[V, M]):
         return self._message(**said, **beside)
 
     def read(self, message: M, /, **given: Any) -> V:
-        """What a message says, within no bounds.
+        """Convert a message to the dataclass, without checking bounds.
 
         Raises:
-            ValueError: it has a value that nothing here has.
+            ValueError: the message has a value that the dataclass can't hold.
         """
         values: dict[str, Any] = dict(zip(self._attrs, self._get_names(message), strict=True))
         for attr, name, presence, read in self._reads:
@@ -155,13 +159,13 @@ class Codec(Generic[V, M]):
         return tuple([self.read(message) for message in messages])
 
     def read_checked(self, message: M, /, what: str, **given: Any) -> V:
-        """What another node's message says.
+        """Convert another node's message to the dataclass, and check it.
 
         Args:
-            what: it is, for the error.
+            what: names the message in the error.
 
         Raises:
-            PacelineError: `refuse`'s, of a value that is out of its bounds.
+            PacelineError: made by `refuse`, for a value out of its bounds.
         """
         try:
             value = self.read(message, **given)
@@ -171,10 +175,14 @@ class Codec(Generic[V, M]):
         return value
 
     def check(self, value: V, what: str, refuse: RefuseField | None = None) -> None:
-        """Hold a value against its bounds.
+        """Check a value against its bounds.
+
+        Args:
+            what: names the value in the error.
+            refuse: makes the error in place of the codec's own.
 
         Raises:
-            PacelineError: `refuse`'s.
+            PacelineError: made by `refuse`.
         """
         refuse = refuse or self._refuse
         for (called, bound, codec, repeated), got in zip(self._checks, self._get_checked(value), strict=True):
@@ -190,7 +198,7 @@ class Codec(Generic[V, M]):
 
 
 class Columns(Generic[V, M]):
-    """Rows, each a dataclass or a named tuple, as the columns of one message. A column's `write` and `read` take all of it.
+    """Codec between rows (dataclasses or named tuples) and one message that holds their columns. A column's `write` and `read` take the whole column.
 
     Args:
         columns: by the row's fields, in their order.
@@ -206,10 +214,10 @@ class Columns(Generic[V, M]):
         return self._message(**{name: write(column) for (name, write, _), column in zip(self._columns, columns, strict=False)})
 
     def read(self, message: M) -> tuple[V, ...]:
-        """The rows.
+        """Convert the columns to rows.
 
         Raises:
-            PacelineError: `refuse`'s: the columns differ in length.
+            PacelineError: made by `refuse`: the columns differ in length.
         """
         try:
             rows = zip(*(read(getattr(message, name)) for name, _, read in self._columns), strict=True)
@@ -219,17 +227,17 @@ class Columns(Generic[V, M]):
 
 
 def refuse_with(kind: type[PacelineError]) -> RefuseField:
-    """Refuses with an error that names no field of its own."""
+    """Return a `RefuseField` that makes errors of one kind and ignores the field."""
     return lambda text, _: kind(text)
 
 
 def or_none(bound: Bound | None = None, name: str = "") -> Mapped:
-    """A text or a number that is empty, or 0, in the message where the dataclass has None."""
+    """Map None of the dataclass to an empty text or 0 in the message."""
     return Mapped(name, bound, None, lambda got: got or None)
 
 
 def milliseconds(name: str, bound: Bound | None = None) -> Mapped:
-    """Seconds, as whole milliseconds of 32 bits."""
+    """Map seconds to whole milliseconds of 32 bits."""
     return Mapped(name, bound, to_ms, from_ms)
 
 
@@ -242,7 +250,7 @@ def from_ms(ms: int) -> float:
 
 
 def layer_span(bound: Bound | None = None) -> Mapped:
-    """Layers, as their first and the one behind their last."""
+    """Map a layer range to two fields: its first layer, and the layer after its last."""
     return Mapped(("first_layer", "stop_layer"), bound, lambda layers: (layers.start, layers.stop), LayerRange)
 
 
@@ -273,7 +281,7 @@ def _same(value: Any) -> Any:
 
 
 def _getter(names: Collection[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads attributes of those names, always as a tuple."""
+    """Return a function that reads the attributes of these names, always as a tuple."""
     match [*names]:
         case []:
             return lambda _: ()

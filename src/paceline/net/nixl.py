@@ -1,9 +1,9 @@
-"""NIXL between two processes of one user on one host: one reads the other's memory, and no socket lies between them.
+"""NIXL between two processes of one user on one host: one process reads the other's memory, without a socket in between.
 
-Law: UCX, which NIXL moves bytes with, checks nobody. Over TCP, whoever reaches its port writes this process's memory; and what describes an agent is
-parsed by code that believes it. So an agent here has the transports of shared memory and no port, and meets only a process that was shown to run as
-this user on this host (`HostDoor`): such a one may read and write this one's memory anyway. Nothing is written into another process but the token
-that says what was read.
+Law: UCX, the transport below NIXL, authenticates no peer. Over TCP, any peer that reaches its port can write this process's memory, and the parser
+of an agent's description trusts its input. So an agent here has only shared-memory transports and no port. It connects only to a process that proved
+(`HostDoor`) to run as this user on this host: such a process may read and write this one's memory anyway. The only thing written into another
+process is the token that says what was read.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from paceline.core.errors import NixlFailed
 from paceline.core.ids import NodeId
 
 PACKAGE: Final = "nixl_cu12"
-"""The one of NIXL's builds that is asked for. On the memory of processors it needs nothing of CUDA's."""
+"""The only build of NIXL that is used. For memory of processors it needs no part of CUDA."""
 PROOF_BYTES: Final = 32
 TOKEN_BYTES: Final = 16
 PIECE_BYTES: Final = 1 << 20
-"""Of one read, which holds the interpreter. Raising it: fewer calls, and other threads wait for longer."""
+"""Bytes of one read, which holds the interpreter lock. Raising it: fewer calls, and other threads wait longer; lowering it: more calls for each slot."""
 KNOCK_S: Final = 1.0
 PAUSE_S: Final = 200e-6
-"""Between two looks at what is not done yet."""
+"""Seconds between two checks of an unfinished read. Raising it: each read ends later; lowering it: more time goes into checks."""
 _PEER = struct.Struct("3i")
 _SETTINGS = {
     "UCX_TLS": "posix,cma,self",
-    "UCX_MODULES": "cma",  # no others are loaded: those of network cards would look for cards
+    "UCX_MODULES": "cma",  # no other modules are loaded: those of network cards would search for cards
     "UCX_HANDLE_ERRORS": "none",  # signals stay Python's
     "UCX_MEM_EVENTS": "n",  # malloc stays the system's
     "UCX_VFS_ENABLE": "n",
-    "UCX_LOG_LEVEL": "fatal",  # what goes wrong is raised
+    "UCX_LOG_LEVEL": "fatal",  # errors are raised instead
     "NIXL_LOG_LEVEL": "FATAL",
 }
 _FOLDERS_SETTINGS = "ucx.conf"
-"""What UCX reads in the current folder. Its author may be a stranger, and it can name libraries to load and files to write."""
+"""File from which UCX reads settings in the current folder. Another user may have written it, and it can name libraries to load and files to write."""
 
 
 def is_installed() -> bool:
-    """Whether this system can have an agent. Loads nothing."""
+    """Return whether this system can have an agent. Loads nothing."""
     return sys.platform == "linux" and find_spec(PACKAGE) is not None
 
 
 class HostDoor:
-    """Tells what proves that one was here to processes of this user on this host whose memory this one may read, and to no others. On the event loop.
+    """Socket that gives a proof of presence to processes of this user on this host, if this process may read their memory. Lives on the event loop.
 
-    A proof is of one node and one ticket: what is handed on opens nothing for another, nor another stream.
+    A proof is for one node and one ticket. A proof that is passed on is useless to another node, and for another stream.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class HostDoor:
         self._listening: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Raises OSError where the system has no such sockets."""
+        """Open the socket. Raises OSError if the system has no abstract Unix sockets."""
         self._listening = await asyncio.start_unix_server(self._answer, _path(self.name))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if self._listening is not None:
             self._listening.close()
             self._listening = None
 
     def proof(self, node_id: NodeId, ticket: bytes) -> bytes:
-        """What is said to a node that was given a ticket. Any thread."""
+        """Return the proof (`PROOF_BYTES` bytes) that the node with this ticket must present. Any thread."""
         return self._seal(_visit(node_id, ticket))
 
     def _seal(self, visit: bytes) -> bytes:
@@ -91,7 +91,7 @@ class HostDoor:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with suppress(OSError, EOFError):  # who knocked is gone, or says nothing
+            with suppress(OSError, EOFError):  # the process that knocked is gone, or sends nothing
                 if (process := _own_process(writer.get_extra_info("socket"))) and _may_be_read(process):
                     async with asyncio.timeout(KNOCK_S):
                         writer.write(self._seal(await reader.readexactly(PROOF_BYTES)))
@@ -100,7 +100,11 @@ class HostDoor:
 
 
 def knock(name: str, node_id: NodeId, ticket: bytes) -> bytes | None:
-    """What a door says to this node, which was given a ticket; None: there is none of this user on this host. Blocks, for `KNOCK_S` a step at most."""
+    """Get a proof for this node and a ticket from the door called `name`. Blocks, for at most `KNOCK_S` a step.
+
+    Returns:
+        The proof; None if no such door of this user is on this host.
+    """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(KNOCK_S)
         try:
@@ -115,17 +119,17 @@ def knock(name: str, node_id: NodeId, ticket: bytes) -> bytes | None:
 
 
 def _visit(node_id: NodeId, ticket: bytes) -> bytes:
-    """Names who knocks, and for which of the tickets, which are all of one length."""
+    """Return the digest that names the node that knocks and its ticket. All tickets have one length, so the two can't run into each other."""
     return blake2b(ticket + node_id.encode(), digest_size=PROOF_BYTES).digest()
 
 
 def _path(name: str) -> str:
-    """In Linux's abstract namespace, which is the network namespace's: no file is left behind."""
+    """Return the address of a door in Linux's abstract namespace, which belongs to the network namespace. No file is left behind."""
     return f"\0paceline-{name}"
 
 
 def _own_process(sock: socket.socket | TransportSocket) -> int:
-    """The process at the other end, where it is this user's; else, and where it is out of sight in a container, 0."""
+    """Return the id of the process at the other end, if it is this user's; 0 otherwise, and for a process out of sight in another container."""
     process, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process if user == os.geteuid() else 0
 
@@ -135,7 +139,9 @@ class _Span(ctypes.Structure):
 
 
 def _may_be_read(process: int) -> bool:
-    """Whether the kernel has this process read another's memory. Where it does not, UCX has the other send it, which then must not end nor sleep."""
+    """Return whether the kernel lets this process read another's memory. If not, UCX makes the other process send it, which then must neither end nor
+    sleep.
+    """
     try:
         if any(Path(f"/proc/{process}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "user")):
             return False
@@ -145,11 +151,11 @@ def _may_be_read(process: int) -> bool:
     here, there = _Span(ctypes.addressof(into), 1), _Span(at_nothing, 1)
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     ctypes.CDLL(None, use_errno=True).process_vm_readv(process, ctypes.byref(here), one, ctypes.byref(there), one, none)
-    return ctypes.get_errno() == errno.EFAULT  # it was looked for, and nothing is there
+    return ctypes.get_errno() == errno.EFAULT  # the kernel looked at the address, and nothing is mapped there
 
 
 class StagedMemory:
-    """Memory in slots that an agent's peer may read, or that is read into. Made by `NixlAgent.stage`."""
+    """Memory in slots, which an agent's peer may read or which receives a peer's data. Made by `NixlAgent.stage`."""
 
     def __init__(self, agent: NixlAgent, n_slots: int, slot_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -163,20 +169,20 @@ class StagedMemory:
         return self._memory[place * self.slot_bytes : (place + 1) * self.slot_bytes]
 
     def describe(self) -> bytes:
-        """What a peer opens it with."""
+        """Return the description that a peer needs to open this memory."""
         return self._agent.call("get_partial_agent_metadata", self._registered[0], True, ["UCX"])
 
     def close(self) -> None:
-        """Have no one read it any more. Its memory goes with its last slot that is held. Idempotent, from any thread."""
+        """Stop peers from reading it. The memory itself is freed with the last slot in use. Idempotent, from any thread."""
         with suppress(IndexError):
             self._agent.call("deregister_memory", self._registered.pop())
 
 
 class NixlAgent:
-    """Of one node; for any thread.
+    """NIXL agent of one node. Thread-safe.
 
     Raises:
-        NixlFailed: the library is not there, or can't be used here. So do all calls.
+        NixlFailed: the library is missing, or can't be used here. All methods raise it, too.
     """
 
     def __init__(self) -> None:
@@ -193,40 +199,40 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = (*made, RuntimeError, ValueError)
         self._lock = threading.Lock()
         self._read = Counter[bytes]()
-        """Slots of each transfer that its peer has read."""
+        """Slots of each transfer that its peer has read, by the transfer's token."""
         self._met = Counter[str]()
-        """Readings of each peer's memory."""
+        """Open readings of each peer's memory, by the peer's name."""
         self._lost: list[object] = []
-        """What a peer's bytes may still come into, and what says so to the library: never used again."""
+        """Handles and memory of reads that did not end. The library may still write into them, so they are never reused or freed."""
         strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
         try:
             self._agent: Any = api.nixl_agent(f"paceline-{secrets.token_hex(8)}", config)
         except self._errors as error:
             raise NixlFailed(f"NIXL makes no agent: {error}") from error
-        # UCX's shared memory knows no other mode: a peer that is gone is noticed by the reader, and by the stream beside it.
+        # UCX's shared memory has no other mode. The reader notices a peer that is gone, and so does the tensor stream next to it.
         self.call("create_backend", "UCX", {"ucx_error_handling_mode": "none"})
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One of the library's own."""
+        """Call a function of the library; its errors become NixlFailed."""
         try:
             return getattr(self._agent, name)(*arguments)
         except self._errors as error:
             raise NixlFailed(f"NIXL's {name} failed: {error}") from error
 
     def stage(self, n_slots: int, slot_bytes: int) -> StagedMemory:
-        """Memory for one transfer."""
+        """Allocate and register memory for one transfer."""
         return StagedMemory(self, n_slots, slot_bytes)
 
     # ------------------------------------------------------------------------------------------------------------- whose memory is read
 
     def listen(self, token: bytes) -> None:
-        """Count what is read of a transfer from now on."""
+        """Begin to count what a peer reads of a transfer."""
         with self._lock:
             self._read[token] = 0
 
     def n_read(self, token: bytes) -> int:
-        """Slots of a transfer that its peer has read so far."""
+        """Return how many slots of a transfer its peer has read so far."""
         with self._lock:
             for tokens in self.call("get_new_notifs").values():
                 self._read.update(one for one in tokens if one in self._read)
@@ -239,14 +245,14 @@ class NixlAgent:
     # -------------------------------------------------------------------------------------------------------------------- who reads
 
     def meet(self, described: bytes) -> str:
-        """Be able to read what a peer described, which was shown to be at hand (`HostDoor`). Returns its name, for `part`."""
+        """Open a peer's memory for reading. The peer must have proved to be on this host (`HostDoor`). Returns the name for `part`."""
         with self._lock:
             name: str = self.call("add_remote_agent", described)
             self._met[name] += 1
             return name
 
     def part(self, name: str) -> None:
-        """Once for each `meet`."""
+        """Undo one `meet`. The last one closes the peer's memory."""
         with self._lock:
             self._met[name] -= 1
             if not self._met[name]:
@@ -254,16 +260,16 @@ class NixlAgent:
                 self.call("remove_remote_agent", name)
 
     def keep_for_good(self, *parts: object) -> None:
-        """Of a read that did not end."""
+        """Keep the parts of a read that did not end, so that they are never reused."""
         self._lost += parts
 
 
 class NixlReading:
-    """Reads a peer's slots, one at a time. For one thread.
+    """Reader of a peer's slots, one slot at a time. For one thread.
 
     Args:
-        described, address, n_slots, slot_bytes: the peer's memory, as its `StagedMemory` says.
-        token: told to the peer with each slot that was read.
+        described, address, n_slots, slot_bytes: the peer's memory, as its `StagedMemory` describes it.
+        token: sent to the peer with each slot that was read.
     """
 
     def __init__(self, agent: NixlAgent, described: bytes, address: int, n_slots: int, slot_bytes: int, token: bytes) -> None:
@@ -287,10 +293,10 @@ class NixlReading:
             raise
 
     def read(self, slot: int, deadline: float) -> memoryview:
-        """What one of them holds, by a deadline on the monotonic clock. Good until the next call.
+        """Read one slot, by a deadline on the monotonic clock. The result is valid until the next call.
 
         Raises:
-            NixlFailed: the peer is gone, or it took too long. No other slot is read then.
+            NixlFailed: the peer is gone, or the read took too long. No other slot can be read then.
         """
         agent, n = self._agent, self._each
         local, remote = self._handles
@@ -310,7 +316,7 @@ class NixlReading:
         return self._into.slot(0)
 
     def close(self) -> None:
-        """Nothing is let go of that a read may still use. Raises NixlFailed where the library can't end it."""
+        """Close the reading. Memory and handles that an unfinished read may still use are kept. Raises NixlFailed if the library can't end the reading."""
         if self._under_way is not None:
             self._agent.keep_for_good(self._under_way, *self._handles, self._into)
             return

@@ -22,6 +22,7 @@ from paceline.core.errors import (
     InvalidRequest,
     NodeUnreachable,
     NotTrusted,
+    OtherProtocol,
     Overloaded,
     PacelineError,
     PeerFloods,
@@ -49,6 +50,7 @@ _FIELDS: tuple[tuple[type[PacelineError], str, Callable[[Any], Any]], ...] = (
     (InvalidRequest, "field", lambda value: printable(str(value))),
     (Overloaded, "retry_after_s", int),
     (PeerFloods, "retry_after_s", float),
+    (OtherProtocol, "spoken", int),
     (NotTrusted, "who", lambda value: printable(str(value))),
     (ExecutorUnavailable, "code", lambda value: printable(str(value), 60)),
 )

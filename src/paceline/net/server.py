@@ -1,4 +1,4 @@
-"""The one gRPC port of a node: mTLS, every RPC checked by the guard, and an end that waits for answers under way, but not for long."""
+"""The one gRPC port of a node: mTLS, a guard that checks every RPC, and a stop that waits for open calls, but not for long."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from paceline.net.trust.identity import Identity
 
 
 class RpcMeter(grpc.aio.ServerInterceptor):
-    """Counts the RPCs a server answers, by method and outcome. Its first interceptor: what others refuse counts too."""
+    """Counter of the RPCs that a server answers, by method and outcome. It is the first interceptor, so that it counts what the others refuse."""
 
     def __init__(self) -> None:
         self.answered: Counter[str] = Counter()
-        """By method (Service/Method). Only methods that exist count, so a peer can't make up names."""
+        """Answered RPCs by method (Service/Method). Only methods that exist count, so a peer can't make up names."""
         self.failed: Counter[str] = Counter()
-        """Refused, cancelled or broken."""
+        """RPCs that were refused, cancelled or broken, by method."""
         self.open: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
@@ -52,49 +52,50 @@ class RpcMeter(grpc.aio.ServerInterceptor):
 
 
 MAX_CONNECTIONS = 3072
-"""Open at once, of members and of strangers whose handshake is under way. Raising it: what strangers can make a node hold, 70 KB each until
-`grpc.server_handshake_timeout_ms`; lowering it: strangers who open so many keep members out."""
+"""Open connections of members and of callers still in their handshake. Raising it: unauthenticated callers can make a node hold more, 70 KB each until
+`grpc.server_handshake_timeout_ms`; lowering it: fewer such callers suffice to keep members out."""
 IDLE_S = 300
-"""Without any call, until the server takes leave; the next call dials anew."""
+"""Seconds without any call until the server closes a connection; the next call dials again. Raising it: idle connections hold memory longer; lowering
+it: more calls begin with a handshake."""
 AGE_S = 3600
-"""Until calls go by a new connection, whose certificate is looked at again."""
+"""Seconds until new calls need a new connection. Raising it: after a renewal, a connection shows its old certificate longer; lowering it: more handshakes."""
 KIB = 1 << 10
 MAX_REQUEST_BYTES = 2112 * KIB
 """Largest message that gRPC gathers before this code sees it. It is a little more than any method takes, so a message that is too long for its method
-gets a typed error. Raising it: a caller makes this node hold more with messages that it never finishes (`handlers.MOST_READS`)."""
+gets a typed error. Raising it: a caller can make this node hold more by messages that it never finishes (`handlers.MOST_READS`)."""
 
 MAX_STREAMS = 128
-"""RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here
-at once (`engine.config.SHARES`), so that one more is refused in words and does not wait for a place."""
+"""Open RPCs of one connection. Raising it: a peer can hold more unfinished messages. The number exceeds the answers that a node may have here at once
+(`engine.config.SHARES`), so that one more gets a worded refusal and does not wait for a place."""
 SERVER_OPTIONS: Options = [
     *(option for option in COMMON if option[0] != RECEIVE),
     (RECEIVE, MAX_REQUEST_BYTES),
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
-    ("grpc.keepalive_permit_without_calls", 1),  # else a connection without calls outlives a machine that lost its power
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared
+    ("grpc.keepalive_permit_without_calls", 1),  # otherwise a connection without calls outlives a machine that lost its power
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-    ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that nothing reads yet to megabytes
+    ("grpc.http2.bdp_probe", 0),  # the probe would widen the window of calls that no handler reads yet to megabytes
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", IDLE_S * 1000),
-    ("grpc.max_connection_age_ms", AGE_S * 1000),  # calls under way go on
+    ("grpc.max_connection_age_ms", AGE_S * 1000),  # open calls go on
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One gRPC service of a node's port, and what is read of a request of each of its methods at most: a message takes 35 times its size once
-    it is parsed, on the event loop.
+    """One gRPC service of a node's port, and bounds on the requests of its methods. A message takes 35 times its size once it is parsed, and it is
+    parsed on the event loop.
     """
 
     register: Callable[[grpc.aio.Server], None]
     limits: Mapping[str, Limit]
-    """By Service/Method, with the least trust of a caller. A method without one is not answered."""
+    """Bounds by Service/Method, with the least trust of a caller. A method without an entry is not answered."""
 
 
 def secure_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
-    """Have a server listen at an address of this machine, or, where `host` is empty, at all of them. Returns the port; 0: it can't be had."""
+    """Make a server listen at one address of this machine, or at all of them if `host` is empty. Returns: the port; 0 if the port can't be bound."""
     for address in (host,) if host else ("::", "0.0.0.0"):  # noqa: S104  the second where there is no IPv6
         with suppress(RuntimeError):
             if bound := server.add_secure_port(join_host(address, port), credentials):
@@ -103,7 +104,7 @@ def secure_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc
 
 
 class NodeServer:
-    """A server that was not started yet, or runs."""
+    """The gRPC server of a node."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class NodeServer:
         )
 
     def add(self, *services: Service) -> None:
-        """Before `start`."""
+        """Add services. Call it before `start`."""
         for service in services:
             service.register(self._server)
             self._limits |= {f"/paceline.v1.{method}": limit for method, limit in service.limits.items()}
@@ -146,5 +147,5 @@ class NodeServer:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, and end those under way after `grace_s` at the latest."""
+        """Refuse new calls, and end open ones after `grace_s` seconds at the latest."""
         await self._server.stop(grace_s)

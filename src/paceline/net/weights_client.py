@@ -1,6 +1,6 @@
-"""Asks one node for weights. Every wait is bounded; what comes is what was asked for, in that order, or an error.
+"""Client for the weights of one node. Every wait is bounded. The data arrives in the order of the request, or an error is raised.
 
-Whether bytes are right is for their keeper to say: the description has their checksums.
+The caller checks the bytes against the checksums in the description.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class Piece:
 
 
 MOST_ANEW: Final = 8
-"""Descriptions of other models that a node may have to finish first."""
+"""Times that a node's progress may fall back, because it describes other models first. Raising it: a faulty node can keep a caller waiting longer."""
 
 
 class _Patience:
-    """Signs of life without progress are not waited for forever: in `idle_s` a piece's worth of files is examined, or something told."""
+    """Bound on waiting for a node that shows signs of life without progress. Within `idle_s` seconds it must examine a piece's worth of files, or send
+    a part of the description.
+    """
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s: Final = idle_s
@@ -68,10 +70,10 @@ class _Patience:
 
 
 class WeightsClient:
-    """One node's weights.
+    """Client of one node's weights.
 
     Args:
-        idle_s: longest wait for the next message. Raising it holds on longer to a node that went silent.
+        idle_s: seconds to wait for the next message. Raising it: a node that went silent is given up later.
     """
 
     def __init__(self, channel: grpc.aio.Channel, who: str, *, idle_s: float = 20.0) -> None:
@@ -80,14 +82,14 @@ class WeightsClient:
         self._idle_s: Final = idle_s
 
     async def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
-        """What the node's model with this digest is made of.
+        """Fetch the manifest of the node's model with this digest.
 
         Args:
-            examined: told (bytes, of bytes) while the node reads its files to describe them.
+            examined: called with (bytes, of bytes) while the node reads its files to describe them.
 
         Raises:
-            SourceLost: the node can't be reached, or does not have it.
-            WrongBytes: what it says contradicts itself.
+            SourceLost: the node can't be reached, or does not have the model.
+            WrongBytes: the description contradicts itself.
         """
         description, patience = WeightsDescription(digest), _Patience(self._idle_s)
         with self._unless_closed():
@@ -107,11 +109,11 @@ class WeightsClient:
         raise SourceLost(f"{self._who} stopped in the middle of its description")
 
     async def fetch(self, manifest: ModelManifest, runs: Sequence[PieceRun]) -> AsyncGenerator[Piece]:
-        """Pieces, in the order asked for. Close it (`contextlib.aclosing`) when leaving early.
+        """Fetch pieces, in the order of `runs`. Close the generator (`contextlib.aclosing`) to stop early.
 
         Raises:
-            SourceLost: the node went away, or has them no more.
-            WrongBytes: it sends other pieces than those asked for.
+            SourceLost: the node went away, or no longer has the model.
+            WrongBytes: the node sends other pieces than those asked for.
         """
         for first in range(0, len(runs), MAX_RANGES):
             some = runs[first : first + MAX_RANGES]
@@ -132,10 +134,11 @@ class WeightsClient:
                 call.cancel()
 
     async def fetch_runs(self, digest: str, runs: ByteRuns, arrived: Callable[[int], object] = lambda _: None) -> bytes:
-        """Bytes of a file that the node described. Nothing says whether they are right but that they come from it. Raises as `fetch` does.
+        """Fetch runs of bytes of a file that the node described. The description has no checksums for runs, so the bytes are unverified. Raises as
+        `fetch` does.
 
         Args:
-            arrived: told how many more have come, whenever some have.
+            arrived: called with the number of new bytes, whenever some arrive.
         """
         asked, got = list(runs.pieces()), list[bytes]()
         with self._unless_closed():
@@ -155,12 +158,12 @@ class WeightsClient:
         return b"".join(got)
 
     async def _end(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> None:
-        """Wait for the call's end, so that the node has room for the next one."""
+        """Wait until the call ends, so that the node has room for the next one."""
         if await self._next(call) is not None:
             raise WrongBytes(f"{self._who} sends more than was asked for")
 
     async def _next(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> Response | None:
-        """The next message; None at the end."""
+        """Return the next message; None at the end."""
         try:
             # Not wait_for: Python 3.11's loses a cancellation that comes together with the message.
             async with asyncio.timeout(self._idle_s):
@@ -170,7 +173,7 @@ class WeightsClient:
             raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
         except grpc.aio.AioRpcError as error:
             self._lost(error)
-        # The other thing that read() returns is its mark for the end, which the stubs don't name.
+        # At the end read() returns a marker, which the stubs don't name.
         return cast("Response", got) if isinstance(got, Message) else None
 
     @contextmanager

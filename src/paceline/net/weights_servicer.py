@@ -1,8 +1,10 @@
-"""Gives weights to other nodes: descriptions and pieces, of models in this machine's catalog and of nothing else.
+"""Serving weights to other nodes: descriptions and pieces of the models in this machine's catalog, and nothing else.
 
-Disks are read in threads. A stream holds at most two pieces in memory (one on its way, one read ahead), and only so many streams are served
-at once, half of them to one node; a node that comes then is told to try elsewhere. One that asks and does not read is left.
-Of a description that comes, its own numbers are checked before anything is made of it: sizes, counts and places that don't fit raise `WrongBytes`.
+Disks are read in threads. A stream holds at most two pieces in memory: one being sent, one read ahead. The number of streams is bounded, and one
+node gets at most half of them; further calls are refused, so that a node tries elsewhere. A caller that asks and does not read is dropped.
+
+`WeightsDescription` checks the numbers of a description from another node before it builds anything from them: sizes, counts and offsets that don't
+fit raise `WrongBytes`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from paceline.net.wire import weights_pb2_grpc
 MAX_FILES: Final = 4096
 MAX_TENSORS: Final = 1 << 20
 MAX_PIECES: Final = 1 << 22
-"""4 TiB of weights. Raising these lets a node that talks nonsense take more memory of who listens: about 100 bytes a tensor, 32 a piece."""
+"""Pieces of a model (4 TiB of weights). Raising these bounds: a faulty node can take more memory of its receiver, about 100 bytes a tensor and 32 a
+piece."""
 _MAX_NAME: Final = 512
 _TENSORS_A_PART: Final = 4096
 _PIECES_A_PART: Final = 16384
@@ -46,7 +49,7 @@ _TENSORS: Final = Columns(
 
 
 def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
-    """A description, in messages of at most about 0.5 MiB."""
+    """Yield a description in messages of at most about 0.5 MiB."""
     for first in range(0, len(manifest.files), _TENSORS_A_PART):
         yield wire.DescribeWeightsResponse(files=_FILE.write_all(manifest.files[first : first + _TENSORS_A_PART]))
     for number, file in enumerate(manifest.files):
@@ -70,7 +73,7 @@ class WeightsDescription:
         """Append a part.
 
         Raises:
-            WrongBytes: there is more of it than any model has, or its columns differ in length.
+            WrongBytes: the description has more parts than any model, a name is too long, or columns differ in length.
         """
         self._files.extend(part.files)
         for sums in part.pieces:
@@ -84,7 +87,7 @@ class WeightsDescription:
             raise WrongBytes("the description has more files, tensors or pieces than any model")
 
     def manifest(self) -> ModelManifest:
-        """What was described.
+        """Return the manifest that the parts describe.
 
         Raises:
             WrongBytes: the parts contradict one another.
@@ -112,39 +115,40 @@ logger = logging.getLogger(__name__)
 MAX_RANGES: Final = 4096
 _HEARTBEAT_S: Final = 1.0
 WRITE_S: Final = 20.0
-"""Raising it: callers that hang keep others from their weights for longer."""
+"""Seconds that a caller may leave a message untaken. Raising it: callers that hang keep others from their weights longer; lowering it: callers on slow
+links are dropped."""
 
 FetchContext = grpc.aio.ServicerContext[wire.FetchPiecesRequest, wire.FetchPiecesResponse]
 DescribeContext = grpc.aio.ServicerContext[wire.DescribeWeightsRequest, wire.DescribeWeightsResponse]
 
 
 class WeightsLibrary(Protocol):
-    """Where weights come from. Both methods block and may be called from any thread."""
+    """Source of the weights that are served. Its methods block and may be called from any thread."""
 
     def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
-        """Raises ModelNotFound or ModelFileError, and what `examined` raises."""
+        """Describe a model. Raises ModelNotFound or ModelFileError, and what `examined` raises."""
         ...
 
     def read(self, digest: str, file: int, piece: int) -> bytes:
-        """Raises ModelNotFound or ModelFileError."""
+        """Read one piece of a file. Raises ModelNotFound or ModelFileError."""
         ...
 
     def read_runs(self, digest: str, runs: ByteRuns) -> bytes:
-        """Raises ModelNotFound or ModelFileError."""
+        """Read runs of bytes of a file. Raises ModelNotFound or ModelFileError."""
         ...
 
 
 class _CallerLeft(Exception):
-    """No call waits for the description any more."""
+    """Error that stops a description after its caller has left."""
 
 
 class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
-    """Serves `library`.
+    """gRPC service that serves the weights of `library`.
 
     Args:
         admit: raises NotTrusted for callers that may not take weights.
-        streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
-        write_s: how long a caller may take nothing of what it asked for.
+        streams: open calls. Raising it: more nodes are served at a time and each of them slower, since they share the disk and the link.
+        write_s: seconds that a caller may leave a message untaken.
     """
 
     def __init__(self, library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4, write_s: float = WRITE_S) -> None:
@@ -153,12 +157,12 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self._free, self._share = streams, max(1, streams // 2)
         self._write_s: Final = write_s
         self._served: Final = Counter[str]()
-        """Calls under way, by caller. A node that loads layers of two models has two."""
+        """Open calls by caller. A node that loads layers of two models has two."""
         self._describing: Final = asyncio.Lock()
         self._examined = (0, 0)
-        """(bytes, of bytes) of the model that is read now; who waits for another one is told this too, as a sign that things go on."""
+        """(bytes, of bytes) of the model that is being read. Callers that wait for another model get these numbers too, as a sign of progress."""
 
-    # grpc.aio takes coroutines that write as well as generators; a cancelled coroutine ends at once, a generator when it is collected.
+    # grpc.aio accepts coroutines that write, as well as generators. A cancelled coroutine ends at once, a generator only when it is collected.
     async def DescribeWeights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: wire.DescribeWeightsRequest, context: DescribeContext
     ) -> None:
@@ -173,7 +177,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
 
         async def describe() -> ModelManifest:
             nonlocal begun
-            # One after the other: the second caller for a model finds what the first one's wait has made.
+            # One after the other: the second caller for a model finds the description that the first one waited for.
             async with self._describing:
                 begun = True
                 return await asyncio.to_thread(self._library.describe, request.digest, examined)
@@ -248,7 +252,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             async with asyncio.timeout(self._write_s):
                 await cast("Context", context).write(message)
         except TimeoutError:
-            # Not an abort: a status would wait behind what is not taken, and the place with it.
+            # Not an abort: its status would wait behind the message that is not taken, and the stream would stay occupied.
             logger.warning("%s takes nothing of the weights that it asked for: it is left", caller_of(cast("Context", context)))
             raise asyncio.CancelledError from None
 
@@ -266,7 +270,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
 
 
 _Place = tuple[int, int, ByteRuns | None]
-"""A file, a piece of it, or the place of runs in the request and which they are."""
+"""A file and a piece of it, with None; or a file, the number of its runs in the request, and the runs."""
 
 
 def _wanted(request: wire.FetchPiecesRequest) -> Iterator[_Place]:
@@ -278,7 +282,7 @@ def _wanted(request: wire.FetchPiecesRequest) -> Iterator[_Place]:
 
 
 async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound | ModelFileError) -> NoReturn:
-    """Say no. What a file is called here is not for others to know."""
+    """Refuse a call. The message does not name files of this machine."""
     if isinstance(error, ModelNotFound):
         await context.abort(grpc.StatusCode.NOT_FOUND, error.message)
     logger.warning("weights can't be given: %s", error)
@@ -286,7 +290,7 @@ async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound 
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
-    """Wait for a thread that was started; what became of it does not matter any more."""
+    """Wait until a thread's task ends, and ignore its result."""
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import LayerSpan
+from paceline.engine.drafts import DRAFTS
 from paceline.fleet.plan import ALONE
-from paceline.machine.build import build_engine, introduced
+from paceline.machine.build import KvBeside, build_engine, introduced
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.draft.sources import NodeDrafts
-from paceline.ways.kv.source import PeerKv
 from paceline.ways.tensor import load_group
 from paceline.ways.tensor.price import TENSOR
 
 if TYPE_CHECKING:
+    from paceline.ways.draft.sources import NodeDrafts
+    from paceline.ways.kv.source import PeerKv
     from paceline.ways.tensor.hosting import RankPlace
 
 
@@ -56,8 +57,18 @@ def build_node(
     clock = clock or SystemClock()
     home = Home.from_environment()
     in_fleet = home.is_in_fleet
-    drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
-    built = build_engine(settings, progress, clock, drafts, PeerKv if in_fleet else None, partial(load_group, places=places or {}))
+    drafts: NodeDrafts | None = None
+    kv_beside: KvBeside | None = None
+    # What reaches other nodes takes a third of a second to import, and a machine alone has none.
+    if in_fleet or settings.draft not in DRAFTS:
+        from paceline.ways.draft.sources import NodeDrafts
+
+        drafts = NodeDrafts(settings.draft, clock, in_fleet=in_fleet, on=settings.draft_on)
+    if in_fleet:
+        from paceline.ways.kv.source import PeerKv
+
+        kv_beside = PeerKv
+    built = build_engine(settings, progress, clock, drafts, kv_beside, partial(load_group, places=places or {}))
     warm = introduced(built, home, clock, is_shared=bool(places)) if in_fleet else None
     kept = drafts if built.drafts is drafts else None
 
@@ -73,7 +84,11 @@ def build_node(
         built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways, lambda: built.executor.lacks
     )
     built.loans.wake = host.wake
-    peers = built.beside if isinstance(built.beside, PeerKv) else None
+    peers: PeerKv | None = None
+    if in_fleet:
+        from paceline.ways.kv.source import PeerKv
+
+        peers = built.beside if isinstance(built.beside, PeerKv) else None
     if peers is not None:
         peers.role, peers.nixl = settings.role, settings.nixl
     place = built.setup.opened.location

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.backends import table
 from paceline.core.errors import ConfigError, ModelNotFound, PacelineError
@@ -26,9 +26,11 @@ from paceline.store.selection import is_path
 from paceline.ways.draft.price import Drafted
 from paceline.ways.kv.price import explain_prompts
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.build import PipelineOrder, request_of
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR, Shared
+
+if TYPE_CHECKING:
+    from paceline.ways.pipeline.routes.build import PipelineOrder
 
 WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
 
@@ -69,6 +71,8 @@ def plan_request(
     Raises:
         ConfigError: no way is left.
     """
+    from paceline.ways.pipeline.routes.build import request_of  # a machine alone plans nothing, and needs no connections
+
     others = tuple(NodeId(name) for name in ranks_on if name is not None)
     if others and len(ranks_on) == len(others) + 1:  # several ranks on one machine are in no plan: they stay a matter of this machine
         request = request_of(replace(order, pins=tuple(map(Pin, others)), own_layers=None), model, weights, own, lengths)

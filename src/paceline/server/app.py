@@ -9,12 +9,11 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
-from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.core.clock import SystemClock
@@ -26,6 +25,7 @@ from paceline.server.aliases import Aliases
 from paceline.server.anthropic import models as anthropic_models
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
+from paceline.server.application import Application
 from paceline.server.embedder import TextEncoder
 from paceline.server.embeddings import EmbeddingRequest
 from paceline.server.faults import Fault, Refusal, api_of, fault_of_error, server_fault
@@ -58,9 +58,9 @@ BODIES: tuple[type[BaseModel], ...] = (
 EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
-def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
+def document(app: Application, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
-    api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+    api = app.described()
     _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *EMBEDDING_BODIES)], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
@@ -90,14 +90,14 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
 
 
-def service_of(app: FastAPI) -> ApiService:
+def service_of(app: Application) -> ApiService:
     """The service of an application made by `create_app`."""
     return cast("ApiService", app.state.service)
 
 
 def create_app(
     inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None, models: Models[Any] | None = None
-) -> FastAPI:
+) -> Application:
     """The OpenAI API over `inference`.
 
     Args:
@@ -108,18 +108,15 @@ def create_app(
     service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+    async def lifespan(_: Application) -> AsyncGenerator[None, None]:
         yield
         service.close()
 
-    app = FastAPI(
+    app = Application(
         title="Paceline",
         version="1",
         description="One OpenAI endpoint out of the machines you own.",
         lifespan=lifespan,
-        redirect_slashes=False,
-        docs_url=None,  # its page loads scripts from elsewhere; /openapi.json stays
-        redoc_url=None,
     )
     app.state.service = service
     app.add_middleware(Guard, settings=service.settings, meter=service.meter)
@@ -136,7 +133,7 @@ def create_app(
     return app
 
 
-def _add_faults(app: FastAPI) -> None:
+def _add_faults(app: Application) -> None:
     """Errors leave as the path's API writes them, wherever they were raised."""
 
     async def answered(request: Request, error: Exception) -> Response:
@@ -159,7 +156,7 @@ def _add_faults(app: FastAPI) -> None:
         app.add_exception_handler(kind, answered)
 
 
-def _of_router(app: FastAPI, request: Request, error: HTTPException) -> Fault:
+def _of_router(app: Application, request: Request, error: HTTPException) -> Fault:
     """The router's own refusals."""
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
@@ -169,7 +166,7 @@ def _of_router(app: FastAPI, request: Request, error: HTTPException) -> Fault:
     return Fault(error.status_code, message, code=HTTP_CODES.get(error.status_code), headers=headers)
 
 
-def _add_routes(app: FastAPI, service: ApiService) -> None:
+def _add_routes(app: Application, service: ApiService) -> None:
     encoder, settings = service.embedder.encoder, service.settings
     refused, key = refusals(replies.ErrorReply, settings), refusals(replies.ErrorReply, settings, 401)
     stream = replies.event_stream(

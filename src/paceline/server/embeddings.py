@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.server.application import Application
 from paceline.server.embedder import MOST_INPUTS, Embedded, Embedder, Input, TextEncoder
 from paceline.server.fields import Body, ignored_fields, json_response, read_body
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
+from paceline.server.lazy_model import LazyModel
 from paceline.server.messages import Strict
 from paceline.server.replies import ErrorReply, body_of, refusals
 from paceline.server.requests import ModelName
@@ -37,25 +40,25 @@ class EmbeddingRequest(Strict):
     )
 
 
-class Embedding(BaseModel):
+class Embedding(LazyModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
+class EmbeddingUsage(LazyModel):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embeddings(BaseModel):
+class Embeddings(LazyModel):
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-def add_routes(app: FastAPI, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     answers = {200: {"model": Embeddings}, **refusals(ErrorReply, service.settings)}
 
     @app.post("/v1/embeddings", summary="Embed texts", responses=answers, openapi_extra=body_of(EmbeddingRequest))

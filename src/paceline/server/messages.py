@@ -15,11 +15,12 @@ from enum import Enum, auto
 from typing import Annotated, Any, Literal, cast
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json
 
 from paceline.core.errors import NotServed
 from paceline.server.formats.format import THOUGHTS
+from paceline.server.lazy_model import LazyModel
 
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
@@ -89,7 +90,7 @@ def only_types(why: str, *served: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Strict(BaseModel):
+class Strict(LazyModel):
     """No coercion ("1" is not 1). What becomes of fields that it does not have, which are kept, `server.fields` says."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
@@ -118,7 +119,7 @@ MEDIA: Mapping[str, str] = {
 """Types of parts that models here can't read, and what they are."""
 
 
-class MediaPart(BaseModel):
+class MediaPart(LazyModel):
     """A part that is not text. Models here read text only: a note replaces the part, or the request is refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)

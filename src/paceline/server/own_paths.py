@@ -17,14 +17,16 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
-from starlette.responses import HTMLResponse, JSONResponse
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from paceline.core.errors import UserError
 from paceline.machine.models import Models
+from paceline.server.application import Application
 from paceline.server.faults import Refusal, fault_of_mistake
 from paceline.server.fields import json_response
+from paceline.server.lazy_model import LazyModel
 
 if TYPE_CHECKING:
     from paceline.server.service import ApiService
@@ -57,7 +59,7 @@ def front_page(accept: str) -> Response:
     return JSONResponse({"name": "paceline", "api": "/v1", "models": "/v1/models", "health": "/health", "openapi": "/openapi.json"})
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(LazyModel):
     model: str = Field(min_length=1, max_length=4096)
 
 
@@ -65,7 +67,7 @@ class UnloadRequest(LoadRequest):
     wait_s: float = Field(default=0.0, ge=0, le=3600)
 
 
-def add_routes(app: FastAPI, service: ApiService, models: Models[Any]) -> None:
+def add_routes(app: Application, service: ApiService, models: Models[Any]) -> None:
     async def done(work: Coroutine[Any, Any, Result], request: Request) -> Result:
         try:
             return await service.while_wanted(work, request)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from paceline.server.lazy_model import LazyModel
 from paceline.server.settings import ServerSettings
 
 Documented = dict[int | str, dict[str, Any]]
@@ -52,18 +53,18 @@ def event_stream(data: str, event: str = "") -> dict[str, Any]:
     return {"text/event-stream": {"schema": {"type": "object", "required": required, "properties": properties}}}
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(LazyModel):
     cached_tokens: int
 
 
-class UsageReply(BaseModel):
+class UsageReply(LazyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(LazyModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -73,25 +74,25 @@ class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(LazyModel):
     content: list[ChatTokenLogprob]
     refusal: None
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(LazyModel):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(LazyModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishedBy
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(LazyModel):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -102,21 +103,21 @@ class ChatCompletion(BaseModel):
     kv_transfer_params: dict[str, Any] = Field(default_factory=dict, description=PARTED)
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(LazyModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(LazyModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishedBy
 
 
-class Completion(BaseModel):
+class Completion(LazyModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -127,7 +128,7 @@ class Completion(BaseModel):
     kv_transfer_params: dict[str, Any] = Field(default_factory=dict, description=PARTED)
 
 
-class ListedModel(BaseModel):
+class ListedModel(LazyModel):
     id: str
     object: Literal["model"]
     created: int
@@ -139,12 +140,12 @@ class ListedModel(BaseModel):
     )
 
 
-class ModelList(BaseModel):
+class ModelList(LazyModel):
     object: Literal["list"]
     data: list[ListedModel]
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(LazyModel):
     message: str
     type: str
     param: str | None
@@ -154,11 +155,11 @@ class ErrorDetail(BaseModel):
     )
 
 
-class ErrorReply(BaseModel):
+class ErrorReply(LazyModel):
     error: ErrorDetail
 
 
-class Health(BaseModel):
+class Health(LazyModel):
     status: Literal["ok", "stalled", "recovering", "failed", "stopping"]
     busy: bool
     seconds_since_step: float

@@ -25,18 +25,13 @@ from typing import Any, cast
 
 import ifaddr
 import uvicorn
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from fastapi import FastAPI
 
 from paceline.core.background import end_tasks
 from paceline.core.errors import ConfigError
 from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.ports import hold_port, listen_on
 from paceline.server.app import service_of
+from paceline.server.application import Application
 from paceline.server.faults import overloaded
 from paceline.server.guard import network_of
 from paceline.server.protocol import BoundedProtocol, bounded_protocol, whole_answer
@@ -216,7 +211,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: FastAPI,
+    app: Application,
     host: str,
     held: socket.socket,
     *,
@@ -291,6 +286,12 @@ def own_certificate(home: Home, hosts: Sequence[str], now: float) -> TlsFiles:
     Raises:
         ConfigError: they can't be kept.
     """
+    from cryptography import x509  # without --tls there is nothing to sign
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
     files = TlsFiles(home.api / "cert.pem", home.api / "key.pem", own=True)
     names = sorted({*own_names(), *hosts})
     moment = datetime.fromtimestamp(now, UTC)
@@ -334,6 +335,8 @@ def own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 def _is_good(files: TlsFiles, names: Sequence[str], now: datetime) -> bool:
+    from cryptography import x509
+
     try:
         certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
         held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

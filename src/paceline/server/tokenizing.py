@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.text import Tokenizer
+from paceline.server.application import Application
 from paceline.server.fields import ignored_fields, inner_request, json_response
+from paceline.server.lazy_model import LazyModel
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
 from paceline.server.replies import ErrorReply, body_of, refusals
 from paceline.server.requests import FIRST_SERVED, ChatCompletionRequest, ModelName, TokenId
@@ -48,19 +51,19 @@ class DetokenizeRequest(Strict):
     tokens: list[TokenId]
 
 
-class TokenPiece(BaseModel):
+class TokenPiece(LazyModel):
     id: int
     piece: str | list[int] = Field(description="Its text, or its bytes where they are not UTF-8.")
 
 
-class Tokenized(BaseModel):
+class Tokenized(LazyModel):
     tokens: list[int] | list[TokenPiece]
     count: int
     max_model_len: int
     token_strs: list[str] | None = Field(default=None, description="With `return_token_strs`.")
 
 
-class Detokenized(BaseModel):
+class Detokenized(LazyModel):
     prompt: str
     content: str
 
@@ -110,7 +113,7 @@ def detokenize(intake: Intake, body: bytes) -> Response:
     return json_response({"prompt": text, "content": text}, ignored_fields(asked))
 
 
-def add_routes(app: FastAPI, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(ErrorReply, service.settings)
 
     @app.post(

@@ -1,5 +1,6 @@
 """PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
 
+    layout                       version of all this, and the Paceline that wrote it
     config.toml                  settings that a person made: see `machine.config_file`
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
     partial/<digest>/            files, with holes, of a model that is being fetched or of which only some layers are needed here
@@ -33,10 +34,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from paceline.core.errors import ConfigError, FetchInProgress
 from paceline.core.files import Under, write_file
+from paceline.core.text import printable
 from paceline.store.faults import can_not_write
 
 logger = logging.getLogger(__name__)
@@ -54,12 +56,14 @@ class Home:
 
         Raises:
             ConfigError: it names the home of a user that the system does not know; or another user owns it or may write to it. Compiled kernels in
-                it are programs that run here, and its keys are this machine's identity.
+                it are programs that run here, and its keys are this machine's identity. Or it has another layout.
         """
         root = expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute()
         check_own(root)
+        check_layout(root)
         return cls(root)
 
+    layout = Under("layout")
     models = Under("models")
     partial = Under("partial")
     digests = Under("cache", "digests")
@@ -77,6 +81,41 @@ class Home:
     def is_in_fleet(self) -> bool:
         """True if this machine belongs to a fleet. Looks for one file, so it is cheap."""
         return (self.fleet / "identity.pem").exists()
+
+    def keep_layout(self, software: str) -> None:
+        """Write which layout this home has, unless that is written already.
+
+        Args:
+            software: the Paceline that writes it, as a person knows it.
+        """
+        if not self.layout.exists():
+            # A home that can't be written is reported by what needs it.
+            with contextlib.suppress(OSError):
+                write_file(self.layout, f"{LAYOUT} paceline {software}\n".encode())
+
+
+LAYOUT: Final = 1
+"""Version of the files in a home. Raising it: homes from before are refused, by `check_layout`, until the user moves them away. What is only a cache and
+is computed again does not count. A home without the file `layout` has layout 1: the file came later."""
+
+
+def check_layout(folder: Path) -> None:
+    """Refuse a home that has another layout. Nothing in it is changed.
+
+    Raises:
+        ConfigError: another version of Paceline wrote it.
+    """
+    try:
+        found, _, software = (folder / "layout").read_text(errors="replace")[:200].strip().partition(" ")
+    except OSError:
+        return
+    if found == str(LAYOUT):
+        return
+    by = printable(software) or "another version of Paceline"
+    raise ConfigError(
+        f"The home {folder} was written by {by}, in layout {printable(found) or 'unknown'}; this version uses layout {LAYOUT}",
+        "Move it away, or set PACELINE_HOME to another folder. Nothing in it was changed.",
+    )
 
 
 def check_own(folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compil
     monkeypatch.setattr(weights, "pack_model", pack_model)
     with pytest.raises(Packing):
         cpu.load(SeededWeights(SPEC), options(tmp_path))
-    assert packers == [("BF16", True)]
+    assert set(packers) == {("BF16", True)}
     assert not is_locked()
     with (
         kernel_cache.alone(),

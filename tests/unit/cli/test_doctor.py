@@ -25,6 +25,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.net.member import reach
 from paceline.net.member.reach import Barrier, Reach, Setting
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 
@@ -184,6 +185,17 @@ async def test_a_clock_that_is_wrong_and_other_versions_are_named(tmp_path: Path
         monkeypatch.setattr(doctor, "own_facts", lambda clock, port: _facts_of_another_arithmetic(clock, port))
         (versions,) = of(await found(tmp_path, "a", monkeypatch, *b.addresses), "versions", Level.PROBLEM)
         assert "its arithmetic is version 2, and this machine's 99" in versions.what
+
+
+@in_loop
+async def test_a_node_of_another_protocol_version_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = TestFleet()
+    enrolled(fleet, tmp_path, "a")
+    b = make_node(fleet, tmp_path, "b", protocol=PROTOCOL_VERSION + 1)
+    async with running(b):
+        (versions,) = of(await found(tmp_path, "a", monkeypatch, *b.addresses), "versions", Level.PROBLEM)
+    assert versions.subject == b.addresses[0]
+    assert f"b speaks protocol version {PROTOCOL_VERSION + 1}, and this machine version {PROTOCOL_VERSION}" in versions.what
 
 
 @in_loop

@@ -36,6 +36,7 @@ from paceline.fleet.eligibility import Clash, FleetView, LiveCard
 from paceline.machine.settings import NodeSettings
 from paceline.net.discovery import AddressBook
 from paceline.net.member.state import Looked, Sight
+from paceline.net.protocol import OtherVersion
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 
@@ -48,7 +49,12 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     book = AddressBook()
     book.failed("[fd00::2]:8154", "b refused: \x1b]0;pwned\x07\nb: all is well", 0.0)
     clash = Clash(NodeId("b"), ("[fd00::3]:1",), ("[fd00::4]:1",), 1.0)
-    sight = Sight(FleetView(NodeId("a"), (LiveCard(card, 1.0, 0, Trust.GUEST),), (clash,), ()), book.failures, 0)
+    sight = Sight(
+        FleetView(NodeId("a"), (LiveCard(card, 1.0, 0, Trust.GUEST),), (clash,), ()),
+        book.failures,
+        0,
+        other_versions=(OtherVersion(NodeId("c"), 1, 2), OtherVersion(NodeId("d"), 3, 2)),
+    )
     console = Console(file=io.StringIO(), width=200)
     _show(Looked("f" * 16, sight), console)
     assert isinstance(console.file, io.StringIO)
@@ -59,7 +65,11 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
         "[/red] ([int4])",
         "b: m layers 3 to 13 (int8, 1 of 4 streams)",
         "[fd00::2]:8154",
-        "[fd00::3]:1 and [fd00::4]:1",
+        "[fd00::3]:1, there at [fd00::4]:1",
+        "c speaks protocol version 1, and this machine version 2",
+        "Update Paceline on c",
+        "d speaks protocol version 3, and this machine version 2",
+        "Update Paceline on this machine",
         "?]0;pwned??b: all is well",
     ):
         assert part in shown

@@ -202,9 +202,9 @@ def test_a_source_that_has_nothing_to_give_is_not_asked() -> None:
 
 def test_who_is_not_there_cannot_be_asked_for() -> None:
     source = Knowing()
-    with pytest.raises(InvalidRequest, match="nobody drafts with 'absent'"):
+    with pytest.raises(InvalidRequest, match="o node drafts with 'absent'"):
         bench_with(source).add(ask_for(5, source, draft="absent"))
-    with pytest.raises(ConfigError, match="nobody drafts with 'absent'"):
+    with pytest.raises(ConfigError, match="o node drafts with 'absent'"):
         DraftingConfig("absent")
 
 
@@ -337,7 +337,7 @@ def test_a_request_may_name_who_came_later() -> None:
     assert came.forgotten == [SequenceId(0)]
     with pytest.raises(InvalidRequest, match="the request's ways are without draft"):
         bench.engine.add(replace(request, draft="late", ways=frozenset({"alone"})))
-    with pytest.raises(InvalidRequest, match="nobody drafts with 'later'") as refused:
+    with pytest.raises(InvalidRequest, match="o node drafts with 'later'") as refused:
         bench.engine.add(replace(request, draft="later"))
     assert refused.value.hint == "There are: auto, off, ngram, late."
 

@@ -508,7 +508,7 @@ class TestFailures:
         small = request("small", n_prompt=9, max_tokens=10)
         answers = bench.run(small, request("large", n_prompt=40, max_tokens=10))
         assert answers[RequestId("small"), 0].token_ids == answer_alone(small).token_ids
-        assert "has not the memory" in (answers[RequestId("large"), 0].error or "")
+        assert "too little memory" in (answers[RequestId("large"), 0].error or "")
         assert answers[RequestId("large"), 0].code == "shard_unavailable"
         assert bench.engine.stats().blocks_total == 8
 

@@ -7,13 +7,13 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from tests.unit.fleet.cards import card, chain, passed, sealed, stamp
+from tests.unit.fleet.cards import card, passed, sealed
 
 from paceline.core.errors import GossipRefused, MessageTooLarge, PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import CHAIN_LENGTH, Digest, ExchangeRequest, GossipCall, Ignored, Stamp, node_key
+from paceline.fleet.messages import Digest, ExchangeRequest, GossipCall, Ignored
 from paceline.fleet.presets import Bounds, Measures, lan
 
 MALLORY = NodeId("mallory")
@@ -22,7 +22,7 @@ BOUNDS = Bounds(max_nodes=64, max_cards=16)
 
 def gossip(bounds: Bounds = BOUNDS) -> Gossip:
     node = Gossip(NodeId("own"), replace(lan(), bounds=bounds), random.Random(0))
-    node.announce(sealed(card("own", 1)), chain("own", 1), 0.0)
+    node.announce(sealed(card("own", 1)), 0.0)
     return node
 
 
@@ -67,7 +67,6 @@ def test_buckets_are_kept_of_so_many_peers_only() -> None:
     "measures",
     [
         Measures(digests=1_000_000),
-        Measures(stamps=1_000_000),
         Measures(cards=17),
         Measures(cards=1, largest_card_bytes=1_000_000),
         Measures(revocations=1_000_000),
@@ -83,7 +82,6 @@ def test_a_message_at_the_bounds_is_admitted() -> None:
         MALLORY,
         Measures(
             digests=BOUNDS.max_nodes,
-            stamps=BOUNDS.max_nodes,
             cards=BOUNDS.max_cards,
             largest_card_bytes=BOUNDS.max_card_bytes,
             revocations=BOUNDS.max_revocations,
@@ -106,7 +104,7 @@ def test_thirty_thousand_ids_leave_a_full_registry_and_bounded_memory() -> None:
             answered = node.on_request(ExchangeRequest(digests=frozenset(), cards=cards), MALLORY, now + wave)
             ignored += sum(effect.count for effect in answered.effects if isinstance(effect, Ignored))
             assert len(answered.reply.cards) <= BOUNDS.max_cards
-            node.on_request(ExchangeRequest(stamps=(stamp(friend, wave // 20 + 1),)), NodeId("friend"), now + wave)
+            node.on_request(ExchangeRequest(cards=(passed(friend, beat=wave // 20 + 1),)), NodeId("friend"), now + wave)
             assert len(node.members) < BOUNDS.max_nodes
         return ignored
 
@@ -137,23 +135,6 @@ def test_digests_of_ids_that_do_not_exist_are_asked_for_and_not_remembered() -> 
     assert len(reply.wanted) == BOUNDS.max_nodes
     assert not node.members
     assert node.on_request(ExchangeRequest(digests=frozenset()), NodeId("friend"), 0.0).reply.wanted == ()
-
-
-def test_forged_stamps_change_nothing_but_that_the_card_is_asked_for_again() -> None:
-    node, friend = gossip(), card("friend", 1)
-    node.on_request(ExchangeRequest(cards=(passed(friend, beat=1),)), NodeId("friend"), 0.0)
-    forged = [
-        Stamp(node_key(friend.node_id), 1, beat, proof, 0.0)
-        for beat, proof in ((2, b"\0" * 16), (CHAIN_LENGTH, b"\1" * 16), (10**9, b"\2" * 16), (3, b""), (3, b"\3" * 1000))
-    ]
-    effects = node.on_request(ExchangeRequest(stamps=tuple(forged)), MALLORY, 1.0).effects
-    assert effects == (Ignored(MALLORY, None, "a stamp that its card disowns", len(forged)),)
-    held = node.view(1.0).get(friend.node_id)
-    assert held is not None
-    assert (held.beat, held.age_s) == (1, 1.0)
-    # It may be the card that is wrong: whoever holds one is asked for it, certificate and all.
-    wanted = node.on_request(ExchangeRequest(digests=frozenset([Digest(node_key(friend.node_id), 1, 1)])), MALLORY, 2.0).reply.wanted
-    assert wanted == (Digest(node_key(friend.node_id), 0),)
 
 
 def test_certificates_that_are_missing_for_made_up_ids_are_not_remembered() -> None:

@@ -61,7 +61,6 @@ cards = st.builds(
     mlx_version=names,
     software=names,
     leaving=st.booleans(),
-    stamp_anchor=st.binary(max_size=16),
     serves_shards=st.booleans(),
     shard_memory_bytes=sizes,
     devices=st.lists(st.builds(Device, names, names, sizes, sizes, sizes, sizes, st.lists(names, max_size=3).map(tuple)), max_size=2).map(

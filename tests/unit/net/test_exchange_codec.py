@@ -16,11 +16,10 @@ from tests.fakes.fleets import TestFleet, sealed_card
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError, MalformedMessage, MessageTooLarge, NotTrusted
 from paceline.fleet.card import SealedCard, SealedRevocation
-from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
+from paceline.fleet.messages import RENEWAL_BYTES, Digest, ExchangeRequest, PassedCard, Reply, node_key
 from paceline.net.exchange_codec import (
     MAX_EXCHANGE_PARTS,
     MOST_LIES,
-    PROOF_BYTES,
     MemberOpener,
     parse_reply,
     read_reply,
@@ -30,7 +29,7 @@ from paceline.net.exchange_codec import (
     write_request,
 )
 from paceline.net.trust.certificates import FleetRoot
-from paceline.net.trust.seals import open_revocation
+from paceline.net.trust.seals import open_revocation, sign_card
 from paceline.net.wire import fleet_pb2 as wire
 
 FLEET = TestFleet()
@@ -39,20 +38,17 @@ words = st.integers(0, (1 << 64) - 1)
 short = st.integers(0, (1 << 32) - 1)
 ages = st.integers(0, 1 << 31).map(lambda ms: ms / 1000)
 digests = st.builds(Digest, words, words, short)
-stamps = st.builds(Stamp, words, words, short, st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES), ages)
-cards = st.builds(PassedCard, st.sampled_from(CARDS), short, st.binary(max_size=PROOF_BYTES), ages)
+cards = st.builds(PassedCard, st.sampled_from(CARDS), ages)
 revocations = st.lists(st.sampled_from([FLEET.revoke("x"), FLEET.revoke("y")]), max_size=2, unique=True).map(tuple)
 requests = st.builds(
     ExchangeRequest,
     st.none() | st.frozensets(digests, max_size=4),
-    st.lists(stamps, max_size=4).map(tuple),
     st.lists(cards, max_size=4).map(tuple),
     revocations,
     st.binary(max_size=16),
 )
 replies = st.builds(
     Reply,
-    st.lists(stamps, max_size=4).map(tuple),
     st.lists(cards, max_size=4).map(tuple),
     st.lists(digests, max_size=4).map(tuple),
     revocations,
@@ -61,9 +57,10 @@ replies = st.builds(
 )
 
 
-def opener(lacking: list[str] | None = None) -> MemberOpener:
+def opener(lacking: list[str] | None = None, held: SealedCard | None = None) -> MemberOpener:
     told = [] if lacking is None else lacking
-    return MemberOpener(FLEET.authority.root, lambda _, __: False, told.append, SystemClock())
+    here = {} if held is None else {(node_key(held.card.node_id), held.card.version): held}
+    return MemberOpener(FLEET.authority.root, lambda _, __: False, told.append, lambda *which: here.get(which), SystemClock())
 
 
 def fail(error: FleetError) -> None:
@@ -96,7 +93,7 @@ def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
     "message",
     [
         wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=[1, 2], versions=[1], beats=[0, 0])),
-        wire.ExchangeCapabilitiesRequest(stamps=wire.Stamps(node_keys=[1], versions=[1], beats=[1], ages_ms=[1], proofs=b"x" * 32)),
+        wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=[1], versions=[1])),
     ],
 )
 def test_columns_of_different_lengths_are_refused(message: wire.ExchangeCapabilitiesRequest) -> None:
@@ -118,6 +115,32 @@ def test_a_card_without_its_certificate_is_read_by_the_one_that_is_known_and_els
     assert [passed.sealed for passed in asyncio.run(read_request(request, one, fail)).cards] == [CARDS[0]]
 
 
+def test_a_newer_signature_alone_renews_the_card_that_is_held_and_no_other() -> None:
+    alice = FLEET.member("alice")
+    held, other = sealed_card(alice, version=7), sealed_card(FLEET.member("alice"), version=7)
+    again = sign_card(alice, held.card, beat=2)
+    bare = write_passed(PassedCard(again, 1.5, with_card=False, with_certificate=False))
+    assert bare.ByteSize() <= RENEWAL_BYTES
+    request = wire.ExchangeCapabilitiesRequest(cards=[bare])
+    # Held, not held any more, held in another version, held from another process of the id.
+    assert read_with(opener(held=held), held, request) == ((PassedCard(again, 1.5),), [])
+    assert read_with(opener(), None, request) == ((), [])
+    assert read_with(opener(held=sealed_card(alice, version=8)), held, request) == ((), [])
+    lacking: list[str] = []
+    taken, refused = read_with(opener(lacking, held=other), other, request)
+    assert (taken, lacking, len(refused)) == ((), ["alice"], 1)
+
+
+def read_with(
+    one: MemberOpener, known: SealedCard | None, request: wire.ExchangeCapabilitiesRequest
+) -> tuple[tuple[PassedCard, ...], list[FleetError]]:
+    """The cards taken of a request by a node that knows a certificate, and what it refused."""
+    refused: list[FleetError] = []
+    if known is not None:
+        one.know(known)
+    return asyncio.run(read_request(request, one, refused.append)).cards, refused
+
+
 def test_a_forged_card_does_not_cost_the_others_their_way() -> None:
     messages = [write_passed(PassedCard(card)) for card in CARDS]
     messages[1].card.card += b"\x60\x09"  # a higher version
@@ -131,7 +154,7 @@ def test_of_a_peer_that_lies_on_and_on_the_rest_is_left_unread() -> None:
     checked: list[str] = []
 
     class Counting:
-        def card(self, signed: wire.SignedCard) -> SealedCard:
+        def card(self, passed: wire.PassedCard) -> SealedCard:
             checked.append("card")
             raise NotTrusted("a lie", who="mallory")
 
@@ -140,7 +163,7 @@ def test_of_a_peer_that_lies_on_and_on_the_rest_is_left_unread() -> None:
             raise NotTrusted("a lie", who="mallory")
 
     message = wire.ExchangeCapabilitiesRequest(
-        cards=[wire.PassedCard(beat=1)] * 100, revocations=[wire.SignedRevocation(revocation=b"x")] * 4096
+        cards=[wire.PassedCard(age_ms=1)] * 100, revocations=[wire.SignedRevocation(revocation=b"x")] * 4096
     )
     asyncio.run(read_request(message, Counting(), lambda _: None))
     assert Counter(checked) == {"card": MOST_LIES, "revocation": MOST_LIES}

@@ -21,6 +21,7 @@ from paceline.core.errors import (
     ModelAway,
     NodeUnreachable,
     NotTrusted,
+    OtherProtocol,
     Overloaded,
     PacelineError,
     PeerFloods,
@@ -59,6 +60,7 @@ def travelled(error: PacelineError) -> PacelineError:
         (PipelineStalled("still"), grpc.StatusCode.ABORTED),
         (ShardCorrupt("NaN"), grpc.StatusCode.DATA_LOSS),
         (NotTrusted("a guest", who="n"), grpc.StatusCode.PERMISSION_DENIED),
+        (OtherProtocol("newer", "Update", spoken=9), grpc.StatusCode.FAILED_PRECONDITION),
         (WayNotAllowed("otherwise", "Allow more.", field="ways"), grpc.StatusCode.INVALID_ARGUMENT),
         (ModelAway("soon"), grpc.StatusCode.UNAVAILABLE),
         (ExecutorUnavailable("no memory", code="load_failed"), grpc.StatusCode.UNAVAILABLE),
@@ -76,7 +78,16 @@ def test_an_error_keeps_its_type_and_fields(error: PacelineError, status: grpc.S
 
 
 ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PacelineError)}
-ARGUMENTS = {"retry_after_s": 7, "busy": ("m",), "who": "b", "status": "UNAVAILABLE", "code": "load_failed", "field": "ways", "spans": ()}
+ARGUMENTS = {
+    "retry_after_s": 7,
+    "busy": ("m",),
+    "who": "b",
+    "status": "UNAVAILABLE",
+    "code": "load_failed",
+    "field": "ways",
+    "spans": (),
+    "spoken": 7,
+}
 """What constructors of errors take beside a message."""
 
 

@@ -81,13 +81,12 @@ def load(
     from paceline.backends import kernel_cache
 
     prepare(lowering, options.kernel_cache)
-    from paceline.backends.cpu.pack import packer
+    from paceline.backends.cpu.ahead import compiling_ahead
+    from paceline.backends.cpu.kernels import kernels_of
     from paceline.backends.cpu.padding import Padded, padded
-    from paceline.backends.cpu.probe import numerics_id
-    from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
-    from paceline.backends.cpu.weights import pack_model
     from paceline.backends.holding import forms_by, held_bytes, matrices, part_bytes
+    from paceline.core.weights import EMBEDDING
 
     width = source.spec.hidden
     if padded(source.spec) is not source.spec:
@@ -97,12 +96,24 @@ def load(
     spec = source.spec if share is None else share.of(source.spec)
     weights = part_bytes(held_bytes(spec, form_of), options.layers, edges=options.edges)
     kv_blocks = -(-options.n_blocks // NEIGHBOURS) * NEIGHBOURS
-    check_kv(kv_blocks * BLOCK, spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
+    kv_token_bytes, free = spec.kv_bytes_per_token(options.layers), available_bytes() - weights
+    check_kv(kv_blocks * BLOCK, kv_token_bytes, free)
     forms = {form_of(name) for name in matrices(source.spec)}
-    with kernel_cache.alone(wait=False):  # who waits for bytes has patience for these, not for all that another process compiles
-        for form in forms:
-            packer(form)
-    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress, share=share)
+    needed = kernels_of(forms, form_of(EMBEDDING) if options.edges else None, mixture=spec.moe is not None, draws=options.edges)
+    room = free - kv_blocks * BLOCK * kv_token_bytes
+    with compiling_ahead(needed, options.threads, room, lowering or lowering_in_use() or Lowering.AVX2) as ahead:
+        # Imported once the other processes run.
+        from paceline.backends.cpu.pack import packer
+        from paceline.backends.cpu.probe import numerics_id
+        from paceline.backends.cpu.runner import CpuRunner
+        from paceline.backends.cpu.weights import pack_model
+
+        ahead.wait(packers=True)
+        with kernel_cache.alone(wait=False):  # who waits for bytes has patience for these, not for all that another process compiles
+            for form in forms:
+                packer(form)
+        model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress, share=share)
+        ahead.wait()
     # The rest behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
     with kernel_cache.alone():
         # Of the whole model: stages that hold other layers of it have the same id.

@@ -182,7 +182,7 @@ def _noise(token, high, low):
     return x ^ (x >> 16)
 
 
-@inner(error_model="numpy")
+@inner
 def log_of(x):
     bits = lanes.double_bits(x)
     exponent = (bits - ROOT_HALF) >> 52
@@ -195,7 +195,7 @@ def log_of(x):
     return exponent * LN2 + 2.0 * s * series
 
 
-@inner(error_model="numpy")
+@inner
 def race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last, high, low):
     """The token of the least log(E) - z among those that the filters leave.
 

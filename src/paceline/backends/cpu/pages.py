@@ -123,7 +123,7 @@ class KvPages:
         """Where blocks lie in a layer, counted in blocks of one head, from those of the first head; -1 pads."""
         places = self._places[ids]
         if places.size and int(places.min()) < 0:
-            self._give_places(np.unique(ids[places < 0]))
+            self._give_places(np.array(sorted(set(ids[places < 0].tolist())), ids.dtype))  # np.unique imports numpy.ma
             places = self._places[ids]
         return places
 

@@ -27,11 +27,12 @@ AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 # them so (`forms.Inputs`). ADDED has what attention or feed-forward adds, where that is normed first, TO_NORM
 # queries and keys where their norm is over all heads, and what first products give; Q_HELD and KV_HELD hold that, normed. Q_BF16 has queries; each gives its place to what attention mixed for it. Of a group of ranks, `*_PARTS` has this rank's
 # partial sums (`_multiply_parts`), `*_JOINS` how those of all ranks are added (`_add_partials`), ARRIVED, a cache line a rank, the exchange that each has reached.
+# DO_*: the functions that do tasks (`tasks`).
 # Of a mixture (`experts`): CHOICES, SHARES and PLACED have each row's experts, their shares, and where it lies among their rows; EXPERT_ROWS those rows.
 (X, X_BF16, H, H_16, H_BF16, ATT, ATT_16, ATT_BF16, ACT, ACT_16, ACT_BF16, Q_BF16, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES,
  RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, ADDED, TO_NORM, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, OUT_PARTS, DOWN_PARTS, OUT_JOINS, DOWN_JOINS, ARRIVED,
  EXPERT_ROWS, EXPERT_ROWS_16, EXPERT_ROWS_BF16, EXPERT_OUT, EXPERT_BOUNDS, EXPERT_SEGMENT, EXPERT_PARTS, COUNTS, CHOICES, SHARES, PLACED, ROUTED,
- Q_HELD, Q_HELD_16, Q_HELD_BF16, KV_HELD, KV_HELD_16, KV_HELD_BF16, Q_BOUNDS, KV_BOUNDS, N_BUFFERS) = range(56)  # fmt: skip
+ Q_HELD, Q_HELD_16, Q_HELD_BF16, KV_HELD, KV_HELD_16, KV_HELD_BF16, Q_BOUNDS, KV_BOUNDS, DO_ROWS, DO_HEADS, DO_PRODUCTS, DO_EXPERTS, N_BUFFERS) = range(60)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch. EXCHANGE: the number of the one that the group is at; only grows.
 ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, EXCHANGE, N_EXPERT_PARTS, N_BATCH = (

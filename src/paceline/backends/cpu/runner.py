@@ -24,6 +24,7 @@ from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.rows import GATES, embed_rows, reader
 from paceline.backends.cpu.shares import LANES, segment_bounds
 from paceline.backends.cpu.sizes import BLOCK, N_PIECE, NEIGHBOURS, PART, aligned, record_bytes
+from paceline.backends.cpu.tasks import task_function, task_places
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.holding import cutter_of, product_bytes, thread_bytes
@@ -215,6 +216,8 @@ class CpuRunner:
         buffers = np.zeros(places.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
+        for place in task_places(mixture=spec.moe is not None):
+            buffers[place] = task_function(place)
         if self._exchange is not None:
             buffers[places.ARRIVED] = self._exchange.arrived
             buffers[places.LOGITS] = self._logits.ctypes.data + 4 * LANES * self._model.share.vocab.start

@@ -18,12 +18,10 @@ from paceline.backends.cpu.attention import attend, finish, record_bytes, scratc
 from paceline.backends.cpu.heads import norm_heads, norm_low, project_head, project_low
 from paceline.backends.cpu.panels import hold, multiply
 from paceline.backends.cpu.phases import (
-    ATTEND,
     END,
     EXPERTS_DOWN,
     GATHER,
     HEAD_CHUNK,
-    LAST_BY_ROWS,
     NORM_ATTENTION,
     NORM_FFN,
     NORM_HEAD,
@@ -49,7 +47,6 @@ from paceline.backends.cpu.places import (
     ATTN_NORM,
     ATTN_OUT_NORM,
     BLOCK_STRIDE,
-    CONTROL,
     DOWN,
     DOWN_BOUNDS,
     DOWN_FROM,
@@ -67,7 +64,6 @@ from paceline.backends.cpu.places import (
     FINAL_NORM,
     FIRST_LAYER,
     GATE,
-    GROUPS,
     HEAD,
     HEAD_DIM,
     HEAD_ROWS,
@@ -278,7 +274,7 @@ def _sum_at(number, joins, sums, at, hidden, scratch):
 
 
 @inner
-def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
+def do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase that goes row by row."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     hidden, rows, per_task = sizes[HIDDEN], batch[ROWS], batch[ROWS_A_TASK]
@@ -319,7 +315,7 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
 
 
 @inner
-def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
+def do_heads(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of attention: some query heads of one KV head, over one piece."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     parts = sizes[KV_HEADS] * batch[HEAD_SPLIT]
@@ -344,7 +340,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
 
 
 @inner
-def _do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
+def do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a matrix product: its chunks, one after the other."""
     chunks = chunks_of(kind, sizes)
     many = chunks_a_task(chunks, batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS], sizes[TEAM])
@@ -398,7 +394,7 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
 
 
 @inner
-def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
+def do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase of a mixture's feed-forward."""
     scratch, rows = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE], batch[ROWS]
     if kind == ROUTE:
@@ -411,30 +407,6 @@ def _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch):
         many = chunks_a_task(units, rows, sizes[TEAM])
         for unit in range(task * many, min(units, (task + 1) * many)):
             experts.project(unit, kind == EXPERTS_DOWN, layer, sizes, weights, buffers, scratch)
-
-
-@inner
-def take_part(rank, sizes, weights, buffers, batch):
-    """Claim and do tasks of the phase posted last until none is left. Returns the word of the thread's group as last seen."""
-    control, groups = buffers[CONTROL], sizes[GROUPS]
-    own = rank * groups // sizes[TEAM]
-    while True:
-        task, word = sync.claim(control, own, groups)
-        if task < 0:
-            return word
-        if batch[WATCH] and sync.load_acquire(batch[WATCH]):  # given up
-            sync.finish(control, own)
-            continue
-        kind, layer = sync.kind_and_layer(word)
-        if kind <= LAST_BY_ROWS:
-            _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)
-        elif kind >= ROUTE:
-            _do_experts(rank, kind, layer, task, sizes, weights, buffers, batch)
-        elif kind == ATTEND:
-            _do_heads(rank, layer, task, sizes, weights, buffers, batch)
-        else:
-            _do_products(rank, kind, layer, task, sizes, weights, buffers, batch)
-        sync.finish(control, own)
 
 
 @inner

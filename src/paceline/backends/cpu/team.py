@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
+from numba.core import types
 
 from paceline.backends.compiling import inner
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.phases import HEADS, LAYERS, is_shared, phase, prepare_batch
 from paceline.backends.cpu.places import CONTROL, EXCHANGE, FIRST_LAYER, GROUPS, RANKS, TEAM, WATCH
-from paceline.backends.cpu.step import meet, take_part
+from paceline.backends.cpu.step import meet
 from paceline.backends.cpu.sync import GROUPS_AT, STOP, WORD
+from paceline.backends.cpu.tasks import take_part
+from paceline.backends.cpu.words import table_at, words_at
 from paceline.backends.kernel_cache import in_use
 
 _WATCH_SPINS = 10_000
@@ -51,11 +55,15 @@ def _await_phase(rank, seen, control, sizes):
 
 
 @njit(nogil=True, cache=in_use())
-def enter(rank, work, done, sizes, weights, buffers, batch):
+def enter(rank, work, done, sizes_at, weights_at, buffers_at, batch_at):
     """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes.
 
     The batch's watch (`engine.local`; 0: none) holds whether to give up, and counts layers.
+
+    Args:
+        sizes_at, weights_at, buffers_at, batch_at: addresses of arrays as `places` describes them.
     """
+    sizes, weights, buffers, batch = words_at(sizes_at), table_at(weights_at), words_at(buffers_at), words_at(batch_at)
     control = buffers[CONTROL]
     position, count, seen = 0, 0, 0
     if rank == 0:
@@ -79,6 +87,12 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
             sync.wait_for(control, done, sizes[GROUPS])
             if sizes[RANKS] > 1 and is_shared(kind) and not meet(sizes, buffers, batch):
                 return done
+
+
+def compile_enter() -> None:
+    """Compile `enter`, or read it from the kernel cache."""
+    compiled: Any = enter
+    compiled.compile((types.int64,) * 7)
 
 
 @njit(nogil=True, cache=in_use())
@@ -131,7 +145,8 @@ class Team:
     """
 
     def __init__(self, size: int, control: Words, arguments: Arguments, nodes: Sequence[frozenset[int]] = ()) -> None:
-        self._control, self._arguments = control, arguments
+        self._control, self._arrays = control, arguments
+        self._arguments = tuple(array.ctypes.data for array in arguments)
         self._parked = control[-WORD * size :: WORD]
         """Each rank's flag."""
         self._nodes = nodes[:size]

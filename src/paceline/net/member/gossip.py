@@ -17,14 +17,13 @@ from typing import Any
 
 from paceline.core.background import Background, TaskSet, came_within, end_tasks, in_background
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, PacelineError
+from paceline.core.errors import FleetError, MembershipError, MessageTooLarge, OtherProtocol, PacelineError
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.eligibility import FleetView
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
 from paceline.fleet.messages import (
-    LINK_BYTES,
     Appeared,
     Changed,
     Clashed,
@@ -33,10 +32,10 @@ from paceline.fleet.messages import (
     GossipCall,
     Ignored,
     Left,
+    Renew,
     Reseal,
     Restarted,
     Revoked,
-    StampChain,
 )
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
@@ -52,6 +51,7 @@ from paceline.net.exchange_codec import (
 )
 from paceline.net.member.meter import FleetMeter
 from paceline.net.member.state import keep_version, read_version
+from paceline.net.protocol import PROTOCOL_VERSION, OtherVersions, other_protocol
 from paceline.net.server import KIB, Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
@@ -73,8 +73,8 @@ class GossipDriver:
     """One node's gossip, alive between `start` and `close`.
 
     Args:
-        news: told what happens, all but `GossipCall` and `Reseal`. Must not wait.
-        card: what this node says of itself now. Version, stamps and times are filled in here.
+        news: told what happens, all but `GossipCall`, `Reseal` and `Renew`. Must not wait.
+        card: what this node says of itself now. Version and times are filled in here.
         seeds: addresses to call at the start.
     """
 
@@ -91,11 +91,13 @@ class GossipDriver:
         background: Background,
         seeds: tuple[str, ...],
         revocations: tuple[SealedRevocation, ...],
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self._identity, self._folder, self._preset, self._news, self._card = identity, folder, preset, news, card
         self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
         self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
-        self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, clock)
+        self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, self._gossip.held, clock)
+        self.versions = OtherVersions(protocol, clock, self.lose)
         self._exchanger: Exchanger | None = None
         self._measures = Shares(int(MEASURES_PER_S * MEASURE_PERIOD_S), MEASURE_PERIOD_S, 2 * preset.bounds.max_nodes)
         self._instance = secrets.token_bytes(16)
@@ -175,6 +177,10 @@ class GossipDriver:
         return None if latest is None else latest.sealed
 
     @property
+    def node_id(self) -> NodeId:
+        return self._identity.node_id
+
+    @property
     def addresses(self) -> frozenset[str]:
         """Everywhere this node may call."""
         return self._gossip.addresses
@@ -202,6 +208,8 @@ class GossipDriver:
         """
         try:
             self._gossip.admit(peer, measure(request), self._clock.monotonic())
+            if (refusal := self.hear_version(peer, request.protocol)) is not None:
+                raise refusal
             opened = await read_request(request, self.opener, self._refuse(peer))
         except FleetError as error:
             self._refusals.note(peer, error.message)
@@ -211,9 +219,18 @@ class GossipDriver:
         self._meter.answered += 1
         self._meter.received_bytes += request.ByteSize()
         self._do(answered.effects)
-        reply = write_reply(answered.reply)
+        reply = write_reply(answered.reply, self.versions.own)
         self._meter.sent_bytes += reply.ByteSize()
         return reply
+
+    def hear_version(self, peer: NodeId, spoken: int) -> OtherProtocol | None:
+        """Note which protocol version a caller speaks. Return the refusal that it gets where that is not this node's."""
+        try:
+            self.versions.check(peer, spoken)
+        except OtherProtocol:
+            # For the caller, this node is the one that speaks another version.
+            return other_protocol(self._identity.node_id, self.versions.own, spoken)
+        return None
 
     def own_passed(self) -> wire.PassedCard | None:
         passed = self._gossip.own_passed(self._clock.monotonic())
@@ -251,6 +268,8 @@ class GossipDriver:
                 case Reseal(above, reason):
                     logger.info("announcing this node anew: %s", reason)
                     self._spawn(self._seal(above))
+                case Renew():
+                    self._renew()
                 case Ignored(peer, node_id, reason):
                     self._refusals.note(peer or "a peer", f"{node_id or 'a card'}: {reason}")
                     self._meter.refused += 1
@@ -285,6 +304,12 @@ class GossipDriver:
 
         return refuse
 
+    def _renew(self) -> None:
+        """Sign and announce this node's unchanged card again. Only versions are kept on disk: a restart makes a new one."""
+        own = self._gossip.own_card
+        if own is not None:
+            self._gossip.announce(sign_card(self._identity, own.card, own.beat + 1), self._clock.monotonic())
+
     async def _seal(self, above: int, *, leaving: bool = False) -> None:
         """Sign and announce this node's card as it is now."""
         async with self._sealing:
@@ -300,7 +325,6 @@ class GossipDriver:
                 if own is None:
                     raise
                 logger.warning("the version of this node's card is not kept: %s", error)
-            chain = StampChain(self._identity.node_id, self._version, secrets.token_bytes(LINK_BYTES))
             card = replace(
                 said,
                 node_id=self._identity.node_id,
@@ -309,12 +333,12 @@ class GossipDriver:
                 ttl_s=self._preset.ttl_s,
                 announced_at=int(self._clock.wall()),
                 leaving=leaving,
-                stamp_anchor=chain.anchor,
             )
             sealed = sign_card(self._identity, card)
             self.opener.know(sealed)
             self._said = said
-            self._do((*self._gossip.announce(sealed, chain, self._clock.monotonic()), Changed(card)))
+            self._gossip.announce(sealed, self._clock.monotonic())
+            self._do((Changed(card),))
             self._wake.set()
 
 
@@ -330,8 +354,11 @@ class CapabilityServicer(CapabilityServiceServicer):
         return await self._gossip.answer(request, self._guard.peer(context).node_id)
 
     async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
-        del request, context
-        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts())
+        peer = self._guard.peer(context).node_id
+        # Every caller gets the card: its certificate says which node to update. Commands of this machine are no other node.
+        if request.protocol and peer != self._gossip.node_id:
+            self._gossip.hear_version(peer, request.protocol)
+        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts(), protocol=self._gossip.versions.own)
 
     async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
         self._gossip.count_measure(self._guard.peer(context).node_id)

@@ -22,7 +22,7 @@ class FleetMeter:
     answered: int = 0
     """Those that peers began."""
     refused: int = 0
-    """Requests, cards, stamps and revocations that were not taken."""
+    """Requests, cards and revocations that were not taken."""
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of exchanges, without TLS and framing."""
@@ -35,6 +35,9 @@ class FleetMeter:
 
 
 logger = logging.getLogger(__name__)
+SAME_ID_HINT = (
+    "Both machines have copies of one home folder. Stop one, remove the folder `fleet` from its PACELINE_HOME, and join with a new token"
+)
 
 
 def log_news(effect: Effect) -> None:
@@ -52,10 +55,11 @@ def log_news(effect: Effect) -> None:
             logger.warning("%s was revoked", node_id)
         case Clashed(node_id, addresses, others):
             logger.error(
-                "two running nodes claim the id %s: at %s and at %s; stop one, and join anew there",
+                "%s runs elsewhere too: here at %s, there at %s. %s",
                 node_id,
                 ", ".join(addresses),
                 ", ".join(others),
+                SAME_ID_HINT,
             )
         case _:
             pass

@@ -36,6 +36,7 @@ from paceline.net.member.presence import Presence
 from paceline.net.member.reach import own_facts
 from paceline.net.member.state import Claim, RunningNode, Sight, control_service, fleet_id, forget_running, keep_running
 from paceline.net.member.upkeep import OwnPortrait, TrustKeeper, Upkeep
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.dialling import tensor_addresses
 from paceline.net.tensor.listener import TensorListener
@@ -60,7 +61,9 @@ class FleetNode:
         MembershipError, IdentityError: this machine is in no fleet, or not any more.
     """
 
-    def __init__(self, settings: FleetSettings, folder: FleetFolder, portrait: OwnPortrait, clock: Clock) -> None:
+    def __init__(
+        self, settings: FleetSettings, folder: FleetFolder, portrait: OwnPortrait, clock: Clock, protocol: int = PROTOCOL_VERSION
+    ) -> None:
         self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
@@ -85,6 +88,7 @@ class FleetNode:
             self.background,
             seeds=(*settings.peers, *folder.peers()),
             revocations=revocations,
+            protocol=protocol,
         )
         if self.gossip.voids(self.identity.node_id, self.identity.member.issued_at):
             raise MembershipError(
@@ -161,7 +165,10 @@ class FleetNode:
         await asyncio.to_thread(keep_running, self._folder, RunningNode(os.getpid(), local))
         bounds = self._settings.preset.bounds
         await self.gossip.start(
-            Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers)
+            Exchanger(
+                *(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers),
+                versions=self.gossip.versions,
+            )
         )
         self._upkeep.start()
         self._links.start()
@@ -233,7 +240,8 @@ class FleetNode:
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
         trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
-        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust, tuple(sorted(self.plans.items())))
+        plans, others = tuple(sorted(self.plans.items())), self.gossip.versions.known
+        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust, plans, others)
 
     @property
     def failing(self) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ from typing import Final
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import OtherProtocol, PacelineError
 from paceline.core.model import ARITHMETIC
 from paceline.core.text import printable
 from paceline.fleet.card import NodeCard
 from paceline.net.channels import CHANNEL_OPTIONS
+from paceline.net.protocol import PROGRAM
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.certificates import NODE_NAME, Member
 from paceline.net.trust.credentials import channel_credentials, client_context
@@ -55,6 +56,8 @@ class Barrier(StrEnum):
     """Something else than a node of this fleet listens."""
     CLOCK = "clock"
     """A certificate is outside of its time."""
+    VERSION = "version"
+    """A node of this fleet that speaks another protocol version."""
     FAILED = "failed"
     """It is one, and refuses."""
 
@@ -84,7 +87,6 @@ class Reach:
     """Who answered."""
     card: NodeCard | None = None
     setting: Setting | None = None
-    """None: a version that tells none."""
 
 
 def own_facts(clock: Clock, tensor_port: int) -> wire.NodeFacts:
@@ -116,22 +118,23 @@ async def reach(address: str, identity: Identity, clock: Clock) -> Reach:
     channel = grpc.aio.secure_channel(address, channel_credentials(identity), options)
     try:
         call = CapabilityServiceStub(channel).GetNodeCapability
-        await call(wire.GetNodeCapabilityRequest(), timeout=LOOK_S)  # which dials: the clock is asked without that
+        await call(wire.GetNodeCapabilityRequest(protocol=PROGRAM.own), timeout=LOOK_S)  # which dials: the clock is asked without that
         began, at = time.perf_counter(), clock.wall()
         answer = await call(wire.GetNodeCapabilityRequest(), timeout=LOOK_S)
         middle = at + (time.perf_counter() - began) / 2
+        PROGRAM.check(identity.root.member(answer.card.card.certificate, clock.wall()).node_id, answer.protocol)
         sealed = open_card(answer.card.card, root=identity.root, voids=lambda *_: False, now=clock.wall())
         member = identity.root.member(sealed.certificate, clock.wall())
     except grpc.aio.AioRpcError as error:
         refusal = error_of(error, address).message
+    except OtherProtocol as error:
+        return Reach(address, from_host, Barrier.VERSION, f"{error.message}. {error.hint}")
     except PacelineError as error:
         return Reach(address, from_host, Barrier.FAILED, printable(error.message, 300))
     else:
-        facts, setting = answer.facts, None
-        if answer.HasField("facts"):
-            ahead = facts.clock_unix_us / 1e6 - middle
-            words = (printable(text, 40) for text in (facts.python, facts.numba))
-            setting = Setting(ahead, facts.tensor_port, facts.arithmetic, *words)
+        facts = answer.facts
+        words = (printable(text, 40) for text in (facts.python, facts.numba))
+        setting = Setting(facts.clock_unix_us / 1e6 - middle, facts.tensor_port, facts.arithmetic, *words)
         return Reach(address, from_host, member=member, card=sealed.card, setting=setting)
     finally:
         await channel.close(None)

@@ -29,6 +29,7 @@ from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.discovery import Failure
 from paceline.net.mapper import Codec, Mapped, from_ms, milliseconds, refuse_with, to_ms
+from paceline.net.protocol import OtherVersion
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import KIB, Service
 from paceline.net.tensor.listener import TENSOR_OPTIONS
@@ -57,6 +58,8 @@ class Sight:
     certificate_ends: int = 0
     plans: tuple[tuple[str, str], ...] = ()
     """By model: what runs it, in words."""
+    other_versions: tuple[OtherVersion, ...] = ()
+    """Nodes that speak another protocol version, met lately."""
 
 
 Look = Callable[[], Awaitable[Sight]]
@@ -100,6 +103,7 @@ _FAILURE: Final = Codec(
     _REFUSE,
     {"error": _SHORT, "since": Mapped("since_ms", None, lambda since: to_ms(-since), lambda ms: -from_ms(ms))},
 )
+_OTHER_VERSION: Final = Codec(OtherVersion, wire.SeenOtherVersion, _REFUSE, {"node_id": ""})
 _DRAFTS: Final = Codec(DraftUse, wire.SeenDrafts, _REFUSE, {"trouble": _SHORT})
 
 
@@ -117,6 +121,7 @@ def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
         certificate_ends_unix=sight.certificate_ends,
         drafts=_DRAFTS.write_all(sight.drafts),
         plans=[wire.RunningPlan(model=model, words=words[:2000]) for model, words in sight.plans],
+        other_versions=_OTHER_VERSION.write_all(sight.other_versions),
     )
 
 
@@ -134,6 +139,7 @@ def sight_of(message: wire.GetFleetViewResponse) -> Sight:
         message.revocations_as_of_unix,
         message.certificate_ends_unix,
         tuple((plan.model, plan.words) for plan in message.plans),
+        _OTHER_VERSION.read_all(message.other_versions),
     )
 
 

@@ -1,6 +1,7 @@
-"""Opens a tensor stream to a node of the fleet, and to no other: who answers must hold exactly that node's certificate.
+"""Dialling a tensor stream to one node of the fleet, and the handshake of callers. The node that answers must hold exactly the certificate of the node
+that was meant.
 
-A connection that has not shown yet who it is and what it wants: a handshake, then a hello. Nothing here blocks.
+A `Newcomer` is a caller that has not yet shown its certificate and its ticket: first the TLS handshake, then a hello. Its methods never block.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
 
 HELLO_BYTES = 1024
-"""What is read of a peer that has not said hello. It is longer than that, as no peer sends more before the welcome."""
+"""Bytes read from a peer that has not said hello. A hello is shorter, and no peer sends more before the welcome."""
 
 
 class Wants(Enum):
-    """What a newcomer waits for."""
+    """Socket event that a newcomer waits for."""
 
     READ = auto()
     WRITE = auto()
 
 
 class Newcomer:
-    """One of them.
+    """A caller that has not finished its handshake and its hello.
 
     Args:
-        sock: not blocking, its handshake not begun.
+        sock: non-blocking; its handshake has not begun.
+        host, port: where it calls from.
         until: on the monotonic clock; then it is turned away.
     """
 
@@ -51,22 +53,22 @@ class Newcomer:
 
     @property
     def who(self) -> str:
-        """By what it proved, or where it is."""
+        """Node id that it proved; before that, the host of its address."""
         return self.member.node_id if self.member is not None else self.host
 
     def go_on(self, admit: Callable[[bytes], Member]) -> Wants | bytes:
-        """As far as what came allows.
+        """Continue the handshake and the hello as far as the received bytes allow.
 
         Args:
-            admit: whose certificate (DER) this is; raises NotTrusted.
+            admit: returns the member that holds a certificate (DER); raises NotTrusted.
 
         Returns:
-            What it waits for, or the ticket that it brought.
+            The event it waits for, or the ticket that it brought.
 
         Raises:
             OSError: TLS turned it away, or it left.
-            NotTrusted: it is no node of the fleet, or no longer.
-            TensorStreamError: it says something else than hello.
+            NotTrusted: it is not a node of the fleet, or was revoked.
+            TensorStreamError: it sent something other than a hello.
         """
         try:
             if self.member is None:
@@ -88,7 +90,7 @@ class Newcomer:
         return event.ticket
 
     def turn_away(self, why: str = "") -> None:
-        """Close it; a member is told why."""
+        """Close the connection. A member gets the reason first."""
         if self.member is not None and why:
             with contextlib.suppress(OSError):
                 self.sock.send(close(CloseCode.REFUSED, why))
@@ -96,26 +98,28 @@ class Newcomer:
 
 
 ADDRESS_S = 3.0
-"""One address may take so long, where there are others to try."""
+"""Seconds for one address while there are others to try. Raising it: a dead address delays the others longer; lowering it: a slow address is given up
+too soon."""
 
 
 def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
-    """Where a node's tensor streams are: on the hosts of its addresses, in that order."""
+    """Return the addresses of a node's tensor streams: the hosts of `addresses`, in that order, with the port for tensors."""
     return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
 
 
 def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Identity, voids: Voids, deadline: float) -> TensorSender:
-    """A stream to `member`, whose session gave out `ticket`. Blocks.
+    """Open a stream to `member`. Blocks.
 
     Args:
         addresses: host:port, the likeliest first.
-        ticket: what its session gave out. Good for one stream.
+        member: the only node that is accepted at the other end.
+        ticket: from the member's session. Good for one stream.
         deadline: on the monotonic clock.
 
     Raises:
         RevokedNode: `member` was revoked.
         NodeUnreachable: it answers at none of its addresses.
-        TensorStreamError: it answers, and does not take the ticket.
+        TensorStreamError: it answers, and does not accept the ticket.
     """
     check_callable(member, voids)
     context = client_context(identity)
@@ -131,7 +135,7 @@ def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Iden
             reasons.append(f"{address}: {error}")
             continue
         sender = TensorSender(Pipe(sock, member.node_id))
-        # It is the right node, so what it says of the ticket is final.
+        # The certificate is the right one, so this node's word on the ticket is final.
         sender.greet(ticket, deadline)
         return sender
     tried = "; ".join(reasons) or "no time was left" if addresses else "it has no addresses"
@@ -139,7 +143,7 @@ def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Iden
 
 
 def _connect(address: str, member: Member, context: ssl.SSLContext, until: float) -> ssl.SSLSocket:
-    """Raises what `socket` and `ssl` raise."""
+    """Connect to one address, TLS handshake included. Raises the errors of `socket` and `ssl`."""
     host, _, port = address.rpartition(":")
     sock = _reach(host.strip("[]"), int(port), until)
     try:
@@ -160,7 +164,7 @@ def _is_number(host: str) -> bool:
 
 
 def _reach(host: str, port: int, until: float) -> socket.socket:
-    """Connect. A name is resolved first: one that another node gave may lead to loopback, where only `localhost` and numbers are meant to."""
+    """Connect to a host. A name is resolved first: a name that another node gave may lead to loopback, which only `localhost` and numbers may."""
     hosts = [host]
     if not (_is_number(host) or host.lower() == "localhost"):
         hosts = [str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]

@@ -1,7 +1,7 @@
-"""The two ends of a tensor stream: one sends tensors (`TensorSender`: a small one in one write, a large one in chunks), the other receives whole
-tensors (`TensorReceiver`). Each is for one thread; `close` is for any.
+"""The two ends of a tensor stream. `TensorSender` sends tensors: a small one in one write, a large one in chunks. `TensorReceiver` receives whole
+tensors. Each is for one thread; any thread may call `close`.
 
-After the greeting nothing goes from the receiver to the sender but a CLOSE, which the sender reads when a write fails.
+After the greeting the receiver sends nothing but a CLOSE, which the sender reads when a write fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.net.tensor.pipe import Pipe, PipeSilence
 
 
 class End:
-    """What both ends have in common."""
+    """Common part of both ends of a stream."""
 
     def __init__(self, pipe: Pipe, conversation: Conversation, incoming: IncomingBytes, on_close: Callable[[], None] | None = None) -> None:
         self._pipe, self._conversation, self._incoming = pipe, conversation, incoming
@@ -43,7 +43,7 @@ class End:
 
     @property
     def peer(self) -> NodeId:
-        """Whose certificate the other end showed."""
+        """Id of the node at the other end, from its certificate."""
         return self._pipe.peer
 
     @property
@@ -51,26 +51,27 @@ class End:
         return self._pipe.closed
 
     def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
-        """Idempotent, from any thread; wakes the one that reads or writes.
+        """Close the stream. Idempotent, from any thread; wakes the thread that reads or writes.
 
         Args:
-            code: told to the other side where no thread is reading or writing.
+            code: sent to the other side unless a thread is reading or writing.
+            why: sent with the code.
         """
         self._pipe.close(close(code, why))
         if self._on_close is not None:
             self._on_close()
 
     def fail(self, error: TensorStreamError) -> None:
-        """Close, for an error that the other side is told."""
+        """Close the stream because of an error, and send that error to the other side."""
         self.close(code_of(error), error.message)
 
 
 JOINED_BYTES = 48 << 10
-"""Frames up to here are put together, so that each is one write."""
+"""Largest frame that is joined into one write (bytes). Raising it: fewer system calls, and more bytes are copied."""
 
 
 def _start_of_small(seq: int, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes | None:
-    """What comes before the data of a small tensor, which is one frame and one write; None: this one is not small."""
+    """Return everything that precedes a small tensor's data. A small tensor is one frame and one write; None: this tensor is not small."""
     code, total = CODES.get(dtype), prod(shape) * dtype.itemsize
     if code is None or len(shape) > MAX_DIMENSIONS or len(header) + total + MAX_START_BYTES > JOINED_BYTES:
         return None
@@ -78,21 +79,25 @@ def _start_of_small(seq: int, header: bytes, dtype: np.dtype[np.generic], shape:
 
 
 class TensorSender(End):
-    """Sends tensors, once `greet` has opened the stream."""
+    """Sending end of a stream. `greet` opens the stream first."""
 
     def __init__(self, pipe: Pipe) -> None:
         conversation = Conversation()
         super().__init__(pipe, conversation, IncomingBytes(conversation, FROM_RECEIVER, 4096))
         self._joined = bytearray(JOINED_BYTES)
         self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
-        """Of what tensor the start lies in `_joined`."""
+        """Dtype and shape of the prepared tensor; its start lies in `_joined`. None: no tensor is prepared."""
         self._ready_bytes = 0
 
     def greet(self, ticket: bytes, deadline: float) -> None:
-        """Say which ticket this is, and wait until it is taken.
+        """Present a ticket, and wait until the other side accepts it.
+
+        Args:
+            ticket: 32 bytes, from the receiver's session.
+            deadline: on the monotonic clock.
 
         Raises:
-            TensorStreamError: it is not, or not in time.
+            TensorStreamError: the ticket is refused, or not accepted in time.
         """
         try:
             with self._pipe:
@@ -105,9 +110,7 @@ class TensorSender(End):
             raise
 
     def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
-        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not
-        small.
-        """
+        """Write everything that precedes a tensor, so that `send_prepared` only adds the data. No-op for a tensor that is not small."""
         self._ready_for = None
         start = _start_of_small(self._conversation.next_seq, header, dtype, shape)
         if start is None:
@@ -116,7 +119,7 @@ class TensorSender(End):
         self._ready_for, self._ready_bytes = (dtype, shape), len(start)
 
     def send_prepared(self, array: Array, deadline: float) -> bool:
-        """Send the tensor that was prepared. False: none like this was. Raises as `send` does."""
+        """Send the tensor that was prepared. Returns: False if no tensor of this dtype and shape was prepared. Raises as `send` does."""
         if (array.dtype, array.shape) != self._ready_for:
             return False
         self._ready_for = None
@@ -131,16 +134,16 @@ class TensorSender(End):
         return True
 
     def send(self, header: bytes, array: Array, deadline: float) -> None:
-        """A tensor, and what is to be known of it. Returns once the system has it; `array` may be reused then.
+        """Send a tensor and its header. Returns once the system has the bytes; `array` may be reused then.
 
         Args:
             header: at most 512 KiB.
             array: uint16 (bf16 bits), float16 or float32, of at most four dimensions and 64 MiB.
-            deadline: on the monotonic clock, for as long as nothing is taken (`pipe.Silence`).
+            deadline: on the monotonic clock; it moves on with each byte that is taken (`pipe.PipeSilence`).
 
         Raises:
-            TensorTooLarge: beyond these bounds. The stream is good for another.
-            StreamCorrupt: of another dtype or with more dimensions. The stream is good for another.
+            TensorTooLarge: the tensor or its header exceeds these bounds. The stream stays usable.
+            StreamCorrupt: the tensor has another dtype or more dimensions. The stream stays usable.
             StreamStalled: the other side takes too little.
             TensorStreamError: the stream is broken.
         """
@@ -169,7 +172,7 @@ class TensorSender(End):
             raise self.broken(error) from error
 
     def check(self) -> None:
-        """Raises TensorStreamError where the other side has ended the stream, or this one. Does not wait."""
+        """Raise TensorStreamError if either side has ended the stream. Does not wait."""
         try:
             with self._pipe:
                 while n := self._pipe.receive_now(self._incoming.space()):
@@ -180,7 +183,7 @@ class TensorSender(End):
             raise
 
     def _put(self, start: bytes, data: memoryview, silence: PipeSilence) -> None:
-        """A frame: its start and its data, in one write where that is cheap."""
+        """Send a frame, with its start and its data in one write where copying is cheap."""
         deadline = silence.deadline
         at, n = len(start), len(data)
         if at + n <= JOINED_BYTES:
@@ -194,7 +197,7 @@ class TensorSender(End):
         silence.moved()
 
     def _heard(self) -> bool:
-        """Whether the other side has said something.
+        """Read one event of the other side, if a whole one has arrived. Returns: whether there was one.
 
         Raises:
             TensorStreamError: it was a CLOSE.
@@ -205,13 +208,13 @@ class TensorSender(End):
         return event is not None
 
     def broken(self, error: TensorStreamError) -> TensorStreamError:
-        """Close, for an error or for what the other side gave as its reason, which is returned."""
+        """Close the stream after a failed write. Returns the error to raise: the other side's reason where it gave one."""
         told = self._told(error)
         self.fail(told)
         return told
 
     def _told(self, error: TensorStreamError) -> TensorStreamError:
-        """What the other side gave as its reason, where a write failed; else the error itself."""
+        """Return the reason that the other side gave, if a write failed because it closed the stream; otherwise the error itself."""
         if self.closed or self._conversation.over:
             return error
         try:
@@ -224,20 +227,20 @@ class TensorSender(End):
 
 
 class TensorReceiver(End):
-    """Receives tensors. The listener makes it, from a connection that has been greeted."""
+    """Receiving end of a stream. The listener makes it from a connection that has been greeted."""
 
     def __init__(self, pipe: Pipe, conversation: Conversation, incoming: IncomingBytes, on_close: Callable[[], None] | None = None) -> None:
         super().__init__(pipe, conversation, incoming, on_close)
 
     def receive(self, deadline: float) -> TensorMessage:
-        """The next tensor. Its array is good until the next call.
+        """Return the next tensor. Its array is valid until the next call.
 
         Args:
-            deadline: on the monotonic clock, for as long as nothing comes (`pipe.Silence`).
+            deadline: on the monotonic clock; it moves on with each byte that arrives (`pipe.PipeSilence`).
 
         Raises:
-            StreamIdle: none has begun to come.
-            StreamStalled: it was not all there in time. Calling again goes on where this left off.
+            StreamIdle: no tensor has begun to arrive.
+            StreamStalled: the tensor did not arrive whole in time. Another call continues where this one stopped.
             TensorStreamError: the stream is broken.
         """
         try:
@@ -257,11 +260,11 @@ class TensorReceiver(End):
         return event
 
     def look(self, seconds: float) -> None:
-        """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
+        """Set how many seconds `receive` polls before it sleeps. Polling takes the core, unless other threads want it."""
         self._pipe.look_s = seconds
 
     def refuse(self, error: TensorStreamError) -> TensorStreamError:
-        """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""
+        """Close the stream because its user can't make sense of the content, and send the reason to the other side. Returns the error, to be raised."""
         self.fail(error)
         return error
 

@@ -26,10 +26,8 @@ from paceline.core.text import printable
 
 TICKET_BYTES = 32
 """Drawn by who expects a stream, shown by who opens it."""
-VERSION = 2
-"""Of all this. Version 1 had acknowledgements and a window of its own."""
-PROTOCOL = b"PLTS"
-MAGIC = PROTOCOL + bytes([VERSION])
+MAGIC = b"PLTS"
+"""A hello begins with it. It has no version: tickets are exchanged by RPCs, between nodes of one protocol version alone."""
 MAX_CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 512 << 10
 MAX_TENSOR_BYTES = 64 << 20
@@ -51,7 +49,6 @@ class FrameKind(IntEnum):
     TENSOR = 3
     CHUNK = 4
     CLOSE = 6
-    """As in every version, so that a node of another one learns why it is refused."""
 
 
 class CloseCode(IntEnum):

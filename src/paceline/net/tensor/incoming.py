@@ -19,15 +19,14 @@ from paceline.net.tensor.frames import (
     DTYPES,
     HEAD,
     LENGTHS,
+    MAGIC,
     MAX_CHUNK_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     MAX_TENSOR_BYTES,
-    PROTOCOL,
     SEQ,
     SHAPES,
     TENSOR,
-    VERSION,
     Conversation,
     Event,
     FrameKind,
@@ -183,13 +182,10 @@ class IncomingBytes:
             conversation.on(Event.WELCOME)
             return Welcome()
         if kind == FrameKind.HELLO:
-            if not body.startswith(PROTOCOL):
+            if not body.startswith(MAGIC):
                 raise StreamCorrupt("A hello of another protocol")
-            version, ticket = body[len(PROTOCOL)], body[len(PROTOCOL) + 1 :]
-            if version != VERSION:
-                raise StreamCorrupt(f"it speaks version {version} of the tensor stream, this node version {VERSION}")
             conversation.on(Event.HELLO)
-            return Hello(ticket)
+            return Hello(body[len(MAGIC) :])
         conversation.on(Event.CLOSE)
         return Closed(body[0], body[1:].decode(errors="replace"))
 

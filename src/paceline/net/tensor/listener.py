@@ -1,8 +1,8 @@
-"""The one port of a node where activations arrive. A peer with a ticket that a session gave out is handed to that session; no other stays.
+"""The one port of a node where activations arrive. A peer with a ticket from a session is handed to that session; every other connection is closed.
 
-One thread accepts, shakes hands and reads hellos, of all callers at once and of none for longer than a bound. There is room for so many who
-have not said hello; when one more comes, the oldest of the host that has the most goes: a flood of silent callers costs little and keeps no
-member out. What is refused is named in the log.
+One thread accepts callers, shakes hands and reads hellos, of all callers at the same time and for a bounded time each. The number of callers without
+a hello is bounded. When one more comes, the oldest caller of the busiest host is closed. So a flood of silent callers costs little and keeps no
+member out. The log names what is refused.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from paceline.net.trust.seals import Voids
 
 
 class ExpectedStream:
-    """Made by the listener.
+    """Stream that a session waits for. Made by the listener.
 
     Args:
-        forget: told, in any thread, that the ticket is good no longer.
+        ticket: the ticket that a peer must bring.
+        forget: called, in any thread, when the ticket becomes invalid.
     """
 
     def __init__(self, ticket: bytes, forget: Callable[[ExpectedStream], None]) -> None:
@@ -47,11 +48,14 @@ class ExpectedStream:
         self._over = False
 
     def wait(self, deadline: float) -> TensorReceiver:
-        """The stream, once a peer brings the ticket. It is the caller's then.
+        """Wait until a peer brings the ticket, and return its stream. The caller owns the stream then.
+
+        Args:
+            deadline: on the monotonic clock.
 
         Raises:
-            StreamStalled: no peer has until `deadline`, on the monotonic clock. Waiting again is possible.
-            StreamClosed: it was cancelled, or the listener closed, or the peer that came was revoked.
+            StreamStalled: no peer came before `deadline`. Waiting again is possible.
+            StreamClosed: the wait was cancelled, the listener closed, or the peer that came was revoked.
         """
         with self._changed:
             while self._receiver is None and not self._over:
@@ -63,7 +67,7 @@ class ExpectedStream:
         return receiver
 
     def cancel(self) -> None:
-        """The ticket is good no longer. A stream that was not fetched is closed."""
+        """Make the ticket invalid. A stream that was not fetched is closed."""
         self._forget(self)
         with self._changed:
             receiver, self._receiver, self._over = self._receiver, None, True
@@ -72,7 +76,7 @@ class ExpectedStream:
             receiver.close()
 
     def deliver(self, receiver: TensorReceiver) -> bool:
-        """By the listener. False: no session waits any more."""
+        """Hand over the stream. Called by the listener. Returns: False if no session waits any more."""
         with self._changed:
             if self._over:
                 return False
@@ -87,21 +91,21 @@ MAX_NEWCOMERS = 64
 HELLO_S = 5.0
 JOIN_S = 5.0
 FULL_S = 0.1
-"""Pause where the system has no descriptors left."""
+"""Seconds without accepting after the system ran out of descriptors."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class TensorListener:
-    """Made, started and closed by a node.
+    """Listener for tensor streams. A node makes, starts and closes it.
 
     Args:
-        voids: the revocations known; asked in the listener's thread.
+        voids: the revocations known; looked up in the listener's thread.
     """
 
     def __init__(self, identity: Identity, voids: Voids, clock: Clock, refusals: Refusals) -> None:
         self._identity, self._shown = identity, identity.member
         self._context = server_context(identity)
-        # One of its own, as another thread uses the identity's.
+        # A copy of its own, since another thread uses the identity's.
         self._root = FleetRoot(identity.root.certificate)
         self._voids, self._clock, self._refusals = voids, clock, refusals
         self._lock = threading.Lock()
@@ -129,7 +133,7 @@ class TensorListener:
         return self.serve_on(hold_port(host, port, "activations", TENSOR_OPTIONS))
 
     def serve_on(self, held: socket.socket) -> int:
-        """Listen on a port that was taken before; returns it."""
+        """Listen on a port that is already bound; returns its number."""
         self._listening = held
         listen_on(held, BACKLOG)
         self._listening.setblocking(False)
@@ -141,10 +145,10 @@ class TensorListener:
         return self.port
 
     def expect(self, ticket: bytes | None = None) -> ExpectedStream:
-        """A stream will come with a ticket: it works once.
+        """Register a ticket and return the stream to wait for. The ticket works once.
 
         Args:
-            ticket: 32 random bytes; drawn where there are none.
+            ticket: 32 random bytes; None: drawn here.
 
         Raises:
             StreamClosed: the listener was closed.
@@ -160,10 +164,11 @@ class TensorListener:
         return expected
 
     def cut(self, node_id: NodeId, not_after: int | None = None) -> None:
-        """Close a revoked node's streams, from any thread.
+        """Close the streams of a revoked node, from any thread.
 
         Args:
-            not_after: only those with certificates issued up to then, in Unix seconds.
+            node_id: the revoked node.
+            not_after: only streams with certificates issued up to then (Unix seconds); None: all.
         """
         with self._lock:
             cut = [
@@ -211,7 +216,7 @@ class TensorListener:
             self._drop(newcomer)
 
     def _pause(self) -> float | None:
-        """How long there is nothing to do but wait."""
+        """Return how many seconds the thread may wait for events; None: until the next event."""
         now = time.perf_counter()
         waits = [newcomer.until - now for newcomer in list(self._newcomers.values())[:1]]
         if self._paused_until:
@@ -228,7 +233,7 @@ class TensorListener:
             self._selector.register(self._listening, selectors.EVENT_READ)
 
     def _accept(self) -> None:
-        """One caller; there may be more, which the selector will say."""
+        """Accept one caller. The selector reports any further ones."""
         assert self._listening is not None, "it has begun"
         try:
             sock, (host, port, *_) = self._listening.accept()
@@ -253,7 +258,7 @@ class TensorListener:
         self._selector.register(tls, selectors.EVENT_READ, newcomer)
 
     def _most_in_the_way(self) -> Newcomer:
-        """The oldest of those from the host that has the most of them."""
+        """Return the oldest newcomer of the host that has the most newcomers."""
         newcomers = list(self._newcomers.values())
         ((host, _),) = Counter(one.host for one in newcomers).most_common(1)
         return next(one for one in newcomers if one.host == host)
@@ -285,7 +290,7 @@ class TensorListener:
             raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
 
     def _welcome(self, newcomer: Newcomer, ticket: bytes) -> None:
-        """Hand a member to the session whose ticket it brought."""
+        """Hand a member to the session that gave out its ticket."""
         member = newcomer.member
         assert member is not None, "it has shown its certificate"
         with self._lock:
@@ -303,7 +308,7 @@ class TensorListener:
         )
         with self._lock:
             self._streams[receiver] = member
-        # It may have been revoked just now, before it could be cut.
+        # The node may have been revoked just now, before `cut` could find this stream.
         if self._closing or self._voids(member.node_id, member.issued_at):
             receiver.close(CloseCode.REFUSED, "revoked")
         if not expected.deliver(receiver):
@@ -323,7 +328,7 @@ class TensorListener:
         newcomer.turn_away()
 
     def _release(self, newcomer: Newcomer) -> None:
-        """It is no newcomer any more."""
+        """Remove a caller from the newcomers."""
         if self._newcomers.pop(newcomer.sock.fileno(), None) is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(newcomer.sock)

@@ -1,11 +1,12 @@
-"""A TLS socket whose waits are bounded: a deadline holds for as long as nothing moves, and each byte that does gives the whole time anew, so that
-a slow link is no stall. One thread reads and writes it, inside `with`; any thread may close it, which wakes that one.
+"""A TLS socket with bounded waits. A deadline counts only while no byte moves: each byte that moves restarts the whole time, so a slow link does
+not count as stalled. One thread reads and writes the socket, inside `with`. Any thread may close it, which wakes that thread.
 
-The socket never blocks: a read or a write is tried, and only what can't be done yet is waited for, so that a message costs no system call
+The socket never blocks: a read or a write is tried first, and the thread waits only if it can't be done yet. So a message costs no system call
 beyond its own.
 
-A thread that sleeps until something comes wakes late, on a core that has gone cold. So a reader may look for a while first, which halves
-the way of a small message and more; but only on a core that no other thread wants: a thread that is interrupted at it does without for a second.
+A thread that sleeps until data arrives wakes late, on a core that has gone cold. So a reader may poll for a while first, which cuts the delay of a
+small message by half or more. It polls only on a core that no other thread wants: a thread that is interrupted while it polls stops polling for a
+second.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from paceline.core.errors import StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
 
 CLOSE_WAIT_S = 1.0
-"""How long closing waits for the thread that was woken."""
+"""Seconds that `close` waits for the thread it woke. Raising it: closing takes longer when that thread hangs; lowering it: the descriptor is more often
+left to the garbage collector."""
 KEEPALIVE_S = 5
 GIVE_UP_S = 20
 
 NOTICEABLE_S = 200e-6
-"""Of shorter waits one can't tell whether they were interrupted."""
+"""Seconds of polling below which an interruption is indistinguishable from noise."""
 NOT_WANTED_S = 1.0
-"""How long no thread looks where another wanted the core."""
+"""Seconds without polling after another thread wanted the core. Raising it: small messages arrive later on a core that is free again; lowering it:
+polling disturbs the other thread more often."""
 
 RECORD_BYTES = 16 << 10
-"""Of TLS, at most: where one is full, the next is likely to be there."""
+"""Largest content of a TLS record (bytes). After a full record the next one has probably arrived, too."""
 
 LEAST_BYTES_PER_S = 64 << 10
-"""Of what moves all the time. Raising it: links that are slower count as stalled, and a peer that sends a byte now and then is found sooner."""
+"""Slowest rate (bytes/s) at which a steady transfer still counts as moving. Raising it: slower links count as stalled, and a peer that sends a byte now
+and then is found sooner."""
 
 _OPTIONS = (
     # Linux
@@ -51,7 +55,7 @@ _OPTIONS = (
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and notice a machine that lost its power."""
+    """Set the options of a socket: send small messages at once, and notice a peer that lost its power."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS:
@@ -62,19 +66,19 @@ def tune(sock: socket.socket) -> None:
 
 
 def cut(sock: socket.socket) -> None:
-    """End a connection under the thread that reads it: only the system's side of it, as TLS is another thread's."""
+    """Shut down a connection while another thread reads it. Only the system's side is touched, since TLS belongs to that thread."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
-"""Let another thread have the core: it may be the one whose data the other side waits for."""
+"""Give up the core to another thread: the other side may be waiting for data of exactly that thread."""
 
 _NOT_YET = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 
 def _ready(sock: socket.socket, seconds: float, *, writing: bool) -> bool:
-    """Whether a socket gets ready within so long. A system without `poll` has `select` for any number of sockets."""
+    """Return whether a socket is ready within `seconds`. Systems without `poll` have a `select` that takes any descriptor."""
     if not hasattr(select, "poll"):
         return any(select.select(() if writing else (sock,), (sock,) if writing else (), (), seconds))
     poll = select.poll()
@@ -92,11 +96,11 @@ def _reader_of(sock: ssl.SSLSocket) -> Callable[[int, memoryview], int]:
 
 
 class PipeSilence:
-    """Until when something has to move: a deadline that each byte moves on, by as long as it was away at first.
+    """Deadline that restarts with each byte that moves.
 
     Args:
-        deadline: on the monotonic clock.
-        n_bytes: that are to move, at `LEAST_BYTES_PER_S` or faster; 0: not known yet.
+        deadline: on the monotonic clock; each move sets it as far ahead as it was at first.
+        n_bytes: bytes that are to move, at `LEAST_BYTES_PER_S` or faster; 0: not known yet.
     """
 
     __slots__ = ("_end", "_now", "_seconds", "deadline")
@@ -106,10 +110,10 @@ class PipeSilence:
         self._end = deadline + n_bytes / LEAST_BYTES_PER_S if n_bytes else math.inf
 
     def moved(self, n_bytes: int = 0) -> None:
-        """Something did.
+        """Restart the deadline because bytes moved.
 
         Args:
-            n_bytes: that are to move, where that is known by now.
+            n_bytes: bytes that are to move in all, where that is known by now.
         """
         self.deadline = self._now() + self._seconds
         if n_bytes and self._end == math.inf:
@@ -118,21 +122,22 @@ class PipeSilence:
 
 
 class Pipe:
-    """One connection, its handshake done.
+    """One connection, after its handshake.
 
     Args:
         sock: becomes non-blocking.
+        peer: the node at the other end.
     """
 
     def __init__(self, sock: ssl.SSLSocket, peer: NodeId) -> None:
         self.peer = peer
         self.now = time.perf_counter
-        """The monotonic clock of all deadlines."""
+        """Monotonic clock of all deadlines, in seconds."""
         sock.setblocking(False)
         self._sock, self._read = sock, _reader_of(sock)
         self._using = threading.Lock()
         self.look_s = 0.0
-        """How long a reader looks before it sleeps."""
+        """Seconds that a reader polls before it sleeps."""
         self._looks_from = 0.0
         self._closed = False
 
@@ -141,7 +146,7 @@ class Pipe:
         return self._closed
 
     def __enter__(self) -> None:
-        """While a thread reads or writes, the descriptor stays open."""
+        """Keep the descriptor open while this thread reads or writes. Raises StreamClosed if the pipe is closed."""
         self._using.acquire()
         if self._closed:
             self._using.release()
@@ -151,14 +156,14 @@ class Pipe:
         self._using.release()
 
     def send(self, data: memoryview | bytes, deadline: float | None) -> None:
-        """All of it.
+        """Send all of the data.
 
         Args:
-            deadline: for as long as nothing is taken; None: soon.
+            deadline: on the monotonic clock; it moves on with each byte that is taken. None: `CLOSE_WAIT_S` from now.
 
         Raises:
             StreamStalled: the other side takes nothing, or too little.
-            StreamClosed: it went away.
+            StreamClosed: the connection is gone.
         """
         at, n = self._write(data), len(data)
         if at == n:
@@ -166,7 +171,7 @@ class Pipe:
         silence = PipeSilence(self.now() + CLOSE_WAIT_S if deadline is None else deadline, self.now, n)
         view = memoryview(data)
         while at < n:
-            # Record after record, for as long as they are taken at once.
+            # Record after record, as long as the system takes each one at once.
             began = at
             while at < n and (sent := self._write(view[at:])):
                 at += sent
@@ -176,14 +181,15 @@ class Pipe:
                 self._wait(silence.deadline, "takes nothing", writing=True)
 
     def receive(self, into: memoryview, deadline: float) -> int:
-        """At least a byte; up to a record, or as many whole ones as are there.
+        """Receive at least one byte: up to a record, or all whole records that have arrived. Returns: how many bytes.
 
         Args:
+            into: where the bytes go.
             deadline: on the monotonic clock.
 
         Raises:
-            StreamStalled: nothing came.
-            StreamClosed: the other side went away.
+            StreamStalled: nothing arrived.
+            StreamClosed: the connection is gone.
         """
         n = self._look(into, deadline) if self.look_s else self.receive_now(into)
         while not n:
@@ -193,16 +199,16 @@ class Pipe:
         while more == RECORD_BYTES and n < len(into):
             try:
                 more = self.receive_now(into[n:])
-            except StreamClosed:  # said by the next call: what came before it counts
+            except StreamClosed:  # the next call raises it: the bytes before it count
                 break
             n += more
         return n
 
     def receive_now(self, into: memoryview) -> int:
-        """What is there; 0: nothing.
+        """Receive the bytes that have arrived, without waiting. Returns: how many; 0: none.
 
         Raises:
-            StreamClosed: the other side went away.
+            StreamClosed: the connection is gone.
         """
         try:
             n = self._read(len(into), into)
@@ -215,7 +221,7 @@ class Pipe:
         return n
 
     def _look(self, into: memoryview, deadline: float) -> int:
-        """Read until something comes, for a while, if the core is this thread's."""
+        """Poll until something arrives, for `look_s` at most, unless another thread wants the core. Returns: bytes received."""
         n, now = self.receive_now(into), self.now()
         if n or now < self._looks_from:
             return n
@@ -238,16 +244,16 @@ class Pipe:
             raise self._gone(error) from error
 
     def _wait(self, deadline: float, what: str, *, writing: bool) -> None:
-        """Until more can be sent, or there may be something to read."""
-        # Once even where the deadline has passed: this machine may have slept, and the other side not.
+        """Wait until more can be sent, or there may be something to read."""
+        # Look once even if the deadline has passed: this machine may have slept while the other side sent.
         if not _ready(self._sock, max(0.0, deadline - self.now()), writing=writing):
             raise StreamStalled(f"{self.peer} {what} on a tensor stream")
 
     def close(self, last_words: bytes = b"") -> None:
-        """Idempotent, from any thread.
+        """Close the connection. Idempotent, from any thread.
 
         Args:
-            last_words: sent where no other thread is at it.
+            last_words: sent first, unless another thread is using the connection.
         """
         if self._closed:
             return

@@ -1,1 +1,1 @@
-"""Who belongs to the fleet, and how that is proved."""
+"""Membership of the fleet, and how a node proves it."""

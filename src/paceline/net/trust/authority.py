@@ -1,11 +1,11 @@
-"""The fleet's CA: issues certificates to nodes and join ports, and signs revocations. Its key stays on the node that ran `paceline init`,
-and no TLS ever has it.
+"""The fleet's CA: issues certificates to nodes and join ports, and signs revocations. Its key stays on the node that ran `paceline init`, and is never
+used for TLS.
 
-One file holds key and certificate, so a copy of it (`paceline ca export`) is a whole backup.
-For processes that serve others each signature is made by a process of its own (this module, run), which alone reads the key and ends with it.
+One file holds key and certificate, so a copy of it (`paceline ca export`) is a complete backup. For processes that serve others, a separate process
+(this module, run) makes each signature. Only that process reads the key, and it ends after one signature.
 
-Law: what serves strangers, parses models and speaks HTTP never has the key in its memory. Strangers start no process: a join's proof and a
-member's certificate are checked before anything is to be signed.
+Law: a process that serves unauthenticated peers, parses models or speaks HTTP never has the key in its memory. Unauthenticated peers can't start a
+process: a join's proof and a member's certificate are checked before anything is signed.
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ from paceline.net.trust.signing import PrivateKey, PublicKey, SignedKind, sign_a
 
 CA_YEARS = timedelta(days=20 * 365)
 NODE_HOLDS = timedelta(days=365)
-"""A node renews its certificate long before its end (`net.join_client`). Raising it: a stolen key of which no node heard is good for longer."""
+"""Validity of a node's certificate. A node renews it long before its end (`net.join_client`). Raising it: a stolen key stays usable longer at nodes
+that have not heard of the revocation."""
 JOIN_PORT_HOLDS = timedelta(days=7)
-"""A port draws a new key each day that it is open; the rest is for clocks that are wrong."""
+"""Validity of a join port's certificate. A port draws a new key each day that it is open; the other days allow for wrong clocks. Raising it: a stolen
+port key is good for longer; lowering it: a joiner with a wrong clock is refused."""
 
 
 class CertificateAuthority(Protocol):
-    """The CA at work: with its key in this process, or in another (`AuthorityProcess`)."""
+    """The CA as its users see it: with the key in this process, or in another (`AuthorityProcess`)."""
 
     @property
     def root(self) -> FleetRoot:
-        """What every member trusts."""
+        """The CA's certificate, which every member trusts."""
         ...
 
     def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes: ...
@@ -66,12 +68,12 @@ class CertificateAuthority(Protocol):
     def issue_to_join_port(self, request: bytes, now: float) -> bytes: ...
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """A signature by the CA on a thing of that kind."""
+        """Return the CA's signature (DER) on `data` as data of that kind."""
         ...
 
 
 class Authority:
-    """The CA with its key. A `CertificateAuthority`."""
+    """The CA with its key in this process. A `CertificateAuthority`."""
 
     def __init__(self, key: PrivateKey, root: FleetRoot) -> None:
         if key.public_key() != root.public_key:
@@ -80,7 +82,7 @@ class Authority:
 
     @classmethod
     def create(cls, now: float) -> Authority:
-        """A new fleet's. `now` is in Unix seconds."""
+        """Create the CA of a new fleet. `now` is in Unix seconds."""
         key = make_key()
         serial = draw_serial()
         name = _name(f"paceline fleet {serial & 0xFFFFFFFF:08x}", FORMAT)
@@ -103,10 +105,10 @@ class Authority:
 
     @classmethod
     def from_pem(cls, data: bytes, passphrase: str | None = None) -> Authority:
-        """What `to_pem` wrote.
+        """Load a CA from the bytes that `to_pem` wrote.
 
         Raises:
-            IdentityError: it is damaged, or the passphrase is wrong.
+            IdentityError: the file is damaged, or the passphrase is wrong, missing or not needed.
         """
         if (passphrase is not None) != is_encrypted(data):
             what = "is encrypted, and no passphrase was given" if passphrase is None else "is not encrypted, and a passphrase was given"
@@ -122,7 +124,7 @@ class Authority:
         return cls(key, root)
 
     def to_pem(self, passphrase: str | None = None) -> bytes:
-        """Key, encrypted where there is a passphrase, and certificate. A secret: it lets any machine in."""
+        """Return the key (encrypted if a passphrase is given) and the certificate as PEM. The result is a secret: its holder can admit any machine."""
         if passphrase is None:
             return self.key_pem + self.root.pem
         encryption = BestAvailableEncryption(passphrase.encode())
@@ -133,19 +135,21 @@ class Authority:
         return key_pem(self._key)
 
     def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
-        """A certificate for the key in a request, and for nothing else that the request asks.
+        """Issue a node's certificate for the key in a request. Everything else that the request asks for is ignored.
 
         Args:
             request: PKCS #10, DER.
             node_id: must be the name the request asks for.
-            after: the certificate counts as issued later than this (the `not_after` of the node's last revocation).
+            now: Unix seconds.
+            after: Unix seconds; the certificate counts as issued later than this (the `not_after` of the node's last revocation).
+            trust: the trust that the certificate grants.
 
         Returns:
-            DER.
+            The certificate, DER.
 
         Raises:
             NotTrusted: the request is damaged, is not signed by its key, asks for another name, or holds a key of another kind.
-            IdentityError: no certificate can begin then.
+            IdentityError: the certificate would begin outside of the CA's own validity.
         """
         asked, key = open_request(request)
         if asked != node_id:
@@ -155,20 +159,24 @@ class Authority:
         return self._certificate(key, _name(node_id, str(trust)), names, serial, max(now, after + 1), NODE_HOLDS)
 
     def issue_to_join_port(self, request: bytes, now: float) -> bytes:
-        """A certificate for a join port's key, and for no node.
+        """Issue a certificate for a join port's key. It identifies no node.
+
+        Args:
+            request: PKCS #10, DER.
+            now: Unix seconds.
 
         Returns:
-            DER.
+            The certificate, DER.
 
         Raises:
             NotTrusted: the request is damaged.
-            IdentityError: no certificate can begin now.
+            IdentityError: `now` is outside of the CA's own validity.
         """
         _, key = open_request(request)
         return self._certificate(key, _name("paceline join"), (x509.DNSName(JOIN_NAME),), draw_serial(), now, JOIN_PORT_HOLDS)
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """A signature by the CA on a thing of that kind."""
+        """Return the CA's signature (DER) on `data` as data of that kind."""
         return sign_as(self._key, kind, data)
 
     def _certificate(
@@ -202,7 +210,7 @@ class Authority:
 
 
 def is_encrypted(data: bytes) -> bool:
-    """Whether a file of a CA needs a passphrase."""
+    """Return whether a CA file needs a passphrase."""
     return b"-----BEGIN ENCRYPTED PRIVATE KEY-----" in data
 
 
@@ -212,7 +220,7 @@ def _name(common: str, *units: str) -> x509.Name:
 
 
 def _shown(at: float) -> str:
-    """A time that may be beyond what a calendar has."""
+    """Format a time for a message, also one that a calendar can't represent."""
     try:
         return f"on {whole_second(at):%Y-%m-%d}"
     except (OverflowError, OSError, ValueError):
@@ -234,12 +242,13 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 BOUND_S = 60.0
-"""Of one signature, on a machine that is busy."""
+"""Seconds that one signature may take, on a busy machine. Raising it: a process that hangs blocks a join longer; lowering it: a busy machine fails to
+sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuthorityProcess:
-    """The CA whose key is in a file. A `CertificateAuthority`."""
+    """The CA behind a key file. Each signature starts a process of its own. A `CertificateAuthority`."""
 
     file: Path
     root: FleetRoot
@@ -271,7 +280,7 @@ class AuthorityProcess:
 
 
 def answer(authority: Authority, asked: dict[str, Any]) -> bytes:
-    """Sign what was asked for."""
+    """Perform one request of an `AuthorityProcess`, and return the certificate or the signature (DER)."""
     data, now = b64decode(asked["data"]), float(asked["now"])
     match asked["what"]:
         case "issue":
@@ -283,7 +292,7 @@ def answer(authority: Authority, asked: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """One request from standard input, one answer to standard output."""
+    """Read one request from standard input, and write one answer to standard output."""
     try:
         signed = answer(Authority.from_pem(read_secret(Path(sys.argv[1]))), json.loads(sys.stdin.read()))
         said = {"signed": b64encode(signed).decode()}

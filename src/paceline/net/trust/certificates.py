@@ -135,7 +135,7 @@ class FleetRoot:
         if [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)] != [FORMAT]:
             raise IdentityError(
                 "This fleet was made by another version of Paceline, whose signatures this one does not take",
-                "Update all machines and start the fleet anew: on each, remove the folder `fleet` in PACELINE_HOME (~/.paceline); "
+                "Update all machines and start the fleet anew: on each, move the folder `fleet` out of PACELINE_HOME (~/.paceline); "
                 "then paceline init on one, and paceline join on the others. Models stay",
             )
         self.certificate = certificate

@@ -19,6 +19,7 @@ import grpc.aio
 
 from paceline.core.errors import RevokedNode
 from paceline.fleet.card import SealedCard
+from paceline.net.protocol import PROGRAM, Versions
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids, open_card
@@ -49,16 +50,30 @@ def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(identity.root.pem, identity.key_pem, identity.certificate_pem)
 
 
-async def ask_card(channel: grpc.aio.Channel, root: FleetRoot, voids: Voids, now: float, timeout_s: float) -> SealedCard:
+async def ask_card(
+    channel: grpc.aio.Channel,
+    root: FleetRoot,
+    voids: Voids,
+    now: float,
+    timeout_s: float,
+    versions: Versions = PROGRAM,
+) -> SealedCard:
     """The own card of the node at the far end of a channel made by `NODE_NAME`. Proved only once it is called by its `tls_name`.
+
+    Args:
+        versions: of the protocol. The node's is checked before its card is read.
 
     Raises:
         grpc.aio.AioRpcError: no node of this fleet answers there.
         NotTrusted: the card is not good.
+        OtherProtocol: the node speaks another version.
         RevokedNode: the node that answers there was revoked.
         MalformedMessage: what it sent is no card.
     """
-    answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(wire.GetNodeCapabilityRequest(), timeout=timeout_s)
+    answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(
+        wire.GetNodeCapabilityRequest(protocol=versions.own), timeout=timeout_s
+    )
+    versions.check(root.member(answer.card.card.certificate, now).node_id, answer.protocol)
     return open_card(answer.card.card, root=root, voids=voids, now=now)
 
 

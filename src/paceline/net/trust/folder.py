@@ -2,13 +2,13 @@
 
     identity.pem         this node's key, its certificate, the CA's certificate
     authority.pem        the CA's key and certificate; only where `paceline init` ran
-    issuer.json          join tokens and to whom certificates were issued; only there
-    revocations.json     who no longer belongs, as the CA signed it
-    revocation-list      the CA's newest word that those are all
+    issuer.json          join tokens and the holders of issued ids; only there
+    revocations.json     the revocations, as the CA signed them
+    revocation-list      the CA's newest signed statement that those are all
     peers.json           where members were last reached
 
-Everything is written whole, to its owner alone. A secret that others could read is refused, not used. A process that changes a file
-which another may change too holds the folder's lock meanwhile.
+Each file is written whole, and only its owner can read it. A secret that others could read is refused, not used. A process that changes a file which
+another process may change too holds the folder's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class FleetFolder:
-    """Paths and files under PACELINE_HOME/fleet. Nothing is made before it is written to."""
+    """Paths and files under PACELINE_HOME/fleet. The folder is created by the first write."""
 
     root: Path
 
@@ -46,7 +46,7 @@ class FleetFolder:
     list_file = Under("revocation-list")
     peers_file = Under("peers.json")
     host_lock_file = Under(".join-port")
-    """Held by the process that keeps the join port."""
+    """Lock of the process that serves the join port."""
 
     @property
     def is_member(self) -> bool:
@@ -57,11 +57,11 @@ class FleetFolder:
         return self.authority_file.exists()
 
     def identity(self) -> Identity:
-        """This node's identity.
+        """Load this node's identity.
 
         Raises:
-            MembershipError: it has none.
-            IdentityError: it is open to others, or damaged.
+            MembershipError: the machine is in no fleet.
+            IdentityError: the file is open to others, or damaged.
         """
         if not self.is_member:
             raise MembershipError(
@@ -71,24 +71,24 @@ class FleetFolder:
         return Identity.from_pem(read_secret(self.identity_file))
 
     def authority(self) -> Authority:
-        """The fleet's CA.
+        """Load the fleet's CA, key included.
 
         Raises:
-            MembershipError: it is on another machine.
-            IdentityError: it is open to others, or damaged.
+            MembershipError: the CA is on another machine.
+            IdentityError: its file is open to others, or damaged.
         """
         if not self.has_authority:
             raise _elsewhere()
         return Authority.from_pem(read_secret(self.authority_file))
 
     def served_authority(self, root: FleetRoot) -> AuthorityProcess:
-        """The same for a process that serves others: its key stays out of there.
+        """Return the fleet's CA for a process that serves others. The key stays out of that process.
 
         Args:
-            root: of this machine's identity.
+            root: the CA's certificate, from this machine's identity.
 
         Raises:
-            MembershipError: it is on another machine.
+            MembershipError: the CA is on another machine.
         """
         if not self.has_authority:
             raise _elsewhere()
@@ -108,10 +108,10 @@ class FleetFolder:
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Alone in changing this folder's files, for as long as the block runs.
+        """Hold the folder's lock while the block runs, so that no other process changes its files.
 
         Raises:
-            MembershipError: it can't be written.
+            MembershipError: the folder can't be written.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -123,10 +123,13 @@ class FleetFolder:
             yield
 
     def hold(self, file: Path) -> IO[bytes] | None:
-        """Be the one process that holds a lock file, until what is returned is closed; None where another process is.
+        """Take a lock file for this process. The lock lasts until the returned file is closed.
+
+        Returns:
+            The open lock file; None if another process holds it.
 
         Raises:
-            MembershipError: it can't be written.
+            MembershipError: the lock file can't be written.
         """
         try:
             lock = file.open("ab")
@@ -140,12 +143,16 @@ class FleetFolder:
         return lock
 
     def sealed_revocations(self) -> list[bytes]:
-        """Serialised SignedRevocations, as they were kept; unchecked."""
+        """Return the serialised SignedRevocations on disk, unchecked.
+
+        Raises:
+            IdentityError: the file is damaged.
+        """
         values = _read_json(self.revocations_file)
         try:
             if values is None:
                 return []
-            # Anything else than what was written is damage: who was revoked must not be forgotten by it.
+            # Any other content is damage: treating it as empty would forget revoked nodes.
             if not isinstance(values, list):
                 raise TypeError
             return [base64.b64decode(value, validate=True) for value in values]  # pyright: ignore[reportUnknownVariableType]
@@ -153,7 +160,7 @@ class FleetFolder:
             raise _damaged(self.revocations_file) from None
 
     def keep_revocations(self, sealed: Iterable[bytes]) -> None:
-        """Add to those kept."""
+        """Add revocations to those on disk, without duplicates."""
         with self.locked():
             known = self.sealed_revocations()
             new = [one for one in dict.fromkeys(sealed) if one not in known]
@@ -162,7 +169,7 @@ class FleetFolder:
                 self.write_secret(self.revocations_file, data)
 
     def sealed_list(self) -> bytes | None:
-        """The serialised SignedRevocationList that was kept, unchecked; None where there is none."""
+        """Return the serialised SignedRevocationList on disk, unchecked; None if there is none."""
         try:
             return self.list_file.read_bytes()[:MAX_FILE_BYTES]
         except OSError:
@@ -172,18 +179,22 @@ class FleetFolder:
         self.write_secret(self.list_file, sealed)
 
     def peers(self) -> list[str]:
-        """Addresses (host:port) at which members were last reached."""
+        """Return the addresses (host:port) at which members were last reached; none if the file is damaged."""
         try:
             values = _read_json(self.peers_file)
         except IdentityError:
-            return []  # an address book can be made again
+            return []  # an address book can be rebuilt
         return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []  # pyright: ignore[reportUnknownVariableType]
 
     def keep_peers(self, addresses: Iterable[str]) -> None:
         self.write_secret(self.peers_file, json.dumps(sorted(set(addresses)), indent=1).encode())
 
     def issuer_state(self) -> dict[str, Any]:
-        """The issuer's state; empty where there is none."""
+        """Load the issuer's state; empty if there is none.
+
+        Raises:
+            IdentityError: the file is damaged, or open to others.
+        """
         if not self.issuer_file.exists():
             return {}
         try:
@@ -198,7 +209,7 @@ class FleetFolder:
         self.write_secret(self.issuer_file, json.dumps(state, indent=1).encode())
 
     def stamp(self) -> Stamp:
-        """Another value once tokens or revocations have changed."""
+        """Return a value that changes whenever tokens or revocations change on disk."""
         return tuple(_stamp(path) for path in (self.issuer_file, self.revocations_file))
 
 
@@ -216,7 +227,11 @@ def _elsewhere() -> MembershipError:
 
 
 def _read_json(path: Path) -> object:
-    """None where there is no file."""
+    """Return the content of a JSON file; None if the file does not exist.
+
+    Raises:
+        IdentityError: the file is damaged.
+    """
     try:
         value: object = json.loads(path.read_bytes())
     except FileNotFoundError:

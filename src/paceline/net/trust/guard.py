@@ -1,7 +1,7 @@
-"""Every RPC is checked as it starts: who calls, by the certificate that TLS verified, and whether it still belongs.
+"""Check of every RPC as it starts: which node calls, by the certificate that TLS verified, and whether it is still a member.
 
-TLS checks a connection once, and a connection may last for days. So revocation is checked here, for each RPC. RPCs that are open when their caller
-is revoked are cancelled and answered PERMISSION_DENIED, also those whose request has not come. Its connections stay open without calls until gRPC
+TLS checks a connection once, and a connection may last for days. So revocation is checked here, for each RPC. When a caller is revoked, its open
+RPCs are cancelled and answered PERMISSION_DENIED, also those that still wait for their request. Its connections stay open without calls until gRPC
 closes them as idle. The log names what is refused.
 """
 
@@ -26,18 +26,20 @@ from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import REVOCATION_KEY, Voids
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
-"""By what a node hears of revocations, and what it tells its own machine."""
+"""Services that members may call even when this node's list of revocations is too old: they carry news of revocations, renew certificates, and serve
+this machine's own tools."""
 
 
 GRACE_S = 1.0
-"""Seconds for a revoked caller to take what is being sent to it."""
+"""Seconds that a revoked caller has to take the message in flight. Raising it: a revoked caller that takes nothing keeps its RPC open longer; lowering
+it: a slow caller gets no reason."""
 
 
 class _Call:
-    """An RPC under way, as its handler's context: all that a context has, and sending that can be waited for.
+    """An open RPC. Stands in for its handler's context: it offers everything that a context does, and tracks whether a message is being sent.
 
-    gRPC can't answer an RPC with an error while it sends on it; so an RPC is cancelled just after that. If its caller takes nothing for `GRACE_S`, the RPC
-    ends without an answer.
+    gRPC can't answer an RPC with an error while a message is being sent on it. So a cancelled RPC ends just after that message. If its caller takes
+    nothing for `GRACE_S`, the RPC ends without an answer.
     """
 
     def __init__(self, context: Context, member: Member, task: asyncio.Task[Any]) -> None:
@@ -61,7 +63,7 @@ class _Call:
         raise AssertionError("abort raises")
 
     def cancel(self) -> None:
-        """End it, now or once what is being sent is sent."""
+        """Cancel the RPC, now or as soon as the message in flight is sent."""
         self.revoked = True
         if self._sending:
             self.task.get_loop().call_later(GRACE_S, self._drop)
@@ -87,9 +89,9 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     """The interceptor of a node's gRPC server. Lives on one event loop.
 
     Args:
-        voids: the revocations known; asked at each RPC.
-        revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
-        check_age: raises NotTrusted where what is known here of revocations is too old to let in any node.
+        voids: the revocations known; looked up at each RPC.
+        revocation_of: returns the SignedRevocation of a node, which is sent to a revoked caller; None if there is none.
+        check_age: raises NotTrusted if this node's list of revocations is too old to admit any node.
     """
 
     REMEMBERED = 1024
@@ -109,7 +111,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         self._read: dict[bytes, bytes] = {}
 
     def peer(self, context: Context) -> Member:
-        """Who calls.
+        """Return the member that calls.
 
         Raises:
             NotTrusted: the connection shows no certificate of this fleet.
@@ -131,7 +133,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         return member
 
     def revoked(self, node_id: NodeId, not_after: int) -> None:
-        """End the RPCs of a node whose certificates issued up to `not_after` were voided."""
+        """Cancel the open RPCs of a revoked node.
+
+        Args:
+            node_id: the revoked node.
+            not_after: certificates issued up to this time (Unix seconds) are revoked.
+        """
         for call in list(self._calls):
             if call.member.node_id == node_id and call.member.issued_at <= not_after:
                 call.cancel()
@@ -142,14 +149,14 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def guarded(request: Any, context: Context) -> Any:
             async with self._admitted(context, method) as call:
-                # All that a context has; a type with so many methods can't be made by delegation.
+                # `_Call` offers everything that a context does; no type can express that delegation.
                 return await told(behaviour)(request, cast("Context", call))
 
         return guarded
 
     @asynccontextmanager
     async def _admitted(self, context: Context, method: str) -> AsyncGenerator[_Call]:
-        """The time of one RPC: entered only by a member that still belongs, left early when it no longer does."""
+        """Admit one RPC of a current member, and end the block early if the member is revoked meanwhile."""
         try:
             member = self.peer(context)
             if not method.startswith(TRUST_ITSELF):

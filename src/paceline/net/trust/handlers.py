@@ -1,18 +1,18 @@
-"""What interceptors of a server share: the same method with another behaviour, and requests that can't be read.
+"""Shared parts of a server's interceptors: methods with a wrapped behaviour, and bounds on requests and answers.
 
-A message that protobuf can't parse would be an exception inside gRPC, logged with a traceback as if it were our bug. Here it is a refusal, in the
-log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so of some methods they are counted.
+A message that protobuf can't parse would raise inside gRPC, which logs a traceback as if the fault were ours. Here such a message is refused, and
+the log names its sender. A parsed message may take 35 times its size (millions of empty parts), so some methods count the parts first.
 
-gRPC would gather a request before any code looks at its sender, for as long as the sender likes. So here all requests are read as streams are: the
-caller is known and trusted first, and of what it begins, both the bytes and the time are bounded. The same two bounds serve every method.
+gRPC would gather a request before any code looks at its sender, for as long as the sender likes. So every request is read as a stream is: the caller
+is identified and checked first, then both the bytes and the time of what it begins are bounded. The same two bounds serve every method.
 
-Answers are written as streams are, too, so that it is known which of them their caller has not taken: gRPC would hold them for as long as it likes.
+Answers are written as streams are, too, so that this node knows which of them a caller has not taken. gRPC would hold them without a bound.
 
-While a read waits, gRPC gathers a whole message for it. Otherwise it holds one flow-control window of the call (64 KiB). So what a caller can make this
-node hold is the number of reads that wait for it, times the largest message. An open client stream always has a read that waits.
+While a read waits, gRPC gathers a whole message for it. Otherwise it holds one flow-control window of the call (64 KiB). So a caller can make this
+node hold at most the number of reads that wait for it, times the largest message. An open client stream always has a read that waits.
 
-Parts are counted before a message is decoded: an empty one takes two bytes on the wire and seventy in memory. Only the outermost fields are looked
-at; what is inside of them is bounded by their length, and where it is opened.
+Parts are counted before a message is decoded: an empty one takes two bytes on the wire and seventy in memory. Only the outermost fields are counted.
+The length of a field bounds what is inside it, and code that opens a field checks its content.
 """
 
 from __future__ import annotations
@@ -36,33 +36,35 @@ from paceline.net.trust.certificates import Member
 from paceline.net.trust.refusals import Refusals, remote_of
 
 WHOLE_S = 60.0
-"""Seconds for the first message of a call to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a
-long prompt. Later messages of a stream have no clock: a stream may be silent, and holds one of its caller's `MOST_READS` meanwhile."""
+"""Seconds for the first message of a call to arrive. Raising it: a caller can hold an unfinished call longer; lowering it: a slow link can't send a
+long prompt. Later messages of a stream have no time limit: a stream may be silent, and holds one of its caller's `MOST_READS` meanwhile."""
 MOST_BEGUN = 32
-"""Calls of one node whose first message has not come, over all its connections. Raising it: each holds a flow-control window; lowering it: bursts over a
-slow link are refused."""
+"""Calls of one node that wait for their first message, over all its connections. Raising it: a node can hold more flow-control windows; lowering it:
+bursts over a slow link are refused."""
 MOST_READS = 13
-"""Reads that wait for messages of one node; further calls wait their turn. Raising it: memory that a caller can hold by finishing no message,
-`server.MAX_REQUEST_BYTES` each; lowering it: more calls of a node wait for its slow ones."""
+"""Reads that may wait for messages of one node; its further calls wait their turn. Raising it: a caller that finishes no message can hold more memory,
+`server.MAX_REQUEST_BYTES` for each read; lowering it: more calls of a node wait for its slow ones."""
 MOST_OPEN_STREAMS = 11
-"""Client streams of one node, which keep their reads: as many prompts as one node may lease elsewhere (`ways.kv.lease`), and one for drafts. Raising it:
-fewer reads are left for its other calls."""
+"""Open client streams of one node, each of which keeps a read. The number is the prompts that one node may lease elsewhere (`ways.kv.lease`), and one
+stream for drafts. Raising it: fewer reads are left for the node's other calls."""
 MOST_UNREAD_BYTES = 16 << 20
-"""Of answers that one node has asked for and does not take; further ones are refused. Raising it: memory that a caller can hold, three times as much;
-lowering it: a node that fetches much at once is refused."""
+"""Bytes of answers that one node has asked for and not taken; further answers are refused. Raising it: a caller can hold more memory, three times the
+increase; lowering it: a node that fetches much at once is refused."""
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 
 
 def check_parts(data: bytes, most: int, inner_bytes: int | None = None, bulk: int | None = None) -> None:
-    """Raise unless these bytes are at most `most` fields.
+    """Check that a serialised message has at most `most` fields, none of them too long.
 
     Args:
-        inner_bytes: of one of them, at most; None: any.
+        data: the serialised message.
+        most: the largest number of outermost fields.
+        inner_bytes: the largest size of one field; None: no bound.
         bulk: the number of a field that may be longer.
 
     Raises:
-        MessageTooLarge: there are more, or one is too long.
-        MalformedMessage: they are no message.
+        MessageTooLarge: the message has more fields, or one field is too long.
+        MalformedMessage: the bytes are not a message.
     """
     at, count = 0, 0
     while at < len(data):
@@ -89,7 +91,7 @@ def check_parts(data: bytes, most: int, inner_bytes: int | None = None, bulk: in
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and where the next thing begins."""
+    """Decode the varint at `at`. Returns: its value, and the offset of the byte after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -105,7 +107,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller_of(context: Context) -> str:
-    """The node that calls, as its certificate names it: the guard has checked it. Without one, where it calls from."""
+    """Return the id of the calling node, from the certificate that the guard has checked; without a certificate, the host that the call comes from."""
     name = next(iter(context.auth_context().get("x509_common_name") or ()), b"")
     return name.decode("utf-8", "replace") or remote_of(context.peer())[0]
 
@@ -113,30 +115,30 @@ def caller_of(context: Context) -> str:
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
-"""What gives an interceptor a method's handler; None: there is no such method."""
+"""The gRPC call that gives an interceptor the handler of a method; None: no such method exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of a method's requests, looked at before anything is decoded."""
+    """Bounds on the requests of a method, checked before anything is decoded."""
 
     nbytes: int
     parts: int
-    """Outermost fields."""
+    """The largest number of outermost fields."""
     inner_bytes: int = 64 << 10
-    """In one of them, where it is not `bulk`: what is inside of it may be as many parts as it has room for."""
+    """The largest size of a field other than `bulk`. A field may hold as many parts as fit in this size."""
     bulk: int | None = None
-    """The number of the field that may be long: it holds numbers, which take no more room decoded."""
+    """The number of the one field that may be long: it holds numbers, which take no more room once decoded."""
     least: Trust | Use = field(kw_only=True)
-    """The least trust of a caller: a level, or the use whose level the node's policy has."""
+    """The least trust of a caller: a level, or a use. The node's policy says which level a use requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Lets callers in by the least trust of a method, before anything of a request is read.
+    """Check of a caller's trust against what a method requires, before any of its request is read.
 
     Args:
-        peer: who calls, by a certificate that was checked.
+        peer: returns the member that calls, by its checked certificate.
         policy: the least trust for each use.
     """
 
@@ -144,27 +146,27 @@ class Admission:
     policy: TrustPolicy
 
     def check(self, context: Context, least: Trust | Use) -> None:
-        """Raises NotTrusted where a caller is trusted less."""
+        """Raise NotTrusted if the caller has less trust than `least`."""
         self.policy.check_trust(self.peer(context), least)
 
 
 class _Caller:
-    """What is under way of one caller. Lives on the event loop."""
+    """Counters and limits of one caller's open calls. Lives on the event loop."""
 
     def __init__(self) -> None:
         self.calls = self.begun = self.streams = 0
-        """Calls, those of them whose first message has not come, and client streams."""
+        """Open calls; calls that wait for their first message; open client streams."""
         self.reads = asyncio.Semaphore(MOST_READS)
         self.unread = 0
-        """Bytes of answers that it has not taken."""
+        """Bytes of answers that the caller has not taken."""
 
 
 class _Unread(PeerFloods):
-    """A caller takes no answers."""
+    """Error raised when a caller does not take its answers."""
 
 
 class _Answers:
-    """The context of a call, whose answers count for its caller until it takes them."""
+    """Context of a call. Answers written to it count against their caller until it takes them."""
 
     def __init__(self, context: Context, caller: _Caller) -> None:
         self._context, self._caller = context, caller
@@ -186,19 +188,20 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """In place of a request that was not read."""
+    """Placeholder for a request that could not be read."""
 
     error: GossipRefused
 
 
 def rewrap(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour], read: Callable[[Any], Any] | None = None) -> Handler | None:
-    """A method's handler with its behaviour wrapped. With `read`, requests are read by it, and come as a stream also where there is but one; the wrapped
-    behaviour writes its answers to its context, also where there is but one.
+    """Return a method's handler with its behaviour wrapped; None for None.
 
-    Behaviours that answer with a stream write it to their context: a generator that is not asked for more would be closed only when it
-    is collected.
+    If `read` is given, it decodes requests, and a unary request arrives as a stream too. The wrapped behaviour then writes every answer to its
+    context, also a single one.
+
+    Behaviours that answer with a stream write it to their context. A generator that is not asked for more would be closed only when it is collected.
     """
-    if handler is None:  # no such method: gRPC answers that itself
+    if handler is None:  # gRPC itself answers a call of a method that does not exist
         return None
     make: Callable[..., Handler]
     behaviour: Any
@@ -215,7 +218,7 @@ def rewrap(handler: Handler | None, wrap: Callable[[Behaviour], Behaviour], read
 
 
 def told(behaviour: Behaviour) -> Behaviour:
-    """Has a caller hear what its handler raises, where that is a `PacelineError`."""
+    """Wrap a behaviour so that a `PacelineError` it raises reaches the caller as a status."""
 
     async def telling(request: Any, context: Context) -> Any:
         try:
@@ -227,17 +230,18 @@ def told(behaviour: Behaviour) -> Behaviour:
 
 
 class WellFormed(grpc.aio.ServerInterceptor):
-    """Refuses callers that are not trusted enough, and requests that can't be read. The last interceptor of a server, next to its services.
+    """Interceptor that refuses callers with too little trust, and requests that can't be read. The last interceptor of a server, before its services.
 
     Args:
-        limits: by method (/package.Service/Method), what is read at most; others read what gRPC lets through.
-        admission: of callers, by the trust in `limits`; methods that have none there do not exist then. None: callers are strangers.
+        limits: bounds by method (/package.Service/Method); a method without an entry reads what gRPC lets through.
+        admission: the check of callers against the trust in `limits`. With it, a method without an entry does not exist. None: callers are
+            unauthenticated.
     """
 
     def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None, admission: Admission | None = None) -> None:
         self._refusals, self._limits, self._admission = refusals, {} if limits is None else limits, admission
         self._callers: dict[str, _Caller] = {}
-        """Those with calls under way."""
+        """Callers with open calls, by node id or connection."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         handler, method = await continuation(handler_call_details), handler_call_details.method
@@ -274,7 +278,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _caller(self, context: Context) -> Generator[_Caller]:
-        # Of strangers, who may be many behind one address, each connection.
+        # Unauthenticated callers are counted by connection, since many may share one address.
         name = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
         caller = self._callers.setdefault(name, _Caller())
         caller.calls += 1
@@ -287,7 +291,10 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _reading(self, caller: _Caller, context: Context, method: str, *, is_stream: bool) -> AsyncGenerator[Any]:
-        """The time in which a call may have a read that waits, from its first message on."""
+        """Hold a place for a call and yield its first message. The call keeps its read until the block ends.
+
+        Refuses the call if the caller has too many requests or streams open, or if the first message is late or unreadable.
+        """
         if caller.begun >= MOST_BEGUN:
             await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
         if is_stream and caller.streams >= MOST_OPEN_STREAMS:
@@ -311,7 +318,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
             caller.streams -= is_stream
 
     async def _messages(self, first: Any, context: Context, method: str) -> AsyncIterator[Any]:
-        """All messages of a stream."""
+        """Yield all messages of a stream, the first of which has been read already."""
         message = first
         while message is not grpc.aio.EOF:
             if isinstance(message, _Unreadable):

@@ -1,6 +1,6 @@
-"""Who this node is: its key, its certificate, and the CA it trusts. One file, so that they can't disagree.
+"""A node's identity: its key, its certificate, and the CA it trusts. All three are in one file, so that they can't disagree.
 
-Keys on disk: files that only their owner can read.
+Key files are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 16 << 20
 
 
 def read_secret(path: Path) -> bytes:
-    """A file that only its owner can read.
+    """Read a file that must be readable by its owner only.
 
     Raises:
         IdentityError: others can read it, it is another user's, or it can't be read.
@@ -48,12 +48,12 @@ def read_secret(path: Path) -> bytes:
 
 
 SUFFIX_BYTES = 2
-"""Random part of a node id, so that two machines called `macbook` can be in one fleet."""
+"""Random bytes in a node id, so that two machines called `macbook` can be in one fleet."""
 
 
 @dataclass(slots=True)
 class Identity:
-    """A member's own side of its membership. One object a process: what changes in it, by `renewed`, is its certificate alone."""
+    """A member's key, certificate and CA. A process has one such object, and only its certificate changes (`renewed`)."""
 
     key: PrivateKey
     member: Member
@@ -72,19 +72,19 @@ class Identity:
         return x509.load_der_x509_certificate(self.member.certificate).public_bytes(Encoding.PEM)
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """A signature by this node on a thing of that kind."""
+        """Return this node's signature (DER) on `data` as data of that kind."""
         return sign_as(self.key, kind, data)
 
     def to_pem(self) -> bytes:
-        """Key, certificate, CA's certificate. A secret: who has it is this node."""
+        """Return key, certificate and the CA's certificate as PEM. The result is a secret: any machine that holds it can act as this node."""
         return self.key_pem + self.certificate_pem + self.root.pem
 
     @classmethod
     def assemble(cls, key: PrivateKey, certificate: bytes, root: FleetRoot, now: float) -> Identity:
-        """From what the CA answered.
+        """Build an identity from the certificate (DER) that the CA issued.
 
         Raises:
-            NotTrusted: the certificate is not the CA's, or for another key.
+            NotTrusted: the certificate is not the CA's, or is for another key.
         """
         member = root.member(certificate, now)
         if member.public_key != key.public_key():
@@ -95,7 +95,8 @@ class Identity:
         """Take a newer certificate for the same name and key.
 
         Raises:
-            NotTrusted: it is none, or has not begun: the clock of the CA's node is ahead, and no node would take it.
+            NotTrusted: the certificate is not newer, is for another node, or has not begun. In the last case the CA's clock is ahead, and no node would
+                accept it.
         """
         again = self.assemble(self.key, certificate, self.root, now).member
         if again.begins_at > now:
@@ -108,10 +109,10 @@ class Identity:
 
     @classmethod
     def from_pem(cls, data: bytes) -> Identity:
-        """What `to_pem` wrote.
+        """Load an identity from the bytes that `to_pem` wrote.
 
         Raises:
-            IdentityError: it is damaged, or the certificate has expired.
+            IdentityError: the file is damaged, or the certificate has expired.
         """
         again = "Restore the file, or remove it and join again: paceline join"
         try:
@@ -134,6 +135,6 @@ class Identity:
 
 
 def choose_node_id(hostname: str) -> NodeId:
-    """A name for this machine that stays its own: the host's first label and a random suffix."""
+    """Choose a new node id for this machine: the host's first label and a random suffix."""
     label = re.sub(r"[^a-z0-9]+", "-", hostname.partition(".")[0].lower()).strip("-")[:40].strip("-") or "node"
     return NodeId(f"{label}-{secrets.token_hex(SUFFIX_BYTES)}")

@@ -19,6 +19,7 @@ from paceline.core.errors import GossipRefused, JoinRefused, MembershipError, No
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
 from paceline.fleet.eligibility import Revocations
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.authority import CertificateAuthority
 from paceline.net.trust.certificates import Member, open_request
 from paceline.net.trust.folder import FleetFolder
@@ -66,6 +67,7 @@ class JoinAttempt:
     """Hexadecimal."""
     proof: bytes
     nonce: bytes
+    protocol: int = PROTOCOL_VERSION
 
 
 class Issuer:
@@ -145,6 +147,12 @@ class Issuer:
             # Why a token is refused is told only to those who hold it.
             if token is None or not _proves(token, attempt):
                 raise JoinRefused("The token is not known here", ANOTHER)
+            if attempt.protocol != PROTOCOL_VERSION:
+                older = "this machine" if attempt.protocol < PROTOCOL_VERSION else "the machine that the token is from"
+                raise JoinRefused(
+                    f"This machine speaks protocol version {attempt.protocol}, and the fleet version {PROTOCOL_VERSION}",
+                    f"Update Paceline on {older}, and join again",
+                )
             if attempt.nonce.hex() in token.nonces:
                 raise JoinRefused("The join request is a replay: it was answered before", "Run paceline join again")
             if token.voided:

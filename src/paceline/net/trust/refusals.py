@@ -23,19 +23,19 @@ def remote_of(peer: str) -> tuple[str, int]:
 
 @dataclass(slots=True)
 class _Lines:
-    """What a party was granted in its current minute."""
+    """Log lines that a party has used in its current minute."""
 
     since: float
     count: int = 0
 
 
 class Refusals:
-    """The log of refused parties of one process. For any thread."""
+    """Rate-limited log of refused parties, one per process. Thread-safe."""
 
     EVERY_S = 60.0
     LINES = 8
     MOST_LINES = 256
-    """For all parties together: a stranger may have as many addresses as it likes."""
+    """Lines a minute for all parties together: an unauthenticated peer may have as many addresses as it likes."""
     REMEMBERED = 256
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -47,12 +47,12 @@ class Refusals:
         self._all = _Lines(0.0)
 
     def note(self, who: str, why: str, *, at: str = "") -> None:
-        """Say that a caller was refused, and why. Nothing here may hold a secret.
+        """Log that a caller was refused, and why. No argument may hold a secret.
 
         Args:
-            who: a node id that was proved, or an address's host: by this the lines are counted.
+            who: the node id that the caller proved, or the host of its address; lines are counted by it.
             why: what was wrong.
-            at: more of where, such as a port.
+            at: more of the caller's address, such as a port.
         """
         with self._lock:
             self.total += 1

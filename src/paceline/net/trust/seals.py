@@ -32,8 +32,16 @@ Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.eligibility.Revocations.voids`."""
 
 
-def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
+def _signed_bytes(card: bytes, beat: int) -> bytes:
+    """Return the bytes that a node signs. The beat has a fixed length, so no other card and beat make the same bytes."""
+    return card + beat.to_bytes(4, "big")
+
+
+def sign_card(identity: Identity, card: NodeCard, beat: int = 0) -> SealedCard:
     """This node's own card, signed.
+
+    Args:
+        beat: how many times it was signed before, unchanged.
 
     Raises:
         NotTrusted: the card is another node's.
@@ -41,9 +49,9 @@ def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
     if card.node_id != identity.node_id:
         raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
     data = write_card(card)
-    signed = wire.SignedCard(card=data, signature=identity.sign(SignedKind.CARD, data))
+    signed = wire.SignedCard(card=data, beat=beat, signature=identity.sign(SignedKind.CARD, _signed_bytes(data, beat)))
     member = identity.member
-    return SealedCard(card, signed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
+    return SealedCard(card, signed.SerializeToString(deterministic=True), beat, member.certificate, member.issued_at, member.trust)
 
 
 def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: float, held: bytes = b"") -> SealedCard:
@@ -61,14 +69,14 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     member = root.member(signed.certificate or held, now)
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
-    if not member.signed(signed.signature, SignedKind.CARD, signed.card):
+    if not member.signed(signed.signature, SignedKind.CARD, _signed_bytes(signed.card, signed.beat)):
         raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
     card = read_card(signed.card)
     if card.node_id != member.node_id:
         raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)
     check_card(card)
-    sealed = wire.SignedCard(card=signed.card, signature=signed.signature)
-    return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
+    sealed = wire.SignedCard(card=signed.card, beat=signed.beat, signature=signed.signature)
+    return SealedCard(card, sealed.SerializeToString(deterministic=True), signed.beat, member.certificate, member.issued_at, member.trust)
 
 
 def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocation:

@@ -1,9 +1,9 @@
-"""What this fleet signs, and why no signature on anything else can be taken for one of these.
+"""Kinds of data that this fleet signs, and why no other signature can pass for one of them.
 
-Law: what is signed begins with `CONTEXT` and the name of its kind. TLS signs with the same keys as nodes do, over texts that a stranger has a
-say in; none of them begins so: up to 1.2 the first 32 bytes are a caller's and the next 32 are the signer's own random ones, in 1.3 the first
-64 are spaces, a certificate or a request for one begins with 0x30, and a transcript with 0x01. Longer than 64 bytes, the context is out of a
-caller's reach whatever version is spoken.
+Law: signed text begins with `CONTEXT` and the name of its kind. TLS signs with the nodes' keys as well, over texts that an unauthenticated peer
+partly chooses. None of those texts begins like this: up to TLS 1.2 the first 32 bytes are the caller's and the next 32 are the signer's own random
+ones. In 1.3 the first 64 are spaces. A certificate or a request for one begins with 0x30, and a transcript with 0x01. The context is longer than 64
+bytes, so a caller can't forge it in any version.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from paceline.core.errors import MalformedMessage
 CONTEXT = b"Paceline signs what follows. It is no part of TLS, and no certificate. "
 assert len(CONTEXT) >= 64, "a context as long as both random values of a TLS handshake"
 SIGNING = ec.ECDSA(hashes.SHA256())
-"""How everything is signed, certificates too."""
+"""Algorithm of all signatures, certificates included."""
 
 PublicKey = ec.EllipticCurvePublicKey
 PrivateKey = ec.EllipticCurvePrivateKey
 
 
 class SignedKind(Enum):
-    """What is signed. A signature on one kind is none on another."""
+    """Kind of signed data. A signature on one kind is invalid for every other kind."""
 
     CARD = b"card"
-    """By a node, of itself."""
+    """A node's card, signed by that node."""
     REVOCATION = b"revocation"
-    """By the CA, as the next."""
+    """Revocation of a node, signed by the CA."""
     REVOCATION_LIST = b"revocation list"
 
 
 class Signs(Protocol):
-    """Who has a key: a node's identity, or the CA."""
+    """Holder of a key: a node's identity, or the CA."""
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """A signature on `data` as a thing of that kind."""
+        """Sign `data` as data of that kind, and return the signature (DER)."""
         ...
 
 
@@ -65,10 +65,10 @@ M = TypeVar("M", bound=Message)
 
 
 def read_strictly(kind: type[M], data: bytes) -> M:
-    """A message that has one form only: what would be written of it is what was read, and nothing in it is unknown.
+    """Parse a message, and require its canonical form: writing the message again gives the same bytes, and no field is unknown.
 
     Raises:
-        MalformedMessage: it is no such message, or not as this version writes it.
+        MalformedMessage: the bytes are not such a message, or not in the form that this version writes.
     """
     try:
         message = kind.FromString(data)

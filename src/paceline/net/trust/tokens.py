@@ -1,9 +1,10 @@
-"""A join token: one line of text that says where to join, whom to believe there, and proves that one was invited.
+"""Join tokens: one line of text that says where to join and which CA to trust, and proves an invitation.
 
-`paceline2.` and, in base64url: checksum (4 bytes), the CA's public key (33), token id (8), secret (16), addresses. The secret
-never crosses the wire: a joiner sends a keyed hash over its certificate request and a nonce. The checksum only tells a typing error from a refusal.
+A token is `paceline2.` and, in base64url: checksum (4 bytes), the CA's public key (33), token id (8), secret (16), addresses. The secret never
+crosses the wire: a joiner sends a keyed hash over its certificate request and a nonce. The checksum only distinguishes a typing error from a
+refusal.
 
-What the issuer keeps on disk (issuer.json): its tokens, and to whom ids were issued.
+The issuer keeps two things on disk (issuer.json): its tokens, and the key that holds each issued id.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ class JoinToken:
 
     @property
     def text(self) -> str:
-        """What a person carries to the other machine."""
+        """Text of the token, which a person carries to the other machine."""
         body = self.pin + self.token_id + self.secret + ",".join(self.addresses).encode()
         return PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
 
     @classmethod
     def parse(cls, text: str) -> JoinToken:
-        """The token in a text.
+        """Parse a token.
 
         Raises:
-            TokenError: it is none, or was damaged on its way.
+            TokenError: the text is not a token, or was damaged on its way.
         """
         whole = "Copy the whole line that paceline token printed"
         text = text.strip()
@@ -78,7 +79,7 @@ class JoinToken:
         return cls(addresses, pin, rest[:ID_BYTES], rest[ID_BYTES : ID_BYTES + SECRET_BYTES])
 
     def proof(self, request: bytes, nonce: bytes) -> bytes:
-        """What shows the issuer that the sender of `request` holds this token."""
+        """Return the proof that the sender of `request` holds this token (`PROOF_BYTES` bytes)."""
         return make_proof(self.secret, self.token_id, request, nonce)
 
 
@@ -96,12 +97,13 @@ def _checksum(body: bytes) -> bytes:
 
 JOIN_PORT = 8155
 KEEP_EXPIRED_S = 7 * 86400
-"""So long an expired token is told from one that never was."""
+"""Seconds that the issuer remembers an expired token, so that its refusal can say that the token expired. Raising it: issuer.json holds more old
+tokens; lowering it: an old token is reported as unknown sooner."""
 
 
 @dataclass(slots=True)
 class HeldToken:
-    """A token, with what makes it one."""
+    """A token as the issuer keeps it."""
 
     token_id: str
     secret: str
@@ -109,21 +111,21 @@ class HeldToken:
     uses_left: int
     nonces: list[str]
     trust: Trust
-    """Of those who join by it."""
+    """Trust given to nodes that join with this token."""
     voided: bool = False
 
 
 @dataclass(slots=True)
 class Issued:
-    """To whom an id was given."""
+    """Holder of an id that was issued."""
 
     key: str
     """SHA-256 of the public key."""
     at: int
     token: str = ""
-    """By which it came; empty for the machine that began the fleet."""
+    """Id of the token that it joined with; empty for the machine that began the fleet."""
     trust: Trust | None = None
-    """That it was given last; None where it is not known."""
+    """Trust that its last certificate gives; None if unknown."""
 
 
 @dataclass(slots=True)
@@ -134,10 +136,10 @@ class IssuerState:
 
 
 def read_state(folder: FleetFolder) -> IssuerState:
-    """What was kept; nothing issued yet where nothing was.
+    """Load the issuer's state; an empty state where none was kept.
 
     Raises:
-        IdentityError: it is damaged.
+        IdentityError: the file is damaged.
     """
     kept = folder.issuer_state()
     try:
@@ -165,7 +167,7 @@ def read_state(folder: FleetFolder) -> IssuerState:
 
 
 def keep_state(folder: FleetFolder, state: IssuerState, now: float) -> None:
-    """Write it, without tokens that expired long before `now`.
+    """Write the issuer's state, without tokens that expired more than `KEEP_EXPIRED_S` before `now` (Unix seconds).
 
     Raises:
         IdentityError: it can't be written.

@@ -1,1 +1,1 @@
-"""What protoc made of proto/, by tools/generate_stubs.py. Nothing here is written by hand."""
+"""Stubs that tools/generate_stubs.py makes from proto/ with protoc. Do not edit them by hand."""

@@ -43,7 +43,7 @@ class SeenNode(_message.Message):
     card: _builtins.bytes
     """A serialised NodeCapability."""
     age_ms: _builtins.int
-    """Since the node stamped it."""
+    """Since the node signed it."""
     trust: _builtins.str
     """As its certificate says: guest, member, trusted."""
     def __init__(
@@ -197,6 +197,34 @@ class RunningPlan(_message.Message):
 Global___RunningPlan: _TypeAlias = RunningPlan  # noqa: Y015
 
 @_typing.final
+class SeenOtherVersion(_message.Message):
+    """A node that speaks another protocol version, and is no member meanwhile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OWN_PROTOCOL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    protocol: _builtins.int
+    own_protocol: _builtins.int
+    """Of the node that tells."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        own_protocol: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "own_protocol", b"own_protocol", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenOtherVersion: _TypeAlias = SeenOtherVersion  # noqa: Y015
+
+@_typing.final
 class GetFleetViewResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -211,6 +239,7 @@ class GetFleetViewResponse(_message.Message):
     REVOCATIONS_AS_OF_UNIX_FIELD_NUMBER: _builtins.int
     CERTIFICATE_ENDS_UNIX_FIELD_NUMBER: _builtins.int
     PLANS_FIELD_NUMBER: _builtins.int
+    OTHER_VERSIONS_FIELD_NUMBER: _builtins.int
     own_node_id: _builtins.str
     fleet_id: _builtins.str
     rounds: _builtins.int
@@ -231,6 +260,8 @@ class GetFleetViewResponse(_message.Message):
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenDrafts]: ...
     @_builtins.property
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningPlan]: ...
+    @_builtins.property
+    def other_versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenOtherVersion]: ...
     def __init__(
         self,
         *,
@@ -245,10 +276,11 @@ class GetFleetViewResponse(_message.Message):
         revocations_as_of_unix: _builtins.int = ...,
         certificate_ends_unix: _builtins.int = ...,
         plans: _abc.Iterable[Global___RunningPlan] | None = ...,
+        other_versions: _abc.Iterable[Global___SeenOtherVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_unix", b"certificate_ends_unix", "clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "plans", b"plans", "revocations_as_of_unix", b"revocations_as_of_unix", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_unix", b"certificate_ends_unix", "clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "other_versions", b"other_versions", "own_node_id", b"own_node_id", "plans", b"plans", "revocations_as_of_unix", b"revocations_as_of_unix", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,7 +344,6 @@ class NodeCapability(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
-    STAMP_ANCHOR_FIELD_NUMBER: _builtins.int
     SERVES_SHARDS_FIELD_NUMBER: _builtins.int
     SHARD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
@@ -369,8 +368,6 @@ class NodeCapability(_message.Message):
     leaving: _builtins.bool
     """The node says goodbye: drop it at once."""
     software_version: _builtins.str
-    stamp_anchor: _builtins.bytes
-    """End of a chain of hashes: each stamp that follows reveals the link before it (see Stamps). Empty: the card is never stamped."""
     serves_shards: _builtins.bool
     """The node loads and runs layers for other members."""
     shard_memory_bytes: _builtins.int
@@ -408,14 +405,13 @@ class NodeCapability(_message.Message):
         leaving: _builtins.bool = ...,
         software_version: _builtins.str = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
-        stamp_anchor: _builtins.bytes = ...,
         serves_shards: _builtins.bool = ...,
         shard_memory_bytes: _builtins.int = ...,
         devices: _abc.Iterable[Global___Device] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "devices", b"devices", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "serves_shards", b"serves_shards", "shard_memory_bytes", b"shard_memory_bytes", "software_version", b"software_version", "stamp_anchor", b"stamp_anchor", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "devices", b"devices", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "serves_shards", b"serves_shards", "shard_memory_bytes", b"shard_memory_bytes", "software_version", b"software_version", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,23 +502,28 @@ class SignedCard(_message.Message):
     CARD_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     card: _builtins.bytes
-    """A serialised NodeCapability."""
+    """A serialised NodeCapability. Left out where the reader's digests show that it holds this very version (see PassedCard)."""
     signature: _builtins.bytes
+    """Over the card and the beat, 4 bytes, big-endian."""
     certificate: _builtins.bytes
     """DER, issued by the fleet's CA to the card's node id. Left out where the reader's digests show that it holds an earlier card of the node;
     a reader that lacks it all the same leaves the node out of its next digests.
     """
+    beat: _builtins.int
+    """How many times the node has signed this unchanged card again, once a round: the greater one is newer."""
     def __init__(
         self,
         *,
         card: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
         certificate: _builtins.bytes = ...,
+        beat: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "certificate", b"certificate", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "card", b"card", "certificate", b"certificate", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,73 +536,31 @@ class PassedCard(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CARD_FIELD_NUMBER: _builtins.int
-    BEAT_FIELD_NUMBER: _builtins.int
-    PROOF_FIELD_NUMBER: _builtins.int
+    NODE_KEY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
-    beat: _builtins.int
-    """The newest stamp known of it; beat 0, without proof, where the card was never stamped."""
-    proof: _builtins.bytes
+    node_key: _builtins.int
+    """Where the card itself is left out: which one it is. First 8 bytes of SHA-256(node id), little-endian."""
+    version: _builtins.int
     age_ms: _builtins.int
-    """Time since the node stamped it, by the clocks of those who held it since."""
+    """Time since the node signed it, by the clocks of those who held it since."""
     @_builtins.property
     def card(self) -> Global___SignedCard: ...
     def __init__(
         self,
         *,
         card: Global___SignedCard | None = ...,
-        beat: _builtins.int = ...,
-        proof: _builtins.bytes = ...,
+        node_key: _builtins.int = ...,
+        version: _builtins.int = ...,
         age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "beat", b"beat", "card", b"card", "proof", b"proof"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "card", b"card", "node_key", b"node_key", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PassedCard: _TypeAlias = PassedCard  # noqa: Y015
-
-@_typing.final
-class Stamps(_message.Message):
-    """"Card `version` of this node still holds": what a node says each round instead of signing an unchanged card anew. Columns of one table."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NODE_KEYS_FIELD_NUMBER: _builtins.int
-    VERSIONS_FIELD_NUMBER: _builtins.int
-    BEATS_FIELD_NUMBER: _builtins.int
-    AGES_MS_FIELD_NUMBER: _builtins.int
-    PROOFS_FIELD_NUMBER: _builtins.int
-    proofs: _builtins.bytes
-    """16 bytes each; `beat` hashes of it are the card's stamp_anchor."""
-    @_builtins.property
-    def node_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First 8 bytes of SHA-256(node id), little-endian."""
-
-    @_builtins.property
-    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def beats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """1, 2, ... up to 256 for one card."""
-
-    @_builtins.property
-    def ages_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        node_keys: _abc.Iterable[_builtins.int] | None = ...,
-        versions: _abc.Iterable[_builtins.int] | None = ...,
-        beats: _abc.Iterable[_builtins.int] | None = ...,
-        ages_ms: _abc.Iterable[_builtins.int] | None = ...,
-        proofs: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_ms", b"ages_ms", "beats", b"beats", "node_keys", b"node_keys", "proofs", b"proofs", "versions", b"versions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Stamps: _TypeAlias = Stamps  # noqa: Y015
 
 @_typing.final
 class Revocation(_message.Message):
@@ -744,12 +703,14 @@ Global___CardDigests: _TypeAlias = CardDigests  # noqa: Y015
 class ExchangeCapabilitiesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     REVOCATIONS_FIELD_NUMBER: _builtins.int
     REVOCATIONS_DIGEST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
-    STAMPS_FIELD_NUMBER: _builtins.int
     CARDS_FIELD_NUMBER: _builtins.int
     REVOCATION_LIST_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another. One that differs is refused before the rest is read."""
     revocations_digest: _builtins.bytes
     """Hash of the set of revocations, so that equal sets are not sent."""
     @_builtins.property
@@ -761,8 +722,6 @@ class ExchangeCapabilitiesRequest(_message.Message):
         """Everything the caller holds. Absent: the caller only hands over what was wanted of it."""
 
     @_builtins.property
-    def stamps(self) -> Global___Stamps: ...
-    @_builtins.property
     def cards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedCard]: ...
     @_builtins.property
     def revocation_list(self) -> Global___SignedRevocationList:
@@ -771,16 +730,16 @@ class ExchangeCapabilitiesRequest(_message.Message):
     def __init__(
         self,
         *,
+        protocol: _builtins.int = ...,
         revocations: _abc.Iterable[Global___SignedRevocation] | None = ...,
         revocations_digest: _builtins.bytes = ...,
         digests: Global___CardDigests | None = ...,
-        stamps: Global___Stamps | None = ...,
         cards: _abc.Iterable[Global___PassedCard] | None = ...,
         revocation_list: Global___SignedRevocationList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "revocation_list", b"revocation_list", "stamps", b"stamps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "revocation_list", b"revocation_list"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "protocol", b"protocol", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -790,13 +749,15 @@ Global___ExchangeCapabilitiesRequest: _TypeAlias = ExchangeCapabilitiesRequest  
 class ExchangeCapabilitiesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     REVOCATIONS_FIELD_NUMBER: _builtins.int
     REVOCATIONS_DIGEST_FIELD_NUMBER: _builtins.int
-    STAMPS_FIELD_NUMBER: _builtins.int
     CARDS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     REVOCATION_LIST_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """As the caller's."""
     revocations_digest: _builtins.bytes
     more: _builtins.bool
     """There was more than one message may carry: exchange again."""
@@ -805,11 +766,9 @@ class ExchangeCapabilitiesResponse(_message.Message):
         """All of the callee's, where its set is another than the caller's."""
 
     @_builtins.property
-    def stamps(self) -> Global___Stamps:
+    def cards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedCard]:
         """What the callee holds newer than the caller's digests."""
 
-    @_builtins.property
-    def cards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedCard]: ...
     @_builtins.property
     def wanted(self) -> Global___CardDigests:
         """What the callee holds of those the caller has newer; version 0 where it holds nothing. The caller sends them in a second call."""
@@ -821,17 +780,17 @@ class ExchangeCapabilitiesResponse(_message.Message):
     def __init__(
         self,
         *,
+        protocol: _builtins.int = ...,
         revocations: _abc.Iterable[Global___SignedRevocation] | None = ...,
         revocations_digest: _builtins.bytes = ...,
-        stamps: Global___Stamps | None = ...,
         cards: _abc.Iterable[Global___PassedCard] | None = ...,
         wanted: Global___CardDigests | None = ...,
         more: _builtins.bool = ...,
         revocation_list: Global___SignedRevocationList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["revocation_list", b"revocation_list", "stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["revocation_list", b"revocation_list", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "protocol", b"protocol", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -841,12 +800,17 @@ Global___ExchangeCapabilitiesResponse: _TypeAlias = ExchangeCapabilitiesResponse
 class GetNodeCapabilityRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another, as the caller speaks it."""
     def __init__(
         self,
+        *,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -858,6 +822,9 @@ class GetNodeCapabilityResponse(_message.Message):
 
     CARD_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another."""
     @_builtins.property
     def card(self) -> Global___PassedCard: ...
     @_builtins.property
@@ -867,10 +834,11 @@ class GetNodeCapabilityResponse(_message.Message):
         *,
         card: Global___PassedCard | None = ...,
         facts: Global___NodeFacts | None = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "facts", b"facts", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1004,6 +972,7 @@ class JoinRequest(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     certificate_request: _builtins.bytes
     """PKCS #10, DER; its common name is the node id asked for."""
     token_id: _builtins.str
@@ -1011,6 +980,8 @@ class JoinRequest(_message.Message):
     """Proves knowledge of the token's secret for this very request."""
     nonce: _builtins.bytes
     """Random; a second request with it is a replay."""
+    protocol: _builtins.int
+    """Version of everything that nodes tell one another. A newcomer of another one is told so, if it holds the token."""
     def __init__(
         self,
         *,
@@ -1018,10 +989,11 @@ class JoinRequest(_message.Message):
         token_id: _builtins.str = ...,
         proof: _builtins.bytes = ...,
         nonce: _builtins.bytes = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request", "nonce", b"nonce", "proof", b"proof", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request", "nonce", b"nonce", "proof", b"proof", "protocol", b"protocol", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

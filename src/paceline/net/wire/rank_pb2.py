@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/rank.proto\x12\x0bpaceline.v1\"\x87\x02\n\x0fOpenRankRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12&\n\x06shares\x18\x06 \x03(\x0b\x32\x16.paceline.v1.RankShare\x12\x10\n\x08n_blocks\x18\x07 \x01(\r\x12\x10\n\x08max_rows\x18\x08 \x01(\r\x12\x13\n\x0blogits_rows\x18\t \x01(\r\x12\x12\n\nmax_blocks\x18\n \x01(\r\x12\x18\n\x10tensor_addresses\x18\x0b \x03(\t\x12\x0e\n\x06ticket\x18\x0c \x01(\x0c\"D\n\tRankShare\x12\x10\n\x08stop_out\x18\x01 \x01(\r\x12\x11\n\tstop_down\x18\x02 \x01(\r\x12\x12\n\nstop_vocab\x18\x03 \x01(\r\"\x9c\x01\n\x10OpenRankResponse\x12+\n\x07loading\x18\x01 \x01(\x0b\x32\x18.paceline.v1.RankLoadingH\x00\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.paceline.v1.RankOpenedH\x00\x12\'\n\x05\x66\x61ult\x18\x03 \x01(\x0b\x32\x16.paceline.v1.RankFaultH\x00\x42\x07\n\x05\x65vent\"6\n\x0bRankLoading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"F\n\nRankOpened\x12\x13\n\x0btensor_port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\"\x1c\n\tRankFault\x12\x0f\n\x07message\x18\x01 \x01(\t2X\n\x0bRankService\x12I\n\x08OpenRank\x12\x1c.paceline.v1.OpenRankRequest\x1a\x1d.paceline.v1.OpenRankResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/rank.proto\x12\x0bpaceline.v1\"\xf6\x01\n\x0fOpenRankRequest\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cquantization\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12&\n\x06shares\x18\x06 \x03(\x0b\x32\x16.paceline.v1.RankShare\x12\x10\n\x08n_blocks\x18\x07 \x01(\r\x12\x10\n\x08max_rows\x18\x08 \x01(\r\x12\x13\n\x0blogits_rows\x18\t \x01(\r\x12\x12\n\nmax_blocks\x18\n \x01(\r\x12\x18\n\x10tensor_addresses\x18\x0b \x03(\t\x12\x0e\n\x06ticket\x18\x0c \x01(\x0c\"D\n\tRankShare\x12\x10\n\x08stop_out\x18\x01 \x01(\r\x12\x11\n\tstop_down\x18\x02 \x01(\r\x12\x12\n\nstop_vocab\x18\x03 \x01(\r\"\x9c\x01\n\x10OpenRankResponse\x12+\n\x07loading\x18\x01 \x01(\x0b\x32\x18.paceline.v1.RankLoadingH\x00\x12)\n\x06opened\x18\x02 \x01(\x0b\x32\x17.paceline.v1.RankOpenedH\x00\x12\'\n\x05\x66\x61ult\x18\x03 \x01(\x0b\x32\x16.paceline.v1.RankFaultH\x00\x42\x07\n\x05\x65vent\"6\n\x0bRankLoading\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\"F\n\nRankOpened\x12\x13\n\x0btensor_port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\"\x1c\n\tRankFault\x12\x0f\n\x07message\x18\x01 \x01(\t2X\n\x0bRankService\x12I\n\x08OpenRank\x12\x1c.paceline.v1.OpenRankRequest\x1a\x1d.paceline.v1.OpenRankResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.rank_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPENRANKREQUEST']._serialized_start=40
-  _globals['_OPENRANKREQUEST']._serialized_end=303
-  _globals['_RANKSHARE']._serialized_start=305
-  _globals['_RANKSHARE']._serialized_end=373
-  _globals['_OPENRANKRESPONSE']._serialized_start=376
-  _globals['_OPENRANKRESPONSE']._serialized_end=532
-  _globals['_RANKLOADING']._serialized_start=534
-  _globals['_RANKLOADING']._serialized_end=588
-  _globals['_RANKOPENED']._serialized_start=590
-  _globals['_RANKOPENED']._serialized_end=660
-  _globals['_RANKFAULT']._serialized_start=662
-  _globals['_RANKFAULT']._serialized_end=690
-  _globals['_RANKSERVICE']._serialized_start=692
-  _globals['_RANKSERVICE']._serialized_end=780
+  _globals['_OPENRANKREQUEST']._serialized_end=286
+  _globals['_RANKSHARE']._serialized_start=288
+  _globals['_RANKSHARE']._serialized_end=356
+  _globals['_OPENRANKRESPONSE']._serialized_start=359
+  _globals['_OPENRANKRESPONSE']._serialized_end=515
+  _globals['_RANKLOADING']._serialized_start=517
+  _globals['_RANKLOADING']._serialized_end=571
+  _globals['_RANKOPENED']._serialized_start=573
+  _globals['_RANKOPENED']._serialized_end=643
+  _globals['_RANKFAULT']._serialized_start=645
+  _globals['_RANKFAULT']._serialized_end=673
+  _globals['_RANKSERVICE']._serialized_start=675
+  _globals['_RANKSERVICE']._serialized_end=763
 # @@protoc_insertion_point(module_scope)

@@ -24,7 +24,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class OpenRankRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
@@ -36,8 +35,6 @@ class OpenRankRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     TENSOR_ADDRESSES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    """Of commands and exchanges, as the caller speaks them."""
     model_id: _builtins.str
     digest: _builtins.str
     """SHA-256 of the weights, hex."""
@@ -63,7 +60,6 @@ class OpenRankRequest(_message.Message):
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
         model_id: _builtins.str = ...,
         digest: _builtins.str = ...,
         quantization: _builtins.str = ...,
@@ -78,7 +74,7 @@ class OpenRankRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "logits_rows", b"logits_rows", "max_blocks", b"max_blocks", "max_rows", b"max_rows", "model_id", b"model_id", "n_blocks", b"n_blocks", "quantization", b"quantization", "rank", b"rank", "shares", b"shares", "tensor_addresses", b"tensor_addresses", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "logits_rows", b"logits_rows", "max_blocks", b"max_blocks", "max_rows", b"max_rows", "model_id", b"model_id", "n_blocks", b"n_blocks", "quantization", b"quantization", "rank", b"rank", "shares", b"shares", "tensor_addresses", b"tensor_addresses", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -226,7 +226,7 @@ class StageReport(_message.Message):
     busy_s: _builtins.float
     """Spent computing, all batches together; the rest of a stage's time it waits."""
     latency_s: _builtins.float
-    """From a batch's arrival to its result's departure, all batches together. 0: an earlier version, which does not say."""
+    """From a batch's arrival to its result's departure, all batches together. 0: not known."""
     def __init__(
         self,
         *,

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.anthropic import shape as replies
@@ -29,6 +30,7 @@ from paceline.server.anthropic.requests import (
     ToolUseBlock,
 )
 from paceline.server.anthropic.shape import MessageShape
+from paceline.server.application import Application
 from paceline.server.call import Call
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.intake import ChatPrompt, Intake
@@ -246,7 +248,7 @@ def _prompt(intake: Intake, chat: ChatCompletionRequest) -> ChatPrompt:
         raise ContextOverflow(TOO_LONG + error.message, error.hint, field=error.field) from error
 
 
-def add_routes(app: FastAPI, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(replies.MessageFaultReply, service.settings)
     stream = event_stream("The event's JSON; its `type` is the event's name.")
 

@@ -11,45 +11,45 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel
 
 from paceline.core.generation import FinishReason, GenerationChunk, PromptReading, TokenLogprob
 from paceline.engine.sequence import TextStream
 from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.lazy_model import LazyModel
 from paceline.server.messages import json_bytes, json_object
 from paceline.server.shape import CalledTool, Collected, Reader, Shape, Streamed, Usage, new_call_id
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-class MessageUsage(BaseModel):
+class MessageUsage(LazyModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
 
 
-class AnsweredText(BaseModel):
+class AnsweredText(LazyModel):
     type: Literal["text"]
     text: str
 
 
-class AnsweredThinking(BaseModel):
+class AnsweredThinking(LazyModel):
     type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class AnsweredToolUse(BaseModel):
+class AnsweredToolUse(LazyModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class AnsweredMessage(BaseModel):
+class AnsweredMessage(LazyModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -60,16 +60,16 @@ class AnsweredMessage(BaseModel):
     usage: MessageUsage
 
 
-class TokenCount(BaseModel):
+class TokenCount(LazyModel):
     input_tokens: int
 
 
-class MessageFault(BaseModel):
+class MessageFault(LazyModel):
     type: str
     message: str
 
 
-class MessageFaultReply(BaseModel):
+class MessageFaultReply(LazyModel):
     type: Literal["error"]
     error: MessageFault
 

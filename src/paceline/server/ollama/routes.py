@@ -12,17 +12,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from paceline import __version__
 from paceline.core.inference import ModelFacts, ServedModel
+from paceline.server.application import Application
 from paceline.server.embedder import Input
 from paceline.server.embeddings import EmbeddingRequest, encoder_of, inputs_of, json_numbers, parse_embedding_body
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.formats.format import Format
 from paceline.server.intake import listed_models
+from paceline.server.lazy_model import LazyModel
 from paceline.server.messages import Strict
 from paceline.server.ollama import requests as intake
 from paceline.server.ollama import shape as replies
@@ -125,7 +128,7 @@ _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 
 
-def add_routes(app: FastAPI, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(replies.OllamaError, service.settings)
     guarded = refusals(replies.OllamaError, service.settings, 401)
     encoder = service.embedder.encoder
@@ -222,7 +225,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         )
 
     for name in _FETCHING:
-        app.add_api_route(f"/api/{name}", not_here, methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False)
+        app.add(f"/api/{name}", not_here, ("GET", "HEAD", "POST", "DELETE"), include_in_schema=False)
 
 
 class _Request(Strict):
@@ -243,7 +246,7 @@ class OllamaEmbeddingsRequest(_Request):
     prompt: Annotated[str, Field(min_length=1)]
 
 
-class OllamaEmbeddings(BaseModel):
+class OllamaEmbeddings(LazyModel):
     model: str
     embeddings: list[list[float]]
     total_duration: int
@@ -251,11 +254,11 @@ class OllamaEmbeddings(BaseModel):
     prompt_eval_count: int
 
 
-class OllamaEmbedding(BaseModel):
+class OllamaEmbedding(LazyModel):
     embedding: list[float]
 
 
-def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> None:
+def _add_embeddings(app: Application, service: ApiService, refused: Documented) -> None:
     async def embedded(asked: EmbeddingRequest, request: Request, field: str) -> tuple[TextEncoder, Embedded]:
         encoder = encoder_of(asked, service)
         return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)

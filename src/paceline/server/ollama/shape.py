@@ -13,24 +13,23 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
 from paceline.core.generation import FinishReason, PromptReading, TokenLogprob
 from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.lazy_model import LazyModel
 from paceline.server.logprobs import TokenTexts, logprob_entries
 from paceline.server.messages import json_bytes, json_object
 from paceline.server.replies import TopLogprob
 from paceline.server.shape import CalledTool, Collected, Shape, Usage
 
 
-class OllamaError(BaseModel):
+class OllamaError(LazyModel):
     error: str
 
 
-class OllamaVersion(BaseModel):
+class OllamaVersion(LazyModel):
     version: str
     paceline: str
 
@@ -39,7 +38,7 @@ class OllamaLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] | None = None
 
 
-class _Answer(BaseModel):
+class _Answer(LazyModel):
     model: str
     created_at: str
     done: bool
@@ -53,18 +52,18 @@ class _Answer(BaseModel):
     eval_duration: int | None = None
 
 
-class OllamaCalledFunction(BaseModel):
+class OllamaCalledFunction(LazyModel):
     index: int
     name: str
     arguments: dict[str, Any]
 
 
-class OllamaCall(BaseModel):
+class OllamaCall(LazyModel):
     id: str
     function: OllamaCalledFunction
 
 
-class OllamaAnswerMessage(BaseModel):
+class OllamaAnswerMessage(LazyModel):
     role: Literal["assistant"]
     content: str
     thinking: str | None = None
@@ -80,7 +79,7 @@ class OllamaText(_Answer):
     thinking: str | None = None
 
 
-class OllamaDetails(BaseModel):
+class OllamaDetails(LazyModel):
     parent_model: str
     format: str
     family: str
@@ -89,7 +88,7 @@ class OllamaDetails(BaseModel):
     quantization_level: str
 
 
-class _Model(BaseModel):
+class _Model(LazyModel):
     name: str
     model: str
     size: int
@@ -101,7 +100,7 @@ class OllamaModel(_Model):
     modified_at: str
 
 
-class OllamaModels(BaseModel):
+class OllamaModels(LazyModel):
     models: list[OllamaModel]
 
 
@@ -111,11 +110,11 @@ class OllamaLoadedModel(_Model):
     context_length: int
 
 
-class OllamaLoadedModels(BaseModel):
+class OllamaLoadedModels(LazyModel):
     models: list[OllamaLoadedModel]
 
 
-class OllamaShown(BaseModel):
+class OllamaShown(LazyModel):
     modelfile: str
     parameters: str
     template: str

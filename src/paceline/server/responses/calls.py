@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fastapi import Response
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from paceline.core.errors import InvalidRequest
+from paceline.server.application import Application
 from paceline.server.faults import Refusal
 from paceline.server.fields import json_response
 from paceline.server.replies import Documented, ErrorReply, body_of, event_stream, refusals
@@ -23,7 +25,7 @@ MAX_LISTED = 100
 """Items in one answer."""
 
 
-def add_routes(app: FastAPI, service: ApiService) -> None:
+def add_routes(app: Application, service: ApiService) -> None:
     responses, refused = service.responses, refusals(ErrorReply, service.settings)
     response: Documented = {200: {"model": replies.ResponseReply}, **refused}
     streamed: Documented = {200: {"model": replies.ResponseReply, "content": event_stream("The event's JSON.")}, **refused}

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from paceline.core.clock import Clock
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.server.call import Call
 from paceline.server.faults import Fault
 from paceline.server.formats.format import Part
+from paceline.server.lazy_model import LazyModel
 from paceline.server.logprobs import TokenTexts
 from paceline.server.messages import json_bytes
 from paceline.server.replies import ChatTokenLogprob
@@ -27,24 +28,24 @@ from paceline.server.shape import Collected, Shape, Streamed, Usage
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(BaseModel):
+class OutputText(LazyModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
     logprobs: list[ChatTokenLogprob]
 
 
-class SummaryText(BaseModel):
+class SummaryText(LazyModel):
     type: Literal["summary_text"]
     text: str
 
 
-class ReasoningText(BaseModel):
+class ReasoningText(LazyModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputMessage(BaseModel):
+class OutputMessage(LazyModel):
     id: str
     type: Literal["message"]
     status: ItemStatus
@@ -52,7 +53,7 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
-class OutputReasoning(BaseModel):
+class OutputReasoning(LazyModel):
     id: str
     type: Literal["reasoning"]
     status: ItemStatus
@@ -61,7 +62,7 @@ class OutputReasoning(BaseModel):
     encrypted_content: str | None = None
 
 
-class OutputCall(BaseModel):
+class OutputCall(LazyModel):
     id: str
     type: Literal["function_call"]
     status: ItemStatus
@@ -71,16 +72,16 @@ class OutputCall(BaseModel):
     arguments: str
 
 
-class InputTokensDetails(BaseModel):
+class InputTokensDetails(LazyModel):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(BaseModel):
+class OutputTokensDetails(LazyModel):
     reasoning_tokens: int
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(LazyModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -88,21 +89,21 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class IncompleteDetails(BaseModel):
+class IncompleteDetails(LazyModel):
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningEcho(BaseModel):
+class ReasoningEcho(LazyModel):
     effort: str | None
     summary: str | None
 
 
-class TextEcho(BaseModel):
+class TextEcho(LazyModel):
     format: dict[str, Any]
     verbosity: Literal["medium"]
 
 
-class ResponseReply(BaseModel):
+class ResponseReply(LazyModel):
     id: str
     object: Literal["response"]
     created_at: int
@@ -135,7 +136,7 @@ class ResponseReply(BaseModel):
     user: str | None
 
 
-class ItemList(BaseModel):
+class ItemList(LazyModel):
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str | None
@@ -143,12 +144,12 @@ class ItemList(BaseModel):
     has_more: bool
 
 
-class InputTokens(BaseModel):
+class InputTokens(LazyModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class Deleted(BaseModel):
+class Deleted(LazyModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]

@@ -38,10 +38,10 @@ from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
 from paceline.store.home import Home
 from paceline.ways.draft.finding import FleetConnections, Verifier
+from paceline.ways.draft.names import JACOBI
 from paceline.ways.draft.pool import ProposerPool, proposer_service
 from paceline.ways.draft.sources import NodeDrafts
 
-JACOBI = "jacobi:"
 TEXTS = 4
 """Long texts whose KV is held at once. Raising it: memory, for a fleet that asks about more texts at a time."""
 MAX_ROWS = 512

@@ -16,6 +16,7 @@ from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import MeasuredDraft, ModelOffer
 from paceline.fleet.eligibility import MayDraft
 from paceline.ways.draft.finding import Drafter, Key, OpenConnection, OwnProposers, Verifier, drafters, fitting_models
+from paceline.ways.draft.names import FLEET
 from paceline.ways.draft.pool import ProposerPool
 from paceline.ways.draft.remote import DraftMeter, RemoteDrafts
 
@@ -32,8 +33,6 @@ HALVED = 4096
 """Of as many, half are forgotten. Raising it: the share follows other texts more slowly."""
 TRIED_AGAIN_S = 1800.0
 """After which the share of a node that drafts no more is forgotten. Raising it: one whose drafts did not pay is tried again later."""
-FLEET = "fleet"
-"""A request's `draft` for whatever model of the fleet drafts best."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Forwarded:
             await self._leave(leg, error)
             return ()
         if any(self._lacks_scores(chunk, item) for chunk in item):
-            await self._leave(leg, FleetError(f"{leg.node_id} says no log probabilities of prompts: it runs an earlier version"))
+            await self._leave(leg, FleetError(f"{leg.node_id} did not send the log probabilities of the prompt"))
             return ()
         lost = next((chunk for chunk in item if chunk.code not in _FINAL), None)
         gained = [self._unsaid(chunk) for chunk in item if chunk.code in _FINAL and self._takes(chunk)]

@@ -12,7 +12,13 @@ from paceline.core.stats import Row, counter, gauge
 class KvMeter:
     """What became of it, since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, leases: Callable[[], int] = lambda: 0) -> None:
+        """Count from nothing.
+
+        Args:
+            leases: prompts that are computed for others now.
+        """
+        self.leases = leases
         self.fetches = Counter[str]()
         """By how they ended."""
         self.blocks = Counter[str]()
@@ -34,8 +40,6 @@ class KvMeter:
         """Times that what a node gave was found to be wrong, or stood on what was."""
         self.prefills = Counter[str]()
         """Prompts of others, likewise."""
-        self.leases: Callable[[], int] = lambda: 0
-        """Prompts that are computed for others now."""
         self.least_pushed: Mapping[NodeId, int] = {}
         """New tokens of a prompt, from which on it is computed elsewhere while no answer is written here, by node."""
         self.least_beside: Mapping[NodeId, int] = {}

@@ -92,11 +92,10 @@ class KvSharing:
         self._said: dict[tuple[NodeId, str, type], bool] = {}
         """Of each peer, model and kind of price, whether it was logged last that it pays."""
         self._prices: dict[_Told, KvPrice] = {}
-        self.meter = KvMeter()
+        self.meter = KvMeter(lambda: self._servicer.n_leases)
         self.metrics = Metrics(KV_ROWS, lambda: self.meter)
         self.legs = KvLegs(fleet, self._whole, self.meter.pushes, lambda card: self._is_resting(card.node_id, card.instance))
         self._servicer = KvServicer(self, self.legs)
-        self.meter.leases = lambda: self._servicer.n_leases
         self.moves = StageMoves(fleet, self._threads, partial(self._begin, None), self._is_resting, self.dial, self.given)
         self._guard: PeerGuard | None = None
         self._stale = self._stopped = False

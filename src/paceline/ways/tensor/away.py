@@ -24,7 +24,6 @@ from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.listener import ExpectedStream
 from paceline.net.wire import rank_pb2 as wire
 from paceline.net.wire.rank_pb2_grpc import RankServiceStub
-from paceline.ways.tensor import frames
 from paceline.ways.tensor.codec import RankFault, RankLoading, RankOpened, RankRequest, Stops, read_event, write_open
 from paceline.ways.tensor.hosting import CONNECT_S, RankPlace
 from paceline.ways.tensor.memory import GroupMemory
@@ -129,7 +128,7 @@ class AwayRank:
     def _request(self, ticket: bytes) -> RankRequest:
         sizes, fleet = self.order.sizes, self._place.fleet
         return RankRequest(
-            *(frames.VERSION, self._setup.opened.name, self._setup.digest, self._setup.weights, self.order.rank),
+            *(self._setup.opened.name, self._setup.digest, self._setup.weights, self.order.rank),
             tuple(Stops(share.out.stop, share.down.stop, share.vocab.stop) for share in sizes.shares),
             *(self.order.n_blocks, sizes.max_rows, sizes.logits_rows, sizes.max_blocks),
             tensor_addresses(fleet.addresses, fleet.tensors.port),

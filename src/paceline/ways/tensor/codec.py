@@ -38,8 +38,6 @@ class Stops:
 class RankRequest:
     """A rank, as the machine that is the first asks another for it."""
 
-    version: int
-    """`frames.VERSION`."""
     model_id: str
     digest: str
     weights: WeightsFormat

@@ -20,9 +20,6 @@ from paceline.net.tensor.incoming import TensorMessage
 from paceline.ways.tensor.memory import Command, GroupMemory
 from paceline.ways.tensor.rank import EXPORT, HEADER, IMPORT, read_block_request
 
-VERSION: Final = 1
-"""Of all this. Nodes of another one are no ranks of a group."""
-
 COMMAND, SUMS, GIVE_UP, DONE, ASK, BLOCK = b"C", b"S", b"G", b"D", b"A", b"B"
 _WORDS: Final = struct.Struct("<c7q")
 _NUMBER: Final = struct.Struct("<cq")

@@ -249,10 +249,7 @@ class RankHost:
             PipelineError: these weights, their format or these shares can't be had here.
         """
         from paceline.backends.cpu.shares import cut, undivided
-        from paceline.ways.tensor.frames import VERSION
 
-        if request.version != VERSION:
-            raise BadPipelineRequest(f"It speaks version {request.version} of tensor ranks, this node version {VERSION}")
         try:
             kernels = table.choose(spec, request.weights, device=DeviceKind.CPU)
             shares = cut(spec, [(stops.out, stops.down, stops.vocab) for stops in request.stops])

@@ -12,6 +12,7 @@ from tests.unit.machine.weights.nodes import WatchedLibrary
 
 from paceline.core.ids import Trust
 from paceline.fleet.card import ModelOffer, NodeCard
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -41,7 +42,7 @@ class OwnCard(CapabilityServiceServicer):
         sealed = sign_card(self._identity, card)
         signed = wire.SignedCard.FromString(sealed.sealed)
         signed.certificate = sealed.certificate
-        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed))
+        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed), protocol=PROTOCOL_VERSION)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.net.member.node import FleetNode
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.folder import FleetFolder
 
 Given = ParamSpec("Given")
@@ -60,6 +61,7 @@ def make_node(
     given: tuple[str, ...] = (),
     mdns: bool = False,
     kind: type[Node] = FleetNode,  # type: ignore[assignment]
+    protocol: int = PROTOCOL_VERSION,
 ) -> Node:
     """A node that was not started; its folder is kept between calls."""
     folder = FleetFolder(root / name / "fleet")
@@ -67,7 +69,7 @@ def make_node(
         folder.write_secret(folder.identity_file, fleet.member(name, trust=trust).to_pem())
     addresses = (*given, *(address for peer in peers for address in peer.addresses))
     settings = FleetSettings(0, host, peers=addresses, mdns=mdns, preset=parse_preset(preset))
-    return kind(settings, folder, Still(*offers), SystemClock())
+    return kind(settings, folder, Still(*offers), SystemClock(), protocol)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.net.channels import Purpose
 from paceline.net.exchange import Exchanger
 from paceline.net.member.gossip import CapabilityServicer
 from paceline.net.member.state import Claim, control_channel, look, read_running, read_sight, read_version
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.wire import control_pb2
@@ -54,6 +56,24 @@ async def test_three_nodes_in_a_row_see_one_another(tmp_path: Path) -> None:
             await until_seen(a, "a", "b")
             await until_seen(b, "a", "b")
     assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is None
+
+
+@in_loop
+async def test_both_nodes_with_a_copied_home_say_that_the_id_runs_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        shutil.copytree(tmp_path / "b", tmp_path / "other machine" / "b")
+        copy = make_node(fleet, tmp_path / "other machine", "b", a)
+        async with running(b, copy):
+            for node in (b, copy):
+                await until(lambda node=node: bool(node.sight().view.clashes))
+                (clash,) = node.sight().view.clashes
+                assert clash.addresses == node.addresses
+            assert {clash.other_addresses for node in (b, copy) for clash in node.sight().view.clashes} == {b.addresses, copy.addresses}
+            assert not a.sight().view.clashes
+    assert [line.levelname for line in caplog.records if "b runs elsewhere too" in line.message] == ["ERROR", "ERROR"]
 
 
 @in_loop
@@ -224,9 +244,13 @@ async def test_a_peer_that_floods_or_sends_too_much_gets_a_typed_error(tmp_path:
     a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
     async with running(a):
         stub = CapabilityServiceStub(b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
-        oversized = wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=wire.SignedCard(card=bytes(100_000)))])
-        million = wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=range(1_000_000)))
-        uneven = wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=[1], versions=[1, 2], beats=[0]))
+        oversized = wire.ExchangeCapabilitiesRequest(
+            protocol=PROTOCOL_VERSION, cards=[wire.PassedCard(card=wire.SignedCard(card=bytes(100_000)))]
+        )
+        million = wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION, digests=wire.CardDigests(node_keys=range(1_000_000)))
+        uneven = wire.ExchangeCapabilitiesRequest(
+            protocol=PROTOCOL_VERSION, digests=wire.CardDigests(node_keys=[1], versions=[1, 2], beats=[0])
+        )
         kinds: list[str] = []
         for request in (oversized, million, uneven):
             try:
@@ -237,12 +261,14 @@ async def test_a_peer_that_floods_or_sends_too_much_gets_a_typed_error(tmp_path:
         assert kinds[1] in {"MessageTooLarge", "FleetError"}  # gRPC itself bounds what it reads
         assert kinds[2] == "MalformedMessage"
         forged = wire.PassedCard(card=wire.SignedCard(card=b"\x0a\x01x\x60\x01", signature=b"no"))
-        await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[forged]))  # left out, and told in the log
+        await stub.ExchangeCapabilities(
+            wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION, cards=[forged])
+        )  # left out, and told in the log
         assert a.view().ids == ("a",)
         assert a.meter.refused > 2
         with pytest.raises(grpc.aio.AioRpcError) as refused:  # noqa: PT012 - which of them is refused is the clock's affair
             for _ in range(1000):
-                await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest())
+                await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION))
         assert isinstance(error_of(refused.value, "a"), PeerFloods)
         await b.pool.close()
 

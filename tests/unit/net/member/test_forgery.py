@@ -13,6 +13,7 @@ from tests.unit.net.member.nodes import in_loop, make_node, running, until, unti
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.net.card_codec import write_card
 from paceline.net.channels import Purpose
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.signing import SignedKind
@@ -25,7 +26,7 @@ EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 def lie(signer: Identity, about: Identity, certificate: bytes, version: int = 1 << 60) -> wire.SignedCard:
     """A card of `about`, signed by somebody."""
     data = write_card(card_of(about, version=version))
-    return wire.SignedCard(card=data, signature=signer.sign(SignedKind.CARD, data), certificate=certificate)
+    return wire.SignedCard(card=data, signature=signer.sign(SignedKind.CARD, data + bytes(4)), certificate=certificate)
 
 
 @in_loop
@@ -51,12 +52,15 @@ async def test_forged_cards_are_left_out_and_named(tmp_path: Path, caplog: pytes
                 "was not signed by mallory, whose certificate": altered,
             }
             for told, signed in lies.items():
-                await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=signed)]))
+                await stub.ExchangeCapabilities(
+                    wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION, cards=[wire.PassedCard(card=signed)])
+                )
                 assert f"refused mallory: {'A card ' if told.startswith('was') else ''}{told}" in caplog.text
             revocation = wire.Revocation(node_id="b", revoked_at_unix=1, not_after_unix=1 << 39).SerializeToString()
             await stub.ExchangeCapabilities(
                 wire.ExchangeCapabilitiesRequest(
-                    revocations=[wire.SignedRevocation(revocation=revocation, signature=own.sign(SignedKind.REVOCATION, revocation))]
+                    protocol=PROTOCOL_VERSION,
+                    revocations=[wire.SignedRevocation(revocation=revocation, signature=own.sign(SignedKind.REVOCATION, revocation))],
                 )
             )
             assert "refused mallory: A revocation was not signed by this fleet's CA" in caplog.text
@@ -70,7 +74,7 @@ async def test_forged_cards_are_left_out_and_named(tmp_path: Path, caplog: pytes
             message = wire.SignedCard.FromString(good.sealed)
             message.certificate = good.certificate
             both = [wire.PassedCard(card=altered), wire.PassedCard(card=message)]
-            await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=both))
+            await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION, cards=both))
             await until(lambda: "mallory" in a.view().ids)
             await mallory.pool.close()
 
@@ -83,8 +87,8 @@ async def test_what_no_node_would_say_is_left_out(tmp_path: Path, caplog: pytest
         stub = CapabilityServiceStub(mallory.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
         own = mallory.identity
         data = write_card(replace(card_of(own), device="\x1b]0;pwned\x07"))
-        signed = wire.SignedCard(card=data, signature=own.sign(SignedKind.CARD, data), certificate=own.member.certificate)
-        await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=signed)]))
+        signed = wire.SignedCard(card=data, signature=own.sign(SignedKind.CARD, data + bytes(4)), certificate=own.member.certificate)
+        await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(protocol=PROTOCOL_VERSION, cards=[wire.PassedCard(card=signed)]))
         assert a.view().ids == ("a",)
         assert "refused mallory: The card of mallory: device can't be" in caplog.text
         assert "\x1b" not in caplog.text

@@ -22,6 +22,7 @@ from paceline.machine.weights import give_weights
 from paceline.net.channels import Purpose
 from paceline.net.exchange_codec import write_passed
 from paceline.net.member.node import FleetNode
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService
@@ -38,9 +39,9 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
     card = write_passed(PassedCard(sealed_card(fleet.member("x"))))
     return {
         "CapabilityService/ExchangeCapabilities": fleet_pb2.ExchangeCapabilitiesRequest(
-            cards=[card],
+            protocol=PROTOCOL_VERSION,
+            cards=[card, fleet_pb2.PassedCard(node_key=1, version=3, card=fleet_pb2.SignedCard(beat=1, signature=bytes(71)))],
             digests=fleet_pb2.CardDigests(node_keys=[1, 2], versions=[3, 4], beats=[5, 6]),
-            stamps=fleet_pb2.Stamps(node_keys=[1], versions=[3], beats=[1], ages_ms=[1], proofs=bytes(16)),
             revocations=[fleet_pb2.SignedRevocation.FromString(fleet.revoke("x").sealed)],
         ),
         "CapabilityService/GetNodeCapability": fleet_pb2.GetNodeCapabilityRequest(),

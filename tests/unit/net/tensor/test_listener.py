@@ -14,7 +14,6 @@ from tests.fakes.fleets import TestFleet
 from tests.unit.net.tensor.meeting import Meeting, meeting, soon, until_it_breaks
 
 from paceline.core.errors import ConfigError, NodeUnreachable, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
-from paceline.net.tensor import frames
 from paceline.net.tensor import listener as module
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.frames import close, hello, tensor_start
@@ -105,17 +104,6 @@ def test_an_unknown_ticket_is_refused(met: Meeting) -> None:
     with pytest.raises(StreamClosed, match="unknown or was used"):
         met.dial(os.urandom(32))
     assert met.refusals.first(1) == [("near", "it brought a ticket that is unknown or was used [activations]")]
-
-
-def test_a_node_of_the_version_before_is_refused_by_name_and_told_why(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = met.listener.expect()
-    monkeypatch.setattr(frames, "MAGIC", b"PLTS\x01")
-    why = "it speaks version 1 of the tensor stream, this node version 2"
-    with pytest.raises(StreamClosed, match=why):
-        met.dial(expected.ticket)
-    assert met.refusals.first(1) == [("near", f"{why} [activations]")]
-    monkeypatch.undo()
-    met.dial(expected.ticket).close()
 
 
 def test_a_ticket_works_once(met: Meeting) -> None:

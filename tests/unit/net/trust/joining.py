@@ -18,6 +18,7 @@ from tests.fakes.clock import FakeClock
 from paceline.core.ids import NodeId, Trust
 from paceline.core.ports import find_port
 from paceline.net.join_host import JoinHost
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, make_request
 from paceline.net.trust.credentials import client_context
@@ -215,4 +216,10 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int]:
 def request_for(token: JoinToken, name: str) -> wire.JoinRequest:
     """What a good joiner sends."""
     request, nonce = make_request(make_key(), NodeId(name)), secrets.token_bytes(NONCE_BYTES)
-    return wire.JoinRequest(certificate_request=request, token_id=token.token_id.hex(), proof=token.proof(request, nonce), nonce=nonce)
+    return wire.JoinRequest(
+        certificate_request=request,
+        token_id=token.token_id.hex(),
+        proof=token.proof(request, nonce),
+        nonce=nonce,
+        protocol=PROTOCOL_VERSION,
+    )

@@ -14,6 +14,7 @@ import psutil
 from tests.fakes.fleets import TestFleet, sealed_card
 
 from paceline.core.ids import Trust
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import Context, PeerGuard
@@ -102,7 +103,7 @@ class Services(grpc.GenericRpcHandler):
         sealed = sealed_card(self.identity)
         signed = wire.SignedCard.FromString(sealed.sealed)
         signed.certificate = sealed.certificate
-        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed))
+        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed), protocol=PROTOCOL_VERSION)
 
 
 @dataclass(slots=True)

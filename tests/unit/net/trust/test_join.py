@@ -24,6 +24,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.eligibility import Revocations
 from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
+from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.certificates import PrivateKey, make_key, make_request
 from paceline.net.trust.issuer import JoinAttempt
 from paceline.net.trust.refusals import Refusals
@@ -159,6 +160,19 @@ def test_an_id_that_another_machine_gave_to_a_member_is_not_given_away(node: Iss
 def attempt(token: JoinToken, key: PrivateKey) -> JoinAttempt:
     request, nonce = make_request(key, NodeId("bob-1")), secrets.token_bytes(NONCE_BYTES)
     return JoinAttempt(request, token.token_id.hex(), token.proof(request, nonce), nonce)
+
+
+@pytest.mark.parametrize(("spoken", "todo"), [(PROTOCOL_VERSION - 1, "on this machine"), (PROTOCOL_VERSION + 1, "that the token is from")])
+def test_a_newcomer_of_another_protocol_version_is_told_so_and_spends_no_token(node: IssuerNode, spoken: int, todo: str) -> None:
+    token, key = node.mint(), make_key()
+    good = attempt(token, key)
+    with pytest.raises(JoinRefused, match=f"version {spoken}, and the fleet version {PROTOCOL_VERSION}") as caught:
+        node.issuer.admit(replace(good, protocol=spoken))
+    assert todo in caught.value.hint
+    # A newcomer without the token learns no version.
+    with pytest.raises(JoinRefused, match="not known here"):
+        node.issuer.admit(replace(good, protocol=spoken, proof=bytes(32)))
+    assert node.issuer.admit(good)[0] == "bob-1"
 
 
 def test_nothing_is_sent_to_a_man_in_the_middle(node: IssuerNode, tmp_path: Path) -> None:

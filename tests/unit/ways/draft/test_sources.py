@@ -16,9 +16,10 @@ from paceline.core.stats import DraftUse, EngineStats
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Eligible, MayDraft, Use
 from paceline.ways.draft.finding import Connection, Drafter
+from paceline.ways.draft.names import FLEET
 from paceline.ways.draft.pool import BlockAsk, ProposerPool
 from paceline.ways.draft.service import OFF_HERE, draft_use
-from paceline.ways.draft.sources import FLEET, MOST_NAMED, NodeDrafts
+from paceline.ways.draft.sources import MOST_NAMED, NodeDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 
