@@ -111,7 +111,7 @@ _resolved: dict[tuple[int, tuple[Any, ...]], tuple[Any, Any]] = {}
 
 
 def _resolve_once(self: Any, context: Any, args: Any, kws: Any) -> Any:
-    """`BaseFunction.get_call_type`: the answer depends on the arguments alone."""
+    """Replace `BaseFunction.get_call_type`. Remembers its results, because they depend only on the arguments."""
     if kws:
         return _resolve(self, context, args, kws)
     key = id(self), tuple(args)

@@ -38,7 +38,7 @@ _VARIABLE = "NUMBA_CACHE_DIR"
 _FEATURES = "NUMBA_CPU_FEATURES"
 _COMPLETE, _LOCK = "complete", "lock"
 _LAYERS = "team.enter-"
-"""Begins the names of the files of the function that runs layers: it is compiled last, and with it nearly all that there is."""
+"""Beginning of the names of files for the function that runs layers. It is compiled last, together with nearly all others."""
 _ROOM = 32 << 20
 """Bytes that must be free before kernels are written: Numba would end a start with the error of a full disk."""
 _KEPT = 8
@@ -46,7 +46,7 @@ _KEPT = 8
 
 
 def sources() -> list[Path]:
-    """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
+    """Return the files that determine what kernels compute: their own, and those with constants that are compiled into them."""
     here = Path(__file__).parent
     constants = ("core/model.py", "core/weights.py", "engine/arithmetic.py")
     return [
@@ -72,12 +72,15 @@ def _version_of(lowering: Lowering | None) -> str:
 
 
 def in_use() -> bool:
-    """Whether `use` chose the folder. Kernels imported without one are compiled anew: Numba's own would run stale callees."""
+    """Return whether `use` chose the cache folder. Kernels imported without it are compiled again, because Numba's own cache would run stale callees."""
     return Path(os.environ.get(_VARIABLE, "")).name == _version()
 
 
 def known(folder: Path) -> bool:
-    """Whether what runs layers was compiled under `folder` before; a few kernels may be damaged, or be compiled just now by another process."""
+    """Return whether the function that runs layers was compiled under `folder` before.
+
+    Some kernels may still be damaged, or another process may be compiling them.
+    """
     try:
         seal: dict[str, str] = json.loads((folder / _version() / _COMPLETE).read_bytes())
         return any(Path(name).name.startswith(_LAYERS) for name in seal)
@@ -86,9 +89,9 @@ def known(folder: Path) -> bool:
 
 
 def use(folder: Path | None) -> bool:
-    """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already.
+    """Keep compiled kernels under `folder` (None: next to their sources). Returns whether they are there already.
 
-    Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles.
+    Damaged ones are removed. If the folder can't be used, this is logged, and each start compiles the kernels.
     """
     if (asked := compiled_for()) is not None:
         os.environ[_FEATURES] = asked
@@ -116,7 +119,7 @@ def use(folder: Path | None) -> bool:
 
 @cache
 def _warn(target: Path, reason: str) -> None:
-    """Once in a process."""
+    """Log that kernels can't be kept, once in a process for each folder and reason."""
     logger.warning("compiled kernels can't be kept in %s (%s): each start will compile them", target, reason)
 
 
@@ -140,7 +143,7 @@ def alone(*, wait: bool = True) -> Generator[Path | None]:
 
 @contextmanager
 def _locked(target: Path, *, wait: bool = True) -> Generator[bool]:
-    """Hold the folder's lock; without `wait` the block runs even if another process has it, and is told so."""
+    """Hold the folder's lock. Without `wait` the block runs even if another process has the lock; it then receives False."""
     with (target / _LOCK).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +154,7 @@ def _locked(target: Path, *, wait: bool = True) -> Generator[bool]:
 
 
 def complete() -> None:
-    """Say that every kernel compiled so far is in the folder in use, and what it looks like."""
+    """Write the seal of the folder in use: the digests of all kernels compiled so far."""
     if not in_use():
         return
     folder = Path(os.environ[_VARIABLE])
@@ -169,7 +172,7 @@ def _seal_of(target: Path) -> bytes:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether a folder was completed, and its files are still what they were: a cut one would end the process, not raise."""
+    """Return whether a folder was completed and its files are unchanged. A truncated file would end the process instead of raising an error."""
     try:
         return not _changed(target)
     except (OSError, ValueError, AttributeError):
@@ -177,7 +180,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _changed(target: Path) -> list[str]:
-    """Files that are not what the seal says."""
+    """Return the names of files that are missing or differ from the seal. Raises OSError or ValueError if the seal can't be read."""
     seal: dict[str, str] = json.loads((target / _COMPLETE).read_bytes())
     return [name for name, digest in seal.items() if not (target / name).is_file() or _digest(target / name) != digest]
 

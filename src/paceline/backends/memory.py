@@ -1,5 +1,5 @@
-"""How much memory this process may still take (the machine's, or its control groups' where that is less), whether a KV pool fits it, and how
-what loading took for a moment goes back to the system.
+"""The memory that this process may still take (the machine's, or its control groups' if that is less); a check that a KV pool fits; and returning memory
+that a load needed for a moment to the system.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ GIB = 1 << 30
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated without swapping, as far as the system says.
+    """Return the bytes that can be allocated without swapping, as far as the system reports it.
 
     Args:
-        proc: where Linux shows which control groups a process is in.
-        cgroup: where control groups show their limits (versions 1 and 2).
+        proc: folder in which Linux shows a process's control groups.
+        cgroup: folder in which control groups (versions 1 and 2) show their limits.
     """
     groups = _groups(proc, cgroup)
     return min([psutil.virtual_memory().available, *(max(0, group.limit - group.used + group.reclaimable) for group in groups)])
 
 
 def total_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory this process could have at most: the machine's, or its control groups' where that is less."""
+    """Return the most bytes of memory that this process could have: the machine's, or its control groups' limit if that is less."""
     return min([psutil.virtual_memory().total, *(group.limit for group in _groups(proc, cgroup))])
 
 
 def own_bytes(pid: int) -> int | None:
-    """Return the bytes of memory that a process holds and shares with no other; None if the system does not say, or there is no such process."""
+    """Return the bytes of memory that a process shares with no other; None if the system does not report it, or if the process does not exist."""
     try:
         held = psutil.Process(pid).memory_info()
     except psutil.Error:
@@ -48,10 +48,12 @@ def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
     """Refuse a KV pool that does not fit.
 
     Args:
-        free_bytes: memory there is, weights loaded.
+        tokens: tokens of the pool.
+        token_bytes: bytes of KV for each token.
+        free_bytes: free memory, not counting the memory for weights.
 
     Raises:
-        OutOfMemory: it does not fit.
+        OutOfMemory: the pool does not fit.
     """
     if tokens * token_bytes > free_bytes:
         raise OutOfMemory(
@@ -61,7 +63,7 @@ def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
 
 
 def human(n_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Return a number of bytes as text for people, in MiB or GiB."""
     return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
@@ -72,11 +74,11 @@ class _Group:
     limit: int
     used: int
     reclaimable: int
-    """File pages that count against the limit and go when memory is wanted."""
+    """Bytes of file pages that count against the limit, but are freed when memory is needed."""
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[_Group]:
-    """The control groups that bound this process: its own, and every one above."""
+    """Yield the control groups that limit this process: its own, and every one above."""
     for root, path in _own(proc, cgroup):
         own = root / path.lstrip("/")
         # Inside a container the path may be the host's, of which only the container's own group is shown, as the root.
@@ -88,7 +90,7 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[_Group]:
 
 
 def _own(proc: Path, cgroup: Path) -> Iterator[tuple[Path, str]]:
-    """Where memory's control groups are shown, and this process's path there: of version 2, of version 1, or of both."""
+    """Yield the folder that shows memory's control groups, and this process's path in it, for version 2, version 1, or both."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -127,7 +129,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def give_memory_back() -> None:
-    """Free what is unused and ask the C library to return it: glibc keeps freed blocks of up to 32 MiB for itself otherwise."""
+    """Collect garbage, and make the C library return freed memory to the system. glibc would keep freed blocks of up to 32 MiB."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -135,7 +137,7 @@ def give_memory_back() -> None:
 
 
 def free_what_failed(error: BaseException) -> None:
-    """Free what the functions held that an error ended, and give it back: the error may be kept for long, and its traceback keeps them."""
+    """Free the local variables of the functions that an error ended, and return the memory: the error may be kept for long, with its traceback."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
@@ -144,7 +146,7 @@ def free_what_failed(error: BaseException) -> None:
 
 
 def free_what_was_frozen() -> None:
-    """Free what is gone of what was kept out of the collector's sight, and give it back."""
+    """Free the unused ones among the objects that `gc.freeze` hid from the collector, and return their memory. The rest is frozen again."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     give_memory_back()

@@ -1,4 +1,4 @@
-"""What a backend is asked to load."""
+"""Options of a load on any backend, and its progress callbacks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Compiling:
 CompileProgress = Callable[[Compiling], None]
 """Called from any thread, when compiling begins and for each compiled function."""
 compile_progress: ContextVar[CompileProgress | None] = ContextVar("compile_progress", default=None)
-"""Called by loads that begin in this context. A context's: between the command line and the kernels lie callers that know of no kernels."""
+"""Callback for loads that begin in this context. It is a context variable because callers between the command line and the kernels do not pass it on."""
 
 
 @contextmanager
 def showing_compiling(progress: CompileProgress) -> Generator[None]:
-    """Have loads that begin in the block call `progress`."""
+    """Make loads that begin in the block call `progress`."""
     token = compile_progress.set(progress)
     try:
         yield
@@ -48,11 +48,11 @@ class DeviceKind(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
     MLX = "mlx"
-    """A Mac's GPU, whose memory is the machine's."""
+    """A Mac's GPU, which shares the machine's memory."""
 
     @property
     def format_unasked(self) -> WeightsFormat:
-        """The weights format that it runs models in where none is asked for."""
+        """Weights format of models on this device if the user names none."""
         match self:
             case DeviceKind.CPU:
                 return WeightsFormat.STORED
@@ -71,7 +71,7 @@ class LoadOptions:
     block_size: int = 16
     threads: int = 1
     max_rows: int = 1024
-    """Rows of a batch at most: a prefill chunk and a row for every running sequence. Raising it takes working memory."""
+    """Most rows of a batch: a prefill chunk, and a row for every running sequence. Raising it: more working memory."""
     edges: bool = True
     """Load the embedding, the final norm and the head too. Stages of a pipeline leave them to the orchestrator."""
     kernel_cache: Path | None = None

@@ -40,17 +40,21 @@ __all__ = [
 
 
 def compiled(folder: Path) -> bool:
-    """Whether the kernels of this version lie compiled in a cache folder."""
+    """Return whether a cache folder holds the compiled kernels of this version."""
     from paceline.backends import kernel_cache
 
     return kernel_cache.known(folder)
 
 
 def prepare(lowering: Lowering | None, kernels: Path | None) -> None:
-    """Decide what this process's kernels are made of and where they are kept, before they are imported; arguments as `load` has them.
+    """Choose the instruction set of this process's kernels and their cache folder. Must be called before they are imported.
+
+    Args:
+        lowering: the instruction set; None: the one that the process uses.
+        kernels: folder for compiled kernels; None: next to their sources.
 
     Raises:
-        ConfigError: it uses kernels of another lowering.
+        ConfigError: this process uses kernels of another instruction set.
     """
     if lowering is not None:
         use_lowering(lowering)
@@ -70,12 +74,13 @@ def load(
     """Load a range of layers.
 
     Args:
-        lowering: to use; None: what the process uses.
-        exchange: of a tensor group, of whose ranks this is one: its share is loaded. Only the first rank has an embedding, and a numerics id besides those that prove theirs. None: alone.
+        lowering: the instruction set; None: the one that the process uses.
+        exchange: shared memory of the tensor group that this rank belongs to; only the rank's share is loaded. Only the first rank has an embedding,
+            and only it and ranks that prove theirs have a numerics id. None: this machine runs the layers alone.
 
     Raises:
-        ConfigError: this process uses kernels of another lowering.
-        ModelFileError, UnsupportedModel: from the source.
+        ConfigError: this process uses kernels of another instruction set.
+        ModelFileError, UnsupportedModel: the source can't be read, or the kernels do not run the model.
         OutOfMemory: the KV pool does not fit.
     """
     from paceline.backends import kernel_cache
@@ -109,14 +114,14 @@ def load(
         from paceline.backends.cpu.weights import pack_model
 
         ahead.wait(packers=True)
-        with kernel_cache.alone(wait=False):  # who waits for bytes has patience for these, not for all that another process compiles
+        with kernel_cache.alone(wait=False):  # the load may wait for these, not for all kernels of another process
             for form in forms:
                 packer(form)
         model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress, share=share)
         ahead.wait()
-    # The rest behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
+    # The other kernels are compiled after all bytes are read: their compiling shows no progress, and a pause is expected there.
     with kernel_cache.alone():
-        # Of the whole model: stages that hold other layers of it have the same id.
+        # The id is that of the whole model, so stages with other layers of it have the same one.
         identity = numerics_id(source.spec, forms, options.threads) if exchange is None or exchange.rank == 0 or exchange.proves else ""
         runner = CpuRunner(
             model,

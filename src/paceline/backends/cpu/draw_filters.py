@@ -1,8 +1,8 @@
-"""Parts of a draw: where the largest logits of a row are; which tokens top-k and top-p leave, and log probabilities; the token that wins by its noise
+"""Parts of a draw: finding the largest logits of a row; the tokens that top-k and top-p leave; log probabilities; and the token that wins by its noise
 (docs/internals/arithmetic.md, Sampling).
 
-What is skipped can't change a draw. The largest of each block of 64 logits tell where to look, and noise has a least value, so the largest logit of a
-block tells for which of its tokens noise need be looked at at all.
+Skipped blocks can't change a draw. The largest logit of each block of 64 shows which blocks may matter. Noise has a least value, so the largest logit of
+a block also bounds the noise with which one of its tokens can win.
 
 Shapes: V vocabulary. The last block of a row is padded with minus infinity, in a copy called its tail.
 """
@@ -25,20 +25,20 @@ NOWHERE = np.float32(-np.inf)
 
 @inner
 def order_of(x):
-    """A float32 as 32 bits that compare as it does, both zeros alike: int64."""
+    """Return 32 bits (int64) for a float32 that compare in the same order; both zeros give the same bits."""
     bits = lanes.float_bits(x + np.float32(0))
     return bits ^ 0xFFFFFFFF if bits >> 31 else bits | 0x80000000
 
 
 @inner
 def value_of(order):
-    """The float32 of such bits."""
+    """Return the float32 for bits of `order_of`."""
     return lanes.bits_float(order & 0x7FFFFFFF if order >> 31 else order ^ 0xFFFFFFFF)
 
 
 @inner
 def survey(x, n, tail, maxima):
-    """Copy the last block of a row to `tail`, padded; write the largest of each block. Returns the largest of all; NaN where one is."""
+    """Copy the last block of a row to `tail`, padded, and write the largest of each block to `maxima`. Returns the largest of all; NaN if any is NaN."""
     full = n // BLOCK
     at = tail.ctypes.data
     for j in range(BLOCK):
@@ -50,7 +50,7 @@ def survey(x, n, tail, maxima):
 
 @inner
 def first_of(x, n, maxima, top):
-    """The lowest id of the largest logit."""
+    """Return the lowest id with the largest logit, `top`."""
     for block in range(len(maxima)):
         if maxima[block] == top:
             for token in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
@@ -61,7 +61,7 @@ def first_of(x, n, maxima, top):
 
 @inner
 def _kth_largest(values, k):
-    """The k-th largest, by a heap of the k largest so far; minus infinity where there are no k."""
+    """Return the k-th largest value, found with a heap of the k largest so far; minus infinity if there are fewer than k."""
     if k > len(values):
         return NOWHERE
     heap = np.empty(k, np.float32)
@@ -92,7 +92,7 @@ def _kth_largest(values, k):
 
 @inner
 def gather(x, n, tail, maxima, least):
-    """(ids, orders) of the tokens whose logit is at least `least`, in order of their ids."""
+    """Return (ids, orders) of the tokens with a logit of at least `least`, in the order of their ids."""
     room = 0
     for block in range(len(maxima)):
         if maxima[block] >= least:
@@ -115,9 +115,9 @@ def gather(x, n, tail, maxima, least):
 
 @inner
 def select(ids, orders, worths, need):
-    """(order, id) of the last of the fewest tokens, largest logit first, of equal ones the lower id first, whose worths sum to `need`.
+    """Take tokens in order (largest logit first, of equal ones the lower id first) until their worths sum to `need`. Return (order, id) of the last one.
 
-    `need` is above 0, and at most the sum of all.
+    `need` is above 0, and at most the sum of all worths.
     """
     prefix, above = np.int64(0), np.int64(0)
     bins = np.empty(256, np.int64)
@@ -209,7 +209,7 @@ def race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last,
     score = log_of(-log_of(1.0 - (_noise(best, high, low) + 0.5) * 2.0**-32))
     bound = math.exp(score) * 2.0**32 * _SLACK
     for block in range(len(maxima)):
-        # E is at least v, so who wins has noise of at most exp(score + z).
+        # E is at least v, so a token that wins has noise of at most exp(score + z).
         most = bounds[block] * bound
         if most < 0.5 or maxima[block] < least:
             continue
@@ -235,7 +235,7 @@ def race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last,
 _LOG2E = np.float32(LOG2E)
 _ONE = np.float32(1)
 _CUT, _CUTS = 2.0, 9
-"""How far below the largest, in logits over temperature, a nucleus is looked for; how many times as far at most, before it is looked for everywhere."""
+"""Distance below the largest logit, over the temperature, in which a nucleus is searched first; and the most steps of it before all tokens are searched."""
 _C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in EXP2)
 
 
@@ -251,7 +251,7 @@ def weight_of(z):
 
 @inner
 def total_weight(x, n, tail, maxima, top, inverse):
-    """Of all tokens."""
+    """Return the sum of the weights of all tokens, int64."""
     total = np.int64(0)
     for block in range(len(maxima)):
         if (maxima[block] - top) * inverse * _LOG2E > np.float32(WEIGHTLESS):
@@ -261,7 +261,7 @@ def total_weight(x, n, tail, maxima, top, inverse):
 
 @inner
 def _share_of(top_p, total):
-    """The whole number that a nucleus must reach."""
+    """Return the sum of weights, an integer, that a nucleus must reach."""
     return min(total, max(np.int64(1), np.int64(math.ceil(top_p * np.float64(total)))))
 
 

@@ -79,9 +79,9 @@ def write_value(values, slot, n_rows, v, head_dim, zeros):
 AHEAD: Final = 4
 """Groups of every layer that are present before they are used: two chunks of a prompt. Raising it takes memory sooner, and hides longer steps."""
 _POPULATE_WRITE: Final = 23
-"""Of madvise, since Linux 5.14: pages are made present as if they were written to, and keep what they hold."""
+"""Number of the advice of `madvise` (since Linux 5.14) that makes pages present as if they were written to. Their content stays."""
 _AT_ONCE: Final = 1 << 21
-"""Bytes a call: other threads that change the process's memory wait for its end."""
+"""Bytes of each call. Raising it: other threads that change the process's memory map wait for longer."""
 
 _NOWHERE: Final = -1
 _madvise = ctypes.CDLL(None).madvise
@@ -94,11 +94,11 @@ class KvPages:
     """Places of one array, given to blocks in the order in which they are first used. Owns a thread until `close`.
 
     Args:
-        kv: whole layers, each of groups.
-        layer_bytes: of a layer.
-        group_bytes: of `NEIGHBOURS` blocks in all of a layer's heads.
-        n_blocks: whose ids are 0 .. n_blocks - 1.
-        kv_heads: of a layer.
+        kv: memory of whole layers, each of which consists of groups.
+        layer_bytes: bytes of a layer.
+        group_bytes: bytes of a group: `NEIGHBOURS` blocks in all heads of a layer.
+        n_blocks: number of blocks, with the ids 0 to n_blocks - 1.
+        kv_heads: KV heads of a layer.
     """
 
     def __init__(self, kv: npt.NDArray[np.uint8], layer_bytes: int, group_bytes: int, n_blocks: int, kv_heads: int) -> None:
@@ -134,7 +134,7 @@ class KvPages:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in all layers and heads."""
+        """Bytes of a block in all layers and heads."""
         return self._blocks.shape[0] * self._blocks.shape[2] * self._blocks.shape[4]
 
     def block(self, block: BlockId) -> npt.NDArray[np.uint8]:
@@ -155,7 +155,7 @@ class KvPages:
             self.brought = self._thread.submit(self._bring, wanted + AHEAD)
 
     def _bring(self, groups: int) -> None:
-        """Have so many groups of each layer present."""
+        """Make the first `groups` groups of each layer present."""
         if not self._layer_bytes:
             return
         start, stop = self._present * self._group_bytes, min(groups * self._group_bytes, self._layer_bytes)

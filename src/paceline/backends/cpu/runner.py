@@ -1,8 +1,8 @@
 """Layers of a model in compiled kernels: weights packed, KV paged, one path for prompt and generated rows.
 
-Weights stay in their format for prompts too: unpacking a record costs little beside the products of even four rows, so there is no
-bf16 copy of the weights, and prompt and generated positions run the same kernels (`one_path`).
-Where the model is a share of each layer, ranks that have the others run the same batches side by side (`exchange`).
+Weights stay in their format for prompts too: unpacking a record costs little compared with the products of even four rows. So the weights need not be
+copied to bf16, and prompt and generated positions run the same kernels (`one_path`).
+If the model is a share of each layer, the ranks with the other shares run the same batches at the same time (`exchange`).
 Activations between calls are bf16 bits, uint16 [T, D]. Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 """
 
@@ -141,7 +141,7 @@ class CpuRunner:
         return sizes
 
     def _bounds(self, *, down: bool) -> npt.NDArray[np.int64]:
-        """Of the share's segments, in groups of what is held."""
+        """Return the bounds of the share's segments of a sum, in groups, counted from the first input that is held."""
         model, spec = self._model, self._model.spec
         if down:
             owned, held, bounds = model.share.down, model.inner, bounds_of(spec.ffn // GROUP, 1)
@@ -151,7 +151,7 @@ class CpuRunner:
         return bounds[owned.start : owned.stop + 1] - held.start // GROUP
 
     def _exchanged(self, down: bool, bounds: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
-        """What a shared sum needs beside its bounds."""
+        """Return the arrays by place that a sum over ranks needs in addition to its bounds; none for a machine alone."""
         if self._exchange is None:
             return {}
         parts, joins = (places.DOWN_PARTS, places.DOWN_JOINS) if down else (places.OUT_PARTS, places.OUT_JOINS)
@@ -226,7 +226,7 @@ class CpuRunner:
         return arrays, buffers, control
 
     def _low(self, rows: int) -> dict[int, npt.NDArray[np.generic]]:
-        """What first products for queries, keys and values need."""
+        """Return the arrays by place that the low-rank products for queries, keys and values need; none for other models."""
         low = self._model.spec.low
         if low is None:
             return {}
@@ -237,7 +237,7 @@ class CpuRunner:
         }
 
     def _experts(self, moe: MoeSpec) -> dict[int, npt.NDArray[np.generic]]:
-        """What a mixture's feed-forward needs in place of a dense one's."""
+        """Return the arrays by place that the feed-forward of a mixture needs, in place of a dense one's."""
         n, hidden = self._max_rows * moe.top_k, self._model.spec.hidden
         segment_of = np.zeros(moe.n_experts, np.int32)
         for segment, (start, stop) in enumerate(pairwise(segment_bounds(moe.n_experts))):
@@ -271,7 +271,7 @@ class CpuRunner:
 
     def _put_rows(self, x_TD: Bf16) -> None:
         rows = self._arrays.x_bf16[: len(x_TD)]
-        rows[:, : self._width], rows[:, self._width :] = x_TD, 0  # the padding anew: of a row that overflowed it is no zeros
+        rows[:, : self._width], rows[:, self._width :] = x_TD, 0  # zeros again: a row that overflowed may have changed them
 
     def _without_padding(self, x: Bf16) -> Bf16:
         return np.ascontiguousarray(x[:, : self._width])  # the array itself where nothing is padded
@@ -325,7 +325,7 @@ class CpuRunner:
 
     @property
     def exchange_number(self) -> int:
-        """Of the exchange that the group is at, as this rank counts them: alike in all ranks before a batch."""
+        """Number of exchanges that this rank has counted. All ranks must have the same number before a batch."""
         return int(self._batch[places.EXCHANGE])
 
     @exchange_number.setter
@@ -381,7 +381,7 @@ class CpuRunner:
 
 
 def _sizes_of_heads(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Of what queries, keys and values are products of."""
+    """Return the sizes of heads, and the places and sizes of the inputs of queries, keys and values, as (place, value)."""
     sizes = [(places.OWN_DIMS, spec.own_dims), (places.VALUE_DIM, spec.value_dim)]
     if spec.low is None:
         x = [(places.Q_X, places.H), (places.Q_INPUTS, spec.hidden), (places.KV_X, places.H), (places.KV_INPUTS, spec.hidden)]
@@ -403,7 +403,7 @@ def _sizes_of_experts(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def _bits(value: float) -> int:
-    """Of a number as fp32."""
+    """Return the bits of a number as fp32, as an int32."""
     return int(np.float32(value).view(np.int32))
 
 

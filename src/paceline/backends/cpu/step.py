@@ -151,8 +151,8 @@ from paceline.backends.cpu.sizes import (
 )
 
 SPINS_BEFORE_YIELD = 200
-"""Of a rank that waits for others: some microseconds. Raising it: where one core has a rank and the thread that carries its sums to another host, or too many
-ranks, each exchange waits for longer."""
+"""Spins of a rank that waits for others, a few microseconds. Raising it: each exchange waits longer on a core that also runs other ranks, or the thread
+that sends a rank's sums to another host."""
 
 
 @inner

@@ -97,8 +97,9 @@ def compile_enter() -> None:
 
 @njit(nogil=True, cache=in_use())
 def await_word(address, seen, crowded):
-    """Wait until the word at an address is another than `seen`, by turns with who wants the core; asleep where it is `crowded`. False where it
-    stays that for a while.
+    """Wait for a while until the word at an address differs from `seen`, and return whether it does.
+
+    The wait yields the core to other threads. With `crowded` it sleeps.
     """
     if crowded:
         for _ in range(_WORD_SLEEPS):
@@ -118,7 +119,7 @@ def await_word(address, seen, crowded):
 
 @njit(nogil=True, cache=in_use())
 def set_word(address, value, crowded):
-    """Write a word behind all that was written before it, and wake who sleeps at it."""
+    """Write a word after all earlier writes. With `crowded`, also wake the threads that sleep at it."""
     sync.store_release(address, value)
     if crowded:
         sync.wake_at(address)
@@ -126,11 +127,11 @@ def set_word(address, value, crowded):
 
 Words = npt.NDArray[np.int64]
 Arguments = tuple[Words, Words, Words, Words]
-"""(sizes, weights, buffers, batch) as `step` names their places."""
+"""(sizes, weights, buffers, batch), with the places that `places` names."""
 
 
 def control_words(size: int, groups: int) -> int:
-    """Length of the control array for `size` threads in so many groups."""
+    """Return the length of the control array, in words, for `size` threads in `groups` groups."""
     return GROUPS_AT + 2 * WORD * groups + WORD * size
 
 
