@@ -1,10 +1,10 @@
 """A card as fleet.proto's NodeCapability, and back.
 
-What comes from a peer is read leniently where a later version may say more (an unknown role is left out) and strictly where a reader
-relies on it: bytes that are no card raise `MalformedMessage`.
+A card from a peer is read leniently where a later version may say more (an unknown role is left out) and strictly where a reader relies on it: bytes
+that are not a card raise `MalformedMessage`.
 
-What a card may say. A member is trusted to belong, not to be right: figures that would upset a plan, names that would upset a log, and
-lists without end are refused before they are read.
+A member is trusted to belong to the fleet, but not to be right. Figures that would break a plan, names that would break a log line, and endless lists are
+refused before they are read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import fleet_pb2 as wire
 
 MAX_CARD_BYTES = 64 << 10
-"""Of a serialised card. Gossip has narrower bounds of its own."""
+"""Maximum size of a serialised card. Gossip has narrower bounds of its own."""
 MAX_ADDRESSES = 64
 MAX_MODELS = 1024
 MAX_LINKS = 1024
 MAX_DEVICES = 16
 MAX_FORMATS = 16
-"""Of weights, of one device."""
+"""Maximum number of weights formats of one device."""
 MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
 MAX_STEPS, MAX_ROWS = 16, 1 << 16
@@ -37,11 +37,11 @@ MAX_DRAFTERS = 64
 MAX_TEXT = 300
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 33
-"""Seconds since 1970 that no clock shows."""
+"""Unix seconds that no clock shows."""
 MOST = 1 << 62
-"""Bytes that no machine has, versions that no clock reaches."""
+"""A number above every size in bytes, and above every version (microseconds of a clock)."""
 FASTEST = 1e15
-"""Bytes or tokens a second that nothing does."""
+"""A rate, in bytes or tokens a second, that nothing reaches."""
 
 
 _REFUSE: Final = refuse_with(MalformedMessage)
@@ -66,7 +66,7 @@ def _is_digest(text: str) -> bool:
 
 
 _BOUNDS: Final[dict[str, Bound]] = {"str": _is_shown, "int": Range(0, MOST), "float": Range(0, FASTEST)}
-"""Of each field of a type, unless it has its own."""
+"""Bounds by type, for each field without a bound of its own."""
 
 _SHARD: Final = Codec(
     ShardState,
