@@ -1,8 +1,8 @@
 """Push-pull gossip as a state machine: `tick`, `on_request`, `on_reply` and `on_failure` take the time and return effects that their caller carries out.
 
 In a round a node sends a few others digests of the cards it holds, 17 bytes a node. Each answers with the cards it has newer and names those it wants;
-these follow in a second call. So the cost of a round depends on what changed, not on the size of the fleet's cards. The owner signs cards (`Reseal`, `Renew` -> `announce`), makes
-calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
+these follow in a second call. So the cost of a round depends on what changed, not on the size of the fleet's cards. The owner signs cards (`Reseal`,
+`Renew` -> `announce`), makes calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
 """
 
 from __future__ import annotations

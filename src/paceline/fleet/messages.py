@@ -125,7 +125,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A node in the view is a new process: the sessions and loans of the old process are gone."""
+    """A node in the view is a new process: all that the old process held for others is gone."""
 
     card: NodeCard
 

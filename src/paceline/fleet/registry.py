@@ -61,7 +61,7 @@ class Entry:
         return self.digest.version, self.digest.beat
 
     def freshen(self, signed_at: float) -> None:
-        """Take an earlier time of signing for the same card after it came by a quicker way, but never one after `first_seen`."""
+        """Take a later time of signing for the same card, because it came by a quicker way, but never one after `first_seen`."""
         self.signed_at = max(self.signed_at, min(signed_at, self.first_seen))
         self.expires_at = self.signed_at + self.sealed.card.ttl_s
 
@@ -118,7 +118,7 @@ class CardRegistry:
     """Cards by id, merged.
 
     Args:
-        revocations: certificates with cards that are not taken. Shared with gossip, which merges into it before anything else.
+        revocations: cards of the certificates that they revoke are not taken. Shared with gossip, which merges into it before anything else.
         max_nodes: maximum number of ids held. Floors are kept for four times as many; the oldest are forgotten first.
     """
 

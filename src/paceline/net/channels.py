@@ -32,7 +32,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of an answer; a view may have 256 cards of 16 KB. Requests are bounded by method (`server.REQUESTS`). Raising it: one message can make a
 node hold more memory."""
 MAX_CARD_MESSAGE_BYTES = 128 << 10
-"""Maximum size of an answer from a node whose certificate is not known yet, which sends one card."""
+"""Maximum size of an answer to a request for a node's card, before its certificate is known."""
 MAX_BLOCK_BYTES = 64 << 10
 """Maximum size of a message from a node that drafts. A block with branches takes about 20 KB at most, and a larger message would block this node while it
 is read."""

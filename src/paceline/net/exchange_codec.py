@@ -46,7 +46,7 @@ class CardOpener(Protocol):
     """The check of signed parts of a message."""
 
     def card(self, passed: wire.PassedCard) -> SealedCard | None:
-        """Return a card after its check; None if only a newer signature came, for a card that is no longer held.
+        """Return a card after its check; None if only a newer signature came, for a card not held any more.
 
         Raises:
             FleetError: the card fails its check.

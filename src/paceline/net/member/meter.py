@@ -18,7 +18,7 @@ class FleetMeter:
     exchange: Histogram = field(default_factory=lambda: Histogram(EXCHANGE_BOUNDS_S))
     """Seconds of the exchanges that this node began and a peer answered."""
     failed: int = 0
-    """Exchanges that this node began and no peer answered."""
+    """Exchanges that this node began and that failed."""
     answered: int = 0
     """Exchanges that peers began and this node answered."""
     refused: int = 0

@@ -37,7 +37,7 @@ class Presence:
     """The check that the nodes in view still answer.
 
     Args:
-        gone: called with a node whose ports refuse connections.
+        gone: called with the id of a node that is proved gone, because its ports refuse connections.
     """
 
     def __init__(self, pool: ChannelPool, opener: MemberOpener, book: AddressBook, clock: Clock, gone: Callable[[NodeId], None]) -> None:

@@ -124,7 +124,7 @@ def code_of(error: TensorStreamError) -> CloseCode:
 
 
 def error_of(code: int, message: str, who: str) -> TensorStreamError:
-    """Return the error for a CLOSE that came from `who`."""
+    """Return the error for a CLOSE that the other side sent."""
     said = printable(message)
     return _ERRORS.get(code, StreamClosed)(f"{who} ended the tensor stream" + (f": {said}" if said else ""))
 

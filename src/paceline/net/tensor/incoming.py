@@ -114,7 +114,7 @@ class IncomingBytes:
         return self._buffer[self._end :]
 
     def filled(self, n: int) -> None:
-        """Take note that `n` bytes were read into the last `space`."""
+        """Record that `n` bytes were read into the last `space`."""
         if self._direct:
             self._parts[0] = self._parts[0][n:]
         else:
