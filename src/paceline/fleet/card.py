@@ -233,7 +233,7 @@ class SealedCard:
     sealed: bytes
     """A serialised SignedCard without the certificate. It holds the card as its node serialised it, the beat, and the signature over both."""
     beat: int = 0
-    """How many times the node has signed this unchanged card again. Greater is newer."""
+    """Number of times that the node has signed this unchanged card again. The greater one is newer."""
     certificate: bytes = b""
     """DER. Kept apart because it travels only to nodes that hold no card of this node yet."""
     issued_at: int = 0

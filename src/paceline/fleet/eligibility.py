@@ -166,7 +166,7 @@ class LiveCard:
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """This node's id runs elsewhere too: two machines have copies of one home folder."""
+    """A conflict about this node's id: another process runs under it, as when two machines have copies of one home folder."""
 
     node_id: NodeId
     addresses: tuple[str, ...]

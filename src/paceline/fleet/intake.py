@@ -145,9 +145,9 @@ wrong clock may say it too. A longer time: the conflict is shown for longer afte
 
 
 class OwnId:
-    """Watches for cards of this node's own id that another process signed: an earlier life of this node, or a copy of its home folder elsewhere.
+    """The watch for cards of this node's own id that another process signed: an earlier run of this node, or a copy of its home folder elsewhere.
 
-    The node signs a card above them, at most once a round. An earlier life ends with that; a copy rises in turn.
+    The node answers with a card of a greater version (a rise), at most once a round. That ends the matter for an earlier run; a copy rises in turn.
 
     Args:
         round_s: seconds between two rises.
@@ -182,7 +182,12 @@ class OwnId:
 
 
 class Shares:
-    """Buckets by peer, for at most `max_peers` of them: the one that asked longest ago is forgotten, with a bucket that is full by then."""
+    """Rate limits by peer, for at most `max_peers` of them. The peer that asked longest ago is forgotten first.
+
+    Args:
+        burst: requests that a peer may send at once.
+        period_s: seconds in which an empty bucket refills.
+    """
 
     def __init__(self, burst: int, period_s: float, max_peers: int) -> None:
         self._burst, self._period_s, self._max_peers = burst, period_s, max_peers

@@ -101,7 +101,7 @@ class Reseal:
 
     above: int
     reason: str
-    """For the log."""
+    """Reason for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Clashed:
-    """This node's id runs elsewhere too."""
+    """Another process runs under this node's id."""
 
     node_id: NodeId
     addresses: tuple[str, ...]

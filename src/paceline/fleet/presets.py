@@ -16,7 +16,7 @@ from paceline.fleet.eligibility import TrustPolicy
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """How large a request is, counted without decoding cards."""
+    """The sizes of a request, counted without decoding its cards."""
 
     digests: int = 0
     cards: int = 0

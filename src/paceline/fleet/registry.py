@@ -115,7 +115,7 @@ in vain for longer after they were issued; lowering it: a node with a wrong cloc
 
 
 class CardRegistry:
-    """Cards by id, merged.
+    """The cards that a node holds, one for each id.
 
     Args:
         revocations: cards of the certificates that they revoke are not taken. Shared with gossip, which merges into it before anything else.

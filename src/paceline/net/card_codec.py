@@ -188,40 +188,40 @@ _CARD: Final = Codec(
 
 
 def check_size(data: bytes) -> None:
-    """Before a card is decoded.
+    """Check the size of a serialised card before it is decoded.
 
     Raises:
-        MessageTooLarge: it is longer than any of ours.
+        MessageTooLarge: it is longer than `MAX_CARD_BYTES`.
     """
     if len(data) > MAX_CARD_BYTES:
         raise MessageTooLarge(f"A card of {len(data)} bytes; the bound is {MAX_CARD_BYTES}")
 
 
 def check_card(card: NodeCard) -> None:
-    """Before a card of another node is believed.
+    """Check the values in a card of another node before they are believed.
 
     Raises:
-        MalformedMessage: it says something that no node says.
+        MalformedMessage: a value is outside of its bound.
     """
     _CARD.check(card, f"The card of {card.node_id}" if is_node_id(card.node_id) else "A card")
 
 
 def write_card(card: NodeCard) -> bytes:
-    """The bytes a node signs."""
+    """Serialise a card to the bytes that its node signs."""
     return _CARD.write(card).SerializeToString(deterministic=True)
 
 
 def read_card(data: bytes) -> NodeCard:
-    """The card in bytes that a node signed.
+    """Read a card from the bytes that its node signed.
 
     Raises:
-        MalformedMessage: they are no card.
+        MalformedMessage: the bytes are not a card, or are not in the one form in which a card is serialised.
     """
     try:
         message = wire.NodeCapability.FromString(data)
     except DecodeError as error:
         raise MalformedMessage("A card's bytes are not a NodeCapability") from error
-    # Fields that a later version added stay where they are: a fleet is updated one machine at a time.
+    # Fields that a later version added are kept, because a fleet is updated one machine at a time.
     if message.SerializeToString(deterministic=True) != data:
         raise MalformedMessage("A card is not written as any version writes it")
     if not message.node_id or not message.version:

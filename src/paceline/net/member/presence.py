@@ -1,4 +1,4 @@
-"""Finds out which nodes in view still answer, when a person asks.
+"""The check of which nodes in view still answer, made when a person asks.
 
 Gossip alone notices a dead node late: its card lives until its TTL ends. A process that was killed leaves ports that refuse connections, which is proof
 enough to drop its card. A process that was stopped, or a machine without power, only stays silent: it is reported, and its card stays until it expires.

@@ -147,7 +147,7 @@ class IncomingBytes:
                 return TensorMessage(bytes(self._header), self._array)
 
     def _frame(self) -> Happened | None:
-        """The next frame: an event of its own, or the parts that it begins are noted."""
+        """Take the next frame. Return its event; None if the frame is incomplete, or its data is still to be read into `_parts`."""
         buffer, at, have = self._buffer, self._start, self._end - self._start
         if have < HEAD.size:
             return None
@@ -190,7 +190,7 @@ class IncomingBytes:
         return Closed(body[0], body[1:].decode(errors="replace"))
 
     def _tensor(self, at: int, have: int, length: int) -> TensorMessage | None:
-        """A tensor begins, once enough of its frame is here."""
+        """Begin a tensor once enough of its frame has come. Return the message if all of it is in the buffer, else None."""
         if have < TENSOR.size:
             return None
         seq, n_header, total, dtype_code, n_dimensions = TENSOR.unpack_from(self._buffer, at)
@@ -213,7 +213,7 @@ class IncomingBytes:
         if (dtype_code, shape) != self._form:
             self._make_room(dtype_code, shape, total)
         if total == n_data and at + n_header + total <= self._end:
-            # All of it is here, as nearly always when a tensor is small.
+            # A small tensor is nearly always in the buffer as a whole.
             self._start = at + n_header + total
             self._data[:total] = self._buffer[self._start - total : self._start]
             return TensorMessage(bytes(self._buffer[at : at + n_header]), self._array)
@@ -225,7 +225,7 @@ class IncomingBytes:
         return None
 
     def _make_room(self, dtype_code: int, shape: tuple[int, ...], total: int) -> None:
-        """The array that this tensor goes to. Most are like the one before, and need no other."""
+        """Make the array for a tensor of another shape or dtype than the one before. The memory grows only for a larger tensor."""
         if total > len(self._store):
             self._store = np.empty(total, np.uint8)
         self._form = dtype_code, shape
