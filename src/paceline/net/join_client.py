@@ -1,6 +1,6 @@
 """Joining a fleet: from a token to an identity.
 
-Nothing is sent before the other side has shown a certificate for join ports, signed by the CA of the token's pin, and has proved in TLS that it has the
+Nothing is sent before the other side has shown a certificate for join ports that the CA of the token's pin signed. TLS proves that the other side has the
 certificate's key. All of the token's addresses are tried at once, because some of them may lead nowhere.
 
 The node that holds the CA renews a certificate over mTLS, long before it expires: for the same name, the same key and the same trust.
