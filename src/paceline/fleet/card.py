@@ -1,8 +1,8 @@
-"""What a node says of itself, and what others hold of it. Values only: nothing here reads a clock, a disk or a wire.
+"""The card with which a node describes itself, and the signed forms that others hold. Values only: nothing here reads a clock, a disk or a wire.
 
-A card travels as the bytes its node signed (`SealedCard.sealed`), so what is passed on is what was said. `proto/paceline/v1/fleet.proto`
+A card travels as the bytes its node signed (`SealedCard.sealed`), so no node on the way can change it. `proto/paceline/v1/fleet.proto`
 describes the same fields on the wire; the codec is `net.card_codec`.
-Figures have two significant digits, and change only when that means something, so that plans don't flap.
+Figures have two significant digits and change only when the measured value has clearly changed, so that plans don't flap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.model import LayerRange, ModelRef
 
 
 class Role(StrEnum):
-    """What a model can be used for on a node."""
+    """A use of a model on a node."""
 
     VERIFIER = "verifier"
     """Runs the whole model and decides its tokens."""
@@ -27,35 +27,35 @@ class Role(StrEnum):
     SHARD = "shard"
     """Runs a range of layers."""
     PREFILL = "prefill"
-    """Runs the whole model, to compute the KV of prompts for other nodes: it answers where no verifier does."""
+    """Runs the whole model to compute the KV of prompts for other nodes. It answers requests only where no verifier does."""
 
 
 @dataclass(frozen=True, slots=True)
 class DividedShape:
-    """What tensor ranks divide of a model, by the names that `ModelSpec` has for it."""
+    """Sizes of a model that tensor ranks divide among them. The names are those of `ModelSpec`."""
 
     n_kv_heads: int
     ffn: int
     vocab: int
     attention_bytes: int
-    """Of a layer's weights, what attention's take."""
+    """Part of `ModelShape.layer_bytes` that belongs to attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What placement must know of a model's sizes, in the weights format offered."""
+    """Sizes of a model that placement computes with, in the weights format offered."""
 
     n_layers: int
     hidden: int
     layer_bytes: int
     edge_bytes: int
-    """Embedding, final norm and head."""
+    """Size of embedding, final norm and head together."""
     kv_bytes_per_token_per_layer: int
     max_context: int
     row_bytes: int = 0
     """Working memory that each row of a batch takes, however many layers there are."""
     divided: DividedShape | None = None
-    """None: tensor ranks can't share its layers there."""
+    """None: tensor ranks can't share the model's layers on this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,15 @@ class ShardState:
 
     layers: LayerRange
     max_streams: int
-    """Sessions it runs at once, at most."""
+    """Maximum number of sessions at once."""
     streams: int = 0
-    """Those it runs."""
+    """Sessions that run now."""
     queue_depth: int = 0
-    """Batches that wait, over all streams."""
+    """Waiting batches of all streams together."""
     memory_bytes: int = 0
-    """What weights and KV of these layers take."""
+    """Memory that weights and KV of these layers take."""
     loaded_percent: int = 0
-    """Of an offer that is not warm yet: how far the load is, in steps of five."""
+    """Progress of the load in percent, in steps of five, while the offer is not warm yet."""
 
     @property
     def streams_free(self) -> int:
@@ -81,7 +81,7 @@ class ShardState:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step without prompts took as a model was served. Two significant digits."""
+    """The measured time of a step without prompts, taken while the model was served. Two significant digits."""
 
     rows: int
     seconds: float
@@ -89,12 +89,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDraft:
-    """What became of the drafts that one node made with one model, seen by the node they were made for."""
+    """The acceptance of drafts that one node made with one model, measured by the node that they were made for."""
 
     node_id: NodeId
     model_id: str
     acceptance: float
-    """Share of the drafted tokens that came true. Two significant digits."""
+    """Fraction of the drafted tokens that were accepted. Two significant digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +105,32 @@ class ModelOffer:
     role: Role
     weights: str
     tokens_per_second: float = 0.0
-    """Decode, one sequence."""
+    """Decoding speed with one sequence."""
     prefill_tokens_per_second: float = 0.0
     digest: str = ""
     """SHA-256 of the weights, hex."""
     warm: bool = False
-    """Loaded and serving; False: on disk."""
+    """True if it is loaded and serves requests; False if it is only on disk."""
     numerics_id: str = ""
-    """Equal ids give equal bytes. Empty until the model was loaded once."""
+    """Nodes with equal ids compute equal bytes. Empty until the model was loaded once."""
     holds_identity: bool = False
     size_bytes: int = 0
-    """Of its weights, in their files."""
+    """Size of the weights in their files."""
     shape: ModelShape | None = None
     vocabulary: str = ""
-    """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known."""
+    """Hash of the tokens' bytes in order. Models with equal hashes have equal token ids, so each may draft for the other. Empty: not known."""
     shard: ShardState | None = None
-    """Of a `SHARD` that is loaded: which layers. None: any range may be asked for."""
+    """The layers that a loaded `SHARD` holds, and its load. None: any range may be asked for."""
     tokenizer: str = ""
-    """SHA-256 of its packed tokenizer and chat template, hex. Empty where it is not loaded."""
+    """SHA-256 of the packed tokenizer and chat template, hex. Empty if the model is not loaded."""
     under_way: int = 0
-    """Sequences that run and wait, where it is loaded: a power of four, 0 below four."""
+    """Running and waiting sequences of a loaded model, as a power of four; 0 below four."""
     files: str = ""
-    """One SHA-256 for all of its files, hex: those that `digest` leaves out too. Empty where it is not known."""
+    """One SHA-256 for all of the model's files, hex, with those that `digest` leaves out. Empty: not known."""
     steps: tuple[StepTime, ...] = ()
-    """Of a model that answers: what was seen, few rows to many."""
+    """Measured step times of a model that answers, by increasing number of rows."""
     drafts: tuple[MeasuredDraft, ...] = ()
-    """Of a model that answers: what was seen of the drafts that it had, by node and model."""
+    """Measured acceptance of the drafts that an answering model got, by drafting node and model."""
 
     @property
     def model(self) -> ModelRef:
@@ -138,7 +138,7 @@ class ModelOffer:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether all layers run there."""
+        """True if all layers of the model run on the node."""
         return self.role in {Role.VERIFIER, Role.PREFILL}
 
 
@@ -148,17 +148,17 @@ class Link:
 
     to: NodeId
     address: str
-    """host:port that was best."""
+    """host:port of the best of the other node's addresses."""
     rtt_s: float
-    """Of a short call."""
+    """Round-trip time of a short call."""
     bytes_per_s: float
     network_s: float | None = None
-    """Of it, what the network takes; None: not known."""
+    """Part of `rtt_s` that the network takes; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What runs layers on a node, and the memory it has for them."""
+    """A processor that runs layers on a node, and its memory."""
 
     backend: str
     name: str
@@ -166,25 +166,25 @@ class Device:
     memory_free_bytes: int
     memory_bytes_per_s: int
     shard_memory_bytes: int = 0
-    """What further layers for others and their KV may take of it."""
+    """Memory that further layers for other nodes, with their KV, may take on this device."""
     weights: tuple[str, ...] = ()
-    """Weights formats that it runs."""
+    """Weights formats that this device runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCard:
-    """A node's own account of itself, measured."""
+    """The description of a node that the node itself measured."""
 
     node_id: NodeId
     version: int
-    """Strictly higher wins. At least the clock in microseconds, and above every one used before."""
+    """The card with the strictly higher version wins. A new version is at least the clock in microseconds, and above every one used before."""
     addresses: tuple[str, ...]
-    """host:port of the node's gRPC services, all interfaces."""
+    """host:port of the node's gRPC services on each of its interfaces."""
     instance: bytes
-    """Random, new with each start of the process: two under one id are a clash."""
+    """Random bytes, new with each start of the process. Two instances that run under one id are an id conflict."""
     ttl_s: int
     announced_at: int
-    """Unix seconds by the announcer's clock, for people."""
+    """Unix seconds by the announcing node's clock. Shown to people; nothing computes with it."""
     platform: str = ""
     backend: str = ""
     device: str = ""
@@ -197,20 +197,20 @@ class NodeCard:
     mlx_version: str = ""
     software: str = ""
     leaving: bool = False
-    """The node says goodbye."""
+    """True in the last card of a node, its goodbye."""
     serves_shards: bool = False
-    """Loads and runs layers for other members."""
+    """True if the node loads and runs layers for other members."""
     shard_memory_bytes: int = 0
-    """What further layers and their KV may take there. Two significant digits."""
+    """Memory that further layers for other nodes, with their KV, may take. Two significant digits."""
     devices: tuple[Device, ...] = ()
-    """What runs the weights formats that the device named above does not."""
+    """Devices for the weights formats that the device named above does not run."""
 
     def device_of(self, weights: str) -> Device | None:
-        """What runs a weights format; None: the device that the card itself names."""
+        """Return the device that runs a weights format; None: the device that the card itself names."""
         return next((device for device in self.devices if weights in device.weights), None)
 
     def running(self, weights: str) -> NodeCard:
-        """The card with the memory and the speed of what runs a weights format."""
+        """Return the card with the memory and the speed of the device that runs a weights format."""
         device = self.device_of(weights)
         if device is None:
             return self
@@ -227,24 +227,24 @@ class NodeCard:
 
 @dataclass(frozen=True, slots=True)
 class SealedCard:
-    """A card whose signature was checked, and the bytes that prove it to others."""
+    """A card with a checked signature, and the bytes that prove it to others."""
 
     card: NodeCard
     sealed: bytes
-    """A serialised SignedCard without the certificate: the card as its node serialised it, the beat, and the signature over both."""
+    """A serialised SignedCard without the certificate. It holds the card as its node serialised it, the beat, and the signature over both."""
     beat: int = 0
-    """How many times the node has signed this unchanged card again. Greater is newer."""
+    """Number of times that the node has signed this unchanged card again. The greater one is newer."""
     certificate: bytes = b""
-    """DER. Kept apart because it travels only to those who hold no card of the node yet."""
+    """DER. Kept apart because it travels only to nodes that hold no card of this node yet."""
     issued_at: int = 0
-    """Unix seconds at which the CA issued the certificate; a revocation voids those issued up to its `not_after`."""
+    """Unix seconds at which the CA issued the certificate. A revocation covers certificates issued up to its `not_after`."""
     trust: Trust = Trust.MEMBER
-    """What the certificate says."""
+    """Trust that the certificate grants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """The CA's word that certificates of a node issued up to `not_after` are void."""
+    """The CA's statement that certificates of a node issued up to `not_after` are revoked."""
 
     node_id: NodeId
     revoked_at: int
@@ -254,19 +254,19 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """The CA's word that at a time a set of revocations was all there is."""
+    """The CA's statement that a set of revocations was complete at one time."""
 
     signed_at: int
     """Unix seconds."""
     digest: bytes
     """`Revocations.digest` of the set."""
     issuer: NodeId
-    """Where the CA was."""
+    """Node that held the CA."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedList:
-    """A list whose signature was checked, and the bytes that prove it to others."""
+    """A revocation list with a checked signature, and the bytes that prove it to others."""
 
     said: RevocationList
     sealed: bytes
@@ -274,25 +274,26 @@ class SealedList:
 
 @dataclass(frozen=True, slots=True)
 class SealedRevocation:
-    """A revocation whose signature was checked, and the bytes that prove it to others."""
+    """A revocation with a checked signature, and the bytes that prove it to others."""
 
     revocation: Revocation
     sealed: bytes
 
 
 WITHIN = 0.1
-"""Of a figure that is measured while requests are answered, by how much it may be off. Raising it: fewer new cards, and prices that are older."""
+"""Fraction by which a figure measured during requests may differ from the one shown before a new one is shown. Raising it: fewer new cards, and
+plans that compute with older figures."""
 SLACK = 0.25
-"""How far, in steps of the last digit, a value must be past the edge where rounding changes. Raising it shows changes later."""
+"""Distance, in steps of the last digit, by which a value must pass the edge where rounding changes. Raising it: changes are shown later."""
 
 
 def two_digits(value: float) -> float:
-    """A figure rounded to two significant digits, half away from nothing special: as decimal text rounds it. Not a number: 0."""
+    """Return a figure rounded to two significant digits, as decimal formatting rounds it; 0 if it is not finite."""
     return float(f"{value:.1e}") if math.isfinite(value) else 0.0
 
 
 def settled(value: float, shown: float) -> float:
-    """What to show for `value` where `shown` was shown before: the same, until the value is clearly nearer to another.
+    """Return the figure to show for `value` after `shown`. It stays `shown` until the value is clearly nearer to another figure.
 
     Args:
         shown: the last result of this function, or 0.
@@ -306,17 +307,20 @@ def settled(value: float, shown: float) -> float:
 
 
 def kept(value: float, shown: float) -> float:
-    """What to show of a figure that is measured again and again: what was shown, until it is off by more than a tenth."""
+    """Return the figure to show for a value that is measured repeatedly. It stays `shown` until the value differs by more than `WITHIN`."""
     return shown if shown > 0 and abs(value - shown) <= shown * WITHIN else two_digits(value)
 
 
 def settled_within(value: float, shown: float) -> float:
-    """The same for what may be taken: never more than there is. It falls at once, and rises once the value is clearly beyond the next figure."""
+    """Return the figure to show for an amount that others may take, never more than `value`.
+
+    It falls at once, and rises only when the value is clearly beyond the next figure.
+    """
     rounded = two_digits(value)
     below = rounded if rounded <= value else two_digits(rounded - 10.0 ** (math.floor(math.log10(value)) - 1))
     return shown if 0 < shown < below and value < below + SLACK * _step(below) else below
 
 
 def _step(value: float) -> float:
-    """One of the last digit of a figure with two."""
+    """Return the step between two neighbouring figures of two digits, near `value`."""
     return float(f"1e{int(f'{value:.1e}'.partition('e')[2]) - 1}")

@@ -1,11 +1,11 @@
-"""The fleet as one node sees it at one moment (placement computes from that and from nothing else), who no longer belongs, and which nodes may be asked,
-believed, fetched from and shown what: decided here, and nowhere else.
+"""The fleet as one node sees it at one moment, the revocations it knows, and the uses for which each node is trusted. Placement computes from this view
+alone, and no other module decides which nodes may be asked, believed, fetched from or shown a prompt.
 
-Law: pure. What picks a node takes `Eligible` cards, and `TrustPolicy.eligible` is what makes them, for one use; what opens a channel, or serves
-a caller, asks `check` with the peer's certificate. So a way of sharing work that forgets to ask has no cards and no channel.
+Law: pure. Code that picks a node takes `Eligible` cards, which `TrustPolicy.eligible` makes for one use. Code that opens a channel or serves a caller
+calls `check` with the peer's certificate. So a way of sharing work that forgets to ask has no cards and no channel.
 docs/trust.md says what each use shows of a prompt.
-Revocations only grow, by the CA's word: per node, the one that reaches furthest. It voids certificates issued up to its `not_after`; one issued later
-under the same id is good. Merging is a join.
+Only the CA adds revocations, and none is taken back. Per node the one with the latest `not_after` is kept. It revokes certificates issued up to then;
+a certificate issued later under the same id is valid. Merging is a join.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 
 Voids = Callable[[NodeId, int], bool]
-"""Whether a node's certificate issued at a time is void: the revocations known."""
+"""Function of a node id and a time of issue (Unix seconds) that returns True if the node's certificate is revoked."""
 
 
 class Use(Enum):
-    """What a peer is wanted for, or wants of this node."""
+    """A service that a peer is asked for, or that it asks of this node."""
 
     ANSWER = "answering requests"
-    """It sees the prompt whole, decides the answer, and is believed about the model's tokenizer and template."""
+    """The peer sees the whole prompt, decides the answer, and is believed about the model's tokenizer and template."""
     DRAFT = "drafting"
-    """It sees prompt and answer as tokens, and decides nothing."""
+    """The peer sees prompt and answer as tokens, and decides nothing."""
     HOLD_LAYERS = "holding layers"
-    """It sees activations, from which text can be guessed, and computes a part of the answer."""
+    """The peer sees activations, from which text can be guessed, and computes a part of the answer."""
     GIVE_WEIGHTS = "giving weights"
-    """It is believed, where there is no hub, about what a model's name means."""
+    """The peer is believed, where no hub is reachable, about which files a model's name stands for."""
     TAKE_WEIGHTS = "taking weights"
-    """It gets the files of any model here, private ones among them."""
+    """The peer gets the files of any model of this node, private ones included."""
     HAVE_LAYERS_RUN = "having layers run"
-    """It gets this machine's time and memory, and shows it activations."""
+    """The peer uses this machine's time and memory, and sends activations to it."""
     HAVE_RANKS_RUN = "having tensor ranks run"
-    """The same, in a process that trusts what its leader's stream says: guests never."""
+    """The peer uses time and memory as for layers, but in a process that trusts the stream of its leader, so guests never may."""
     SHARE_KV = "sharing KV"
-    """It learns whether a prompt that it knows was asked here lately, and what it gives decides answers."""
+    """The peer learns whether a prompt that it knows was asked here lately, and its KV decides answers."""
 
 
 COMPUTES: Final = frozenset({Use.ANSWER, Use.HOLD_LAYERS, Use.SHARE_KV})
-"""Uses in which what a node computes decides an answer."""
+"""Uses in which the results of a node decide an answer."""
 WRONG_S: Final = 3600.0
-"""Seconds for which a node is left out of these once its work was recomputed and came out otherwise. Raising it: a node that passed on another's wrong KV
-is missed for longer; lowering it: a broken machine decides more answers."""
+"""Seconds for which a node is left out of the uses in `COMPUTES` after a check of its work gave another result. Raising it: a node that only passed on
+wrong KV of another is unavailable for longer; lowering it: a broken machine decides more answers."""
 
 
 class Peer(Protocol):
@@ -73,7 +73,7 @@ class Eligible(Generic[U_co]):
     use: U_co
     own: NodeId
     cards: tuple[NodeCard, ...]
-    """By node id; this node's own among them."""
+    """Cards in order of node id, with this node's own."""
 
 
 MayAnswer = Eligible[Literal[Use.ANSWER]]
@@ -92,10 +92,10 @@ class TrustPolicy:
     taker: Trust = Trust.MEMBER
     caller: Trust = Trust.MEMBER
     kv: Trust | None = None
-    """None: that of answers, and never a guest's."""
+    """None: the level of `answer`, but at least member."""
 
     def least(self, use: Use) -> Trust:
-        """What a use takes."""
+        """Return the least trust that a use requires."""
         match use:
             case Use.ANSWER | Use.DRAFT:
                 return self.answer
@@ -113,14 +113,14 @@ class TrustPolicy:
                 return self.kv or max(self.answer, Trust.MEMBER, key=list(Trust).index)
 
     def allows(self, trust: Trust, use: Use) -> bool:
-        """Whether a node that is trusted so far, and not revoked, may be put to a use."""
+        """Return True if a node of this trust that is not revoked may be put to a use."""
         return trust.reaches(self.least(use))
 
     def check(self, peer: Peer, use: Use, voids: Voids) -> None:
-        """Before a peer is called, or served.
+        """Check a peer before it is called or served.
 
         Raises:
-            NotTrusted: it was revoked, or is not trusted enough.
+            NotTrusted: the peer was revoked, or is not trusted enough.
         """
         if voids(peer.node_id, peer.issued_at):
             raise RevokedNode(f"{peer.node_id} was revoked", who=peer.node_id)
@@ -130,17 +130,17 @@ class TrustPolicy:
         """Check a peer that is not revoked against a level, or against that of a use.
 
         Raises:
-            NotTrusted: it is trusted less.
+            NotTrusted: the peer is trusted less.
         """
         level, what = (self.least(least), least.value) if isinstance(least, Use) else (least, "this call")
         if not peer.trust.reaches(level):
             raise NotTrusted(f"{peer.node_id} is a {peer.trust} of the fleet, and {what} takes a {level} or more", who=peer.node_id)
 
     def eligible(self, view: FleetView, use: U_co, wrong: Collection[NodeId] = ()) -> Eligible[U_co]:
-        """Return the nodes of a view (which has none that was revoked) that may be put to a use; this node always.
+        """Return the nodes of a view that may be put to a use, always with this node. The view has no revoked nodes.
 
         Args:
-            wrong: nodes whose work was recomputed and came out otherwise.
+            wrong: nodes with work that gave another result when it was computed again. The uses in `COMPUTES` leave them out.
         """
         left_out = frozenset(wrong) if use in COMPUTES else frozenset[NodeId]()
         nodes = [
@@ -157,16 +157,16 @@ class LiveCard:
 
     card: NodeCard
     age_s: float
-    """Since its node last signed it. 0 to the card's TTL; about 0 for this node's own."""
+    """Seconds since its node last signed it, from 0 to the card's TTL; about 0 for this node's own card."""
     beat: int = 0
-    """How many times its node has signed it again."""
+    """Number of times that its node has signed it again."""
     trust: Trust = Trust.MEMBER
-    """What the node's certificate says."""
+    """Trust that the node's certificate grants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """This node's id runs elsewhere too: two machines have copies of one home folder."""
+    """A conflict about this node's id: another process runs under it, as when two machines have copies of one home folder."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
@@ -194,7 +194,7 @@ class FleetView:
 
     @property
     def cards(self) -> tuple[NodeCard, ...]:
-        """What placement reads: equal on every node once gossip has converged (ages are not)."""
+        """The cards that placement reads. They are equal on every node once gossip has converged; ages are not."""
         return tuple(live.card for live in self.nodes)
 
     @property
@@ -211,13 +211,13 @@ class Revocations:
     def __init__(self, known: Iterable[SealedRevocation] = ()) -> None:
         self._by_id: dict[NodeId, SealedRevocation] = {}
         self.digest = b""
-        """Equal for equal sets; empty for the empty one."""
+        """First 16 bytes of a SHA-256 over the set; empty for the empty set."""
         self.completed: SealedList | None = None
-        """The newest such word of the CA: since then nothing is known to be missing. It holds for what was added later too."""
+        """The newest list by which the CA called this set complete; None before one came. It is kept when revocations are added later."""
         self.merge(known)
 
     def merge(self, revocations: Iterable[SealedRevocation]) -> tuple[SealedRevocation, ...]:
-        """Take what reaches further than what is held; returns what was new. Signatures were checked by the caller."""
+        """Keep each revocation that reaches further than the one held for its node. Return the new ones. The caller has checked the signatures."""
         new: list[SealedRevocation] = []
         for sealed in revocations:
             held = self._by_id.get(sealed.revocation.node_id)
@@ -232,7 +232,11 @@ class Revocations:
         return tuple(new)
 
     def complete(self, said: SealedList | None) -> bool:
-        """Take the CA's word that this very set is all there is, if that is newer than what is held, or of its second and greater: whether it was."""
+        """Take the CA's statement that exactly this set is complete, if it is newer than the one held. The greater bytes win within one second.
+
+        Returns:
+            True if it was taken.
+        """
         held = self.completed and (self.completed.said.signed_at, self.completed.sealed)
         if said is None or said.said.digest != self.digest or (held and (said.said.signed_at, said.sealed) <= held):
             return False
@@ -240,12 +244,12 @@ class Revocations:
         return True
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
-        """Whether a certificate of `node_id`, issued at `issued_at` (Unix seconds), is void."""
+        """Return True if a certificate of `node_id`, issued at `issued_at` (Unix seconds), is revoked."""
         held = self._by_id.get(node_id)
         return held is not None and issued_at <= held.revocation.not_after
 
     def all(self) -> tuple[SealedRevocation, ...]:
-        """Every revocation, by node id."""
+        """Return every revocation, in order of node id."""
         return tuple(self._by_id[node_id] for node_id in sorted(self._by_id))
 
     @property
@@ -257,5 +261,5 @@ class Revocations:
 
 
 def _reach(sealed: SealedRevocation) -> tuple[int, bytes]:
-    """Greater wins. The bytes break ties, so that every node keeps the same one."""
+    """Return the rank of a revocation; the greater one wins. The bytes break ties, so that every node keeps the same one."""
     return sealed.revocation.not_after, sealed.sealed

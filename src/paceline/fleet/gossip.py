@@ -1,8 +1,8 @@
-"""Push-pull gossip as a state machine: `tick`, `on_request`, `on_reply`, `on_failure` take the time and return effects; nothing is done here.
+"""Push-pull gossip as a state machine: `tick`, `on_request`, `on_reply` and `on_failure` take the time and return effects that their caller carries out.
 
-A round: a node tells a few others what it holds, in 17 bytes a node; each hands over what it has newer and names what it wants; what was
-wanted follows in a second call. A round costs what changed, not the fleet's cards. The owner signs cards (`Reseal`, `Renew` -> `announce`), makes
-calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
+In a round a node sends a few others digests of the cards it holds, 17 bytes a node. Each answers with the cards it has newer and names those it wants;
+these follow in a second call. So the cost of a round depends on what changed, not on the size of the fleet's cards. The owner signs cards (`Reseal`,
+`Renew` -> `announce`), makes calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.fleet.registry import CardRegistry
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The reply to send, and what else came of a request."""
+    """The reply to a request, and the effects to carry out."""
 
     reply: Reply
     effects: tuple[Effect, ...]
@@ -68,9 +68,9 @@ class Gossip:
     # ---------------------------------------------------------------------------------------------------------------- own card
 
     def announce(self, sealed: SealedCard, now: float) -> None:
-        """Take this node's own card, new (version above every one before) or signed again (beat above the last), and tell others soon.
+        """Take this node's own card: a new one (version above every one before), or the same signed again (beat above the last).
 
-        A goodbye goes out at once, and a card that was signed again with the round that asked for it.
+        A new card goes out soon, a goodbye at once, and a card that was signed again with the round that asked for it.
 
         Args:
             sealed: the card. Without `leaving` it starts the node's gossip; with it, call `tick` until its calls are done, then stop.
@@ -86,19 +86,19 @@ class Gossip:
             self._next_round = now
 
     def add_seed(self, address: str, now: float) -> None:
-        """An address where a node may be, heard on the network (mDNS): it is called soon, in a round that is brought forward."""
+        """Remember an address that mDNS announced. If it is new, the next round is brought forward to call it."""
         if self._peers.hear_seed(address) and self._next_round is not None:
             self._next_round = min(self._next_round, max(now, self._last_round + self._preset.exchange_s / 10))
 
     def learn(self, revocations: Iterable[SealedRevocation], now: float) -> tuple[Effect, ...]:
-        """Take revocations (checked) from elsewhere than gossip: a join, the CA on this node. They are told at once."""
+        """Take checked revocations that did not come by gossip but by a join or from the CA on this node. They are passed on at once."""
         effects = self._intake.revoke(revocations)
         if effects and self._next_round is not None:
             self._next_round = now
         return effects
 
     def complete(self, said: SealedList, now: float) -> None:
-        """Take the CA's word (checked) that the revocations known here are all."""
+        """Take the CA's checked statement that the revocations known here are complete. It is passed on at once if it is new."""
         if self._revocations.complete(said) and self._next_round is not None:
             self._next_round = now
 
@@ -106,11 +106,11 @@ class Gossip:
 
     @property
     def next_tick(self) -> float | None:
-        """When `tick` has something to do, in monotonic seconds; None before the first `announce`."""
+        """Monotonic seconds at which `tick` next has work; None before the first `announce`."""
         return None if self._next_round is None else min(self._next_round, self._registry.soonest)
 
     def tick(self, now: float) -> tuple[Effect, ...]:
-        """Drop what expired, have this node's card signed again, start exchanges. Early calls do little; late ones make up for nothing."""
+        """Drop expired cards, ask for this node's card to be signed again, and start exchanges when a round is due. Missed rounds are not made up for."""
         effects = self._intake.sweep(now)
         own = self._registry.own_card
         if own is None or self._next_round is None or now < self._next_round:
@@ -131,12 +131,17 @@ class Gossip:
     # ----------------------------------------------------------------------------------------------------------------- messages
 
     def admit(self, peer: NodeId, measures: Measures, now: float) -> None:
-        """Before a request is decoded and its signatures are checked: raise `PeerFloods` or `MessageTooLarge`, and change nothing."""
+        """Count a request against its peer's rate and check its size, before it is decoded and its signatures are checked.
+
+        Raises:
+            PeerFloods: the peer sends requests too often.
+            MessageTooLarge: the request exceeds a bound.
+        """
         self._shares.take(peer, now)
         self._preset.bounds.check(measures)
 
     def on_request(self, request: ExchangeRequest, peer: NodeId, now: float) -> Answered:
-        """Answer a peer; its request was admitted and its signatures hold."""
+        """Answer a peer after its request was admitted and its signatures were checked."""
         self._registry.heard(peer)
         effects = self._intake.sweep(now)
         effects += self._intake.take(request.revocations, request.cards, peer, now)
@@ -151,7 +156,7 @@ class Gossip:
         return Answered(reply, effects)
 
     def on_reply(self, call: int, reply: Reply, peer: NodeId, now: float) -> tuple[Effect, ...]:
-        """What a call brought; `peer` is who answered. May ask for a further call."""
+        """Take the reply to a call from `peer`, the node that answered. The effects may include a further call."""
         exchange = self._exchanges.pop(call, None)
         if exchange is None:
             return ()
@@ -179,16 +184,16 @@ class Gossip:
         return effects
 
     def on_failure(self, call: int) -> None:
-        """A call did not come back, or was refused. The peer is called again when its turn comes; its card expires by itself."""
+        """Drop a call that failed or was refused. The peer is called again when its turn comes; its card is left to expire."""
         self._exchanges.pop(call, None)
 
     def lose(self, node_id: NodeId, now: float) -> tuple[Effect, ...]:
-        """Drop the card of a node that is proven not to run any more."""
+        """Drop the card of a node that certainly does not run any more."""
         self._registry.end(node_id, now)
         return self._intake.sweep(now)
 
     def lacks_certificate(self, node_id: NodeId) -> None:
-        """A card of this node came without a certificate that is not known here: the next exchange asks for both."""
+        """Note that a card of this node came without its certificate, which is not known here. The next exchange asks for both."""
         self._registry.lacks_certificate(node_id)
 
     # ------------------------------------------------------------------------------------------------------------------ reading
@@ -200,20 +205,20 @@ class Gossip:
 
     @property
     def members(self) -> Mapping[NodeId, tuple[str, ...]]:
-        """Addresses of the other nodes that are here, as of the last `tick`."""
+        """Addresses of the other live nodes, by node id."""
         return self._registry.members
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Everywhere this node may call."""
+        """Every address that this node may call: those of members, seeds and lost nodes."""
         return self._peers.addresses().union(*self._registry.members.values())
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
-        """Whether a certificate is revoked: for every RPC and open stream."""
+        """Return True if a certificate of `node_id`, issued at `issued_at` (Unix seconds), is revoked. Every RPC and open stream asks this."""
         return self._revocations.voids(node_id, issued_at)
 
     def held(self, key: int, version: int) -> SealedCard | None:
-        """The card of this key and version, if it is held: a peer may send a newer signature of it alone."""
+        """Return the card of this key and version, or None if it is not held. A peer may send a newer signature of it without the card."""
         return self._registry.held(key, version)
 
     @property
@@ -221,17 +226,17 @@ class Gossip:
         return self._registry.own_card
 
     def own_passed(self, now: float) -> PassedCard | None:
-        """This node's own card as GetNodeCapability hands it out."""
+        """Return this node's own card as GetNodeCapability hands it out; None before the first `announce`."""
         return self._registry.own_passed(now)
 
     @property
     def revocations(self) -> tuple[SealedRevocation, ...]:
-        """All that are known, to be kept on disk and handed to those who join."""
+        """All known revocations, to be kept on disk and handed to nodes that join."""
         return self._revocations.all()
 
     @property
     def revocation_list(self) -> SealedList | None:
-        """The CA's newest word that nothing was missing; None before any came."""
+        """The newest list by which the CA called the revocations complete; None before one came."""
         return self._revocations.completed
 
     @property
@@ -261,6 +266,6 @@ class Gossip:
         return GossipCall(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
 
     def _rise(self, now: float) -> tuple[Effect, ...]:
-        """Ask for a card above those of this node's own id that another process signed."""
+        """Ask for a new card with a version above the cards that another process signed under this node's id."""
         own = self._registry.own_card
         return () if own is None else self._own_id.rise(own.card, now)

@@ -1,6 +1,6 @@
-"""A node merges news into its registry, revocations first, then cards, and says what changed as effects.
+"""The intake of gossip: revocations are merged first, then cards, and every change is returned as an effect.
 
-Each peer has a bucket of `burst` requests that refills over `period_s`; an empty one is a typed refusal.
+Each peer has a bucket of `burst` requests that refills over `period_s`; a request to an empty bucket raises `PeerFloods`.
 
 The next peers of exchanges are some members, in turn and in random order, and one node that can't be a member yet or any more. Every member comes up once
 before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or mDNS) are called until a live card lists
@@ -35,7 +35,7 @@ from paceline.fleet.messages import (
 from paceline.fleet.registry import CardRegistry, Merged
 
 MAX_STRAYS = 64
-"""Seeds of a kind, and lost nodes, remembered. Of what was heard and of the lost the oldest are forgotten first."""
+"""Most given seeds, heard seeds and lost nodes that are remembered, each. Of heard seeds and lost nodes the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ExchangePeer:
 
 
 class Peers:
-    """Takes turns through the members and the strays. All randomness is `rng`'s."""
+    """The nodes and seeds to call, which take turns. All randomness comes from `rng`."""
 
     def __init__(self, own: NodeId, rng: random.Random, remember_lost_s: float) -> None:
         self._own = own
@@ -55,19 +55,19 @@ class Peers:
         self._given: dict[str, None] = {}
         self._heard: dict[str, None] = {}
         self._owners: dict[str, NodeId] = {}
-        """Who answers at a seed, once that is known."""
+        """Node that answers at a seed, once that is known."""
         self._own_addresses: set[str] = set()
         self._lost: dict[NodeId, tuple[tuple[str, ...], float]] = {}
         self._turns = [0, 0]
         self._next_kind = 0
 
     def give_seed(self, address: str) -> None:
-        """Remember an address that a person gave, or that a member was at: the first so many."""
+        """Remember an address that a person gave or that a member had. Addresses after the first `MAX_STRAYS` are ignored."""
         if len(self._given) < MAX_STRAYS:
             self._given[address] = None
 
     def hear_seed(self, address: str) -> bool:
-        """Remember an address that any machine may have announced; True where it is new."""
+        """Remember an address that any machine may have announced. Return True if it is new."""
         if address in self._given or address in self._heard or address in self._own_addresses:
             return False
         self._heard[address] = None
@@ -78,33 +78,37 @@ class Peers:
         return True
 
     def is_at(self, node_id: NodeId, addresses: Iterable[str]) -> None:
-        """A node lists these addresses, or answered there: a seed among them is not called while that node is a member (or this one)."""
+        """Note that a node lists these addresses or answered there. A seed among them is not called while that node is a member or this node."""
         for address in addresses:
             if address in self._given or address in self._heard:
                 self._owners[address] = node_id
 
     def move(self, addresses: Iterable[str]) -> None:
-        """This very node is at these addresses now."""
+        """Take the present addresses of this node, so that it never calls itself."""
         self._own_addresses = set(addresses)
         self.is_at(self._own, self._own_addresses)
 
     def lost(self, card: NodeCard, now: float) -> None:
-        """A node expired without a goodbye."""
+        """Remember a node that expired without a goodbye, so that it is called again for a while."""
         self._lost.pop(card.node_id, None)
         self._lost[card.node_id] = (card.addresses, now)
         if len(self._lost) > MAX_STRAYS:
             del self._lost[next(iter(self._lost))]
 
     def forget(self, node_id: NodeId) -> None:
-        """A node is back, said goodbye or was revoked: it is not lost."""
+        """Stop calling a lost node, because it is back, said goodbye or was revoked."""
         self._lost.pop(node_id, None)
 
     def addresses(self) -> frozenset[str]:
-        """Of all that may be called beside the members."""
+        """Return the addresses of seeds and lost nodes, which may be called in addition to members."""
         return frozenset([*self._given, *self._heard, *(address for addresses, _ in self._lost.values() for address in addresses)])
 
     def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[ExchangePeer, ...]:
-        """The next `count` members (addresses by id, without this node), and a stray; more strays where there are fewer members."""
+        """Return the next `count` members and one stray (a seed or a lost node); more strays if there are fewer members.
+
+        Args:
+            members: addresses by node id, without this node.
+        """
         chosen: list[ExchangePeer] = []
         while len(chosen) < min(count, len(members)):
             if not self._turn:
@@ -141,9 +145,9 @@ wrong clock may say it too. A longer time: the conflict is shown for longer afte
 
 
 class OwnId:
-    """Watches for cards of this node's own id that another process signed: an earlier life of this node, or a copy of its home folder elsewhere.
+    """The watch for cards of this node's own id that another process signed: an earlier run of this node, or a copy of its home folder elsewhere.
 
-    The node signs a card above them, at most once a round. An earlier life ends with that; a copy rises in turn.
+    The node answers with a card of a greater version (a rise), at most once a round. That ends the matter for an earlier run; a copy rises in turn.
 
     Args:
         round_s: seconds between two rises.
@@ -152,7 +156,7 @@ class OwnId:
     def __init__(self, round_s: float) -> None:
         self._round_s = round_s
         self._other: NodeCard | None = None
-        """The card with the greatest version."""
+        """The card with the greatest version that another process signed."""
         self._rises: deque[float] = deque(maxlen=CONFLICT_RISES)
 
     def see(self, card: NodeCard) -> None:
@@ -178,14 +182,19 @@ class OwnId:
 
 
 class Shares:
-    """Buckets by peer, for at most `max_peers` of them: the one that asked longest ago is forgotten, with a bucket that is full by then."""
+    """Rate limits by peer, for at most `max_peers` of them. The peer that asked longest ago is forgotten first.
+
+    Args:
+        burst: requests that a peer may send at once.
+        period_s: seconds in which an empty bucket refills.
+    """
 
     def __init__(self, burst: int, period_s: float, max_peers: int) -> None:
         self._burst, self._period_s, self._max_peers = burst, period_s, max_peers
         self._left: dict[str, tuple[float, float]] = {}
 
     def take(self, peer: str, now: float) -> None:
-        """Count one request of `peer`; raise `PeerFloods` where it has none left."""
+        """Count one request of `peer`; raise `PeerFloods` if its bucket is empty."""
         left, since = self._left.pop(peer, (float(self._burst), now))
         left = min(float(self._burst), left + (now - since) * self._burst / self._period_s)
         refused = left < 1
@@ -210,14 +219,14 @@ REFUSED = {
 
 
 class FleetIntake:
-    """Merges into a registry, a set of revocations, the watch over this node's own id and the peers to call."""
+    """The merge of news into the registry, the revocations, the watch over this node's own id, and the peers to call."""
 
     def __init__(self, registry: CardRegistry, revocations: Revocations, own_id: OwnId, peers: Peers) -> None:
         self._registry, self._revocations, self._own_id, self._peers = registry, revocations, own_id, peers
         self.news = True
-        """True if the last round brought more than signs of life."""
+        """True if a card, a goodbye or a revocation came since the last round, and not only renewed signatures."""
         self.revocation_news = False
-        """The same of revocations: until the next round is over they go out ahead of everything."""
+        """True if a revocation came since the last round. The next round then sends all revocations at once."""
 
     def sweep(self, now: float) -> tuple[Effect, ...]:
         effects: list[Effect] = []
@@ -234,7 +243,7 @@ class FleetIntake:
         peer: NodeId,
         now: float,
     ) -> tuple[Effect, ...]:
-        """Everything in a message of `peer`. Call `sweep` first."""
+        """Merge all revocations and cards in a message of `peer`, and return the changes. Call `sweep` first."""
         effects = list(self.revoke(revocations))
         refused: dict[str, list[NodeId]] = {}
         for passed in cards:
@@ -247,7 +256,7 @@ class FleetIntake:
         return tuple(effects)
 
     def revoke(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
-        """Take revocations, and drop the cards they void."""
+        """Take revocations, and drop the cards of certificates that they revoke. Return an effect for each new one."""
         new = self._revocations.merge(revocations)
         if new:
             self.news = self.revocation_news = True

@@ -2,8 +2,8 @@
 
 A node signs its unchanged card again each round, with a higher beat. Peers that hold the card get the new signature and the beat alone, some 100 bytes.
 
-The effects that gossip returns: it does nothing itself. Its owner carries out `GossipCall`, `Reseal` and `Renew`;
-everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
+The last part of the file holds the effects that gossip returns. Its owner carries out `GossipCall`, `Reseal` and `Renew`; all other effects are
+news for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard, SealedList, SealedRevocation
 
 RENEWAL_BYTES = 104
-"""Size on the wire of a card that the reader holds: signature, beat, age, and which card it is."""
+"""Size on the wire of a card that the receiver already holds: signature, beat, age, and the card's key and version."""
 
 
 @lru_cache(4096)
 def node_key(node_id: NodeId) -> int:
-    """A node id in 8 bytes, as digests name it."""
+    """Return the 8-byte key, as an integer, by which digests name a node."""
     return int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8], "little")
 
 
 class Digest(NamedTuple):
-    """What a node holds of another. Greater (version, beat) is newer. A tuple, so that sets of a thousand compare quickly."""
+    """The version of a card that a node holds. The greater (version, beat) is newer. It is a tuple, so that sets of a thousand compare quickly."""
 
     key: int
     """`node_key` of the node's id."""
     version: int
-    """0: nothing is held, so the certificate is needed too."""
+    """Version of the card held; 0: none is held, so the certificate is needed too."""
     beat: int = 0
 
 
@@ -42,15 +42,15 @@ class PassedCard:
 
     sealed: SealedCard
     age_s: float = 0.0
-    """Since the node signed it, summed over the monotonic clocks of the nodes that held it."""
+    """Seconds since the node signed it, summed over the monotonic clocks of the nodes that held it."""
     with_card: bool = True
-    """False: the reader holds this version, and gets the newest beat and signature of it."""
+    """False if the receiver holds this version and gets only its newest beat and signature."""
     with_certificate: bool = True
-    """Whether the reader needs the certificate; transport leaves it off the wire otherwise."""
+    """False if the receiver does not need the certificate; transport then leaves it off the wire."""
 
     @property
     def nbytes(self) -> int:
-        """On the wire, nearly."""
+        """Approximate size on the wire."""
         if not self.with_card:
             return RENEWAL_BYTES
         return len(self.sealed.sealed) + (len(self.sealed.certificate) if self.with_certificate else 0) + 20
@@ -58,10 +58,10 @@ class PassedCard:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRequest:
-    """ExchangeCapabilities, asked. Revocations are merged before everything else."""
+    """The request of ExchangeCapabilities. Revocations are merged before everything else."""
 
     digests: frozenset[Digest] | None = None
-    """Everything the caller holds; None: it only hands over what was wanted of it."""
+    """Digests of every card the caller holds; None if it only hands over the cards that were wanted."""
     cards: tuple[PassedCard, ...] = ()
     revocations: tuple[SealedRevocation, ...] = ()
     revocations_digest: bytes = b""
@@ -70,27 +70,27 @@ class ExchangeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """ExchangeCapabilities, answered."""
+    """The response of ExchangeCapabilities."""
 
     cards: tuple[PassedCard, ...] = ()
     wanted: tuple[Digest, ...] = ()
-    """What the callee holds of those the caller has newer."""
+    """Digests of the cards that the caller has newer, as the called node holds them."""
     revocations: tuple[SealedRevocation, ...] = ()
     revocations_digest: bytes = b""
     more: bool = False
-    """There was more than a message may carry."""
+    """True if there were more cards than one message may carry."""
     revocation_list: SealedList | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GossipCall:
-    """Send `request` to a peer and hand back what came of it: `Gossip.on_reply(id, ...)` or `Gossip.on_failure(id, ...)`."""
+    """Send `request` to a peer, then call `Gossip.on_reply(id, ...)` or `Gossip.on_failure(id, ...)` with the outcome."""
 
     id: int
     addresses: tuple[str, ...]
     """host:port; any of them will do."""
     node_id: NodeId | None
-    """Who must answer; None where only an address is known (a seed)."""
+    """Node that must answer; None if only an address is known (a seed)."""
     request: ExchangeRequest
     timeout_s: float
 
@@ -101,7 +101,7 @@ class Reseal:
 
     above: int
     reason: str
-    """For the log."""
+    """Reason for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Appeared:
-    """A node is in the view that was not."""
+    """A node came into the view."""
 
     card: NodeCard
 
@@ -125,7 +125,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A node in the view is a new process: what was held with the old one is gone."""
+    """A node in the view is a new process: all that the old process held for others is gone."""
 
     card: NodeCard
 
@@ -139,14 +139,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """A node was not heard of for its TTL."""
+    """A node's card was not signed again for its TTL."""
 
     node_id: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The CA voided a node's certificates issued up to `not_after`: cancel its streams. It may be this very node."""
+    """The CA revoked a node's certificates issued up to `not_after`: cancel its streams. The node may be this one."""
 
     node_id: NodeId
     not_after: int
@@ -154,7 +154,7 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Clashed:
-    """This node's id runs elsewhere too."""
+    """Another process runs under this node's id."""
 
     node_id: NodeId
     addresses: tuple[str, ...]
@@ -165,11 +165,11 @@ class Clashed:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Some of what a peer passed on was not taken. One for each reason in a message, so that a storm is told in a line."""
+    """Cards that a peer passed on and that were not taken. There is one effect for each reason in a message, so that a flood takes one log line."""
 
     peer: NodeId
     node_id: NodeId | None
-    """Whose card it was, or the first one's; None where that is not known."""
+    """Node of the first such card; None if that is not known."""
     reason: str
     count: int = 1
     """Cards that were not taken for this reason."""

@@ -1,8 +1,8 @@
-"""How a person sets a node's part in its fleet, and how a fleet gossips: three presets instead of knobs, and what a peer may send and gossip may hold.
-Each field says what raising it costs.
+"""The fleet settings of a node, three presets for the times of gossip, and the bounds on what a peer may send and gossip may hold. Each field says what
+raising it costs.
 
-What is beyond a bound is refused with a typed error, before anything in it is looked at: transport calls `Gossip.admit` with a message's measures
-before it checks a signature, so that refusing costs next to nothing.
+A message beyond a bound is refused with a typed error before it is decoded: transport calls `Gossip.admit` with the message's measures before it
+checks a signature, so that a refusal costs next to nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.fleet.eligibility import TrustPolicy
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """How large a request is, counted without decoding cards."""
+    """The sizes of a request, counted without decoding its cards."""
 
     digests: int = 0
     cards: int = 0
     largest_card_bytes: int = 0
-    """Card, signature and certificate."""
+    """Size of card, signature and certificate together."""
     revocations: int = 0
 
 
@@ -30,20 +30,20 @@ class Bounds:
     """Raising any of these costs memory in proportion, on every node."""
 
     max_nodes: int = 256
-    """Ids the registry holds. A card of one more is ignored."""
+    """Ids that the registry holds. Cards of further ids are ignored."""
     max_card_bytes: int = 16384
-    """Card, signature and certificate; a card with ten models and twenty links has some 3 KB."""
+    """Size of card, signature and certificate together. A card with ten models and twenty links has some 3 KB."""
     max_cards: int = 256
     """Cards in one message; the rest follow in the next call."""
     max_message_bytes: int = 1 << 20
-    """Of cards in one message; the rest follow in the next call, as above."""
+    """Size of all cards in one message; the rest follow in the next call, as above."""
     max_revocations: int = 4096
-    """Revocations in one message. The set itself only grows by the CA's word."""
+    """Revocations in one message. The set itself has no bound, because only the CA adds to it."""
     burst: int = 32
-    """Requests one peer may send at once; one more is earned every `exchange_s / burst`."""
+    """Requests that one peer may send at once; it gains one more every `exchange_s / burst` seconds."""
 
     def fitting(self, sizes: Sequence[int]) -> int:
-        """How many cards, of so many bytes each and in this order, go into one message. The first one always does."""
+        """Return how many cards, of these sizes in bytes and in this order, fit into one message. The first card always fits."""
         filled = 0
         for count, size in enumerate(sizes[: self.max_cards]):
             filled += size
@@ -52,7 +52,7 @@ class Bounds:
         return min(len(sizes), self.max_cards)
 
     def check(self, measures: Measures) -> None:
-        """Raise `MessageTooLarge` where a request exceeds a bound."""
+        """Raise `MessageTooLarge` if a request exceeds a bound."""
         for what, size, most in (
             ("digests", measures.digests, self.max_nodes),
             ("cards", measures.cards, self.max_cards),
@@ -71,51 +71,51 @@ class Preset:
     """A card is dropped when its node has not signed it for this long. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
     `restamp_s` and the time that a card takes to reach every node (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
     exchange_s: float = 30.0
-    """From one round of exchanges to the next. Raising it: news takes longer to arrive, in proportion; bytes fall in proportion."""
+    """Seconds from one round of exchanges to the next. Raising it: news takes longer to arrive and fewer bytes are sent, both in proportion."""
     restamp_s: float = 30.0
-    """A node signs its unchanged card again this often. Raising it: fewer lost rounds are forgiven before a live node
-    expires. Lowering it below `exchange_s` changes nothing."""
+    """Seconds after which a node signs its unchanged card again. Raising it: fewer lost rounds are enough for a live node to
+    expire; lowering it below `exchange_s` changes nothing."""
     rpc_timeout_s: float = 5.0
-    """One call may take so long. Raising it: a round that meets a dead peer ends later."""
+    """Timeout of one call. Raising it: a round that meets a dead peer ends later."""
     fanout: int = 2
-    """Peers a node exchanges with in a round, besides one that it has lost or only knows the address of. Raising it: news reaches
-    every node in fewer rounds; each costs a set of digests (18 bytes a node) and two calls more."""
+    """Peers that a node exchanges with in a round, in addition to one lost node or seed. Raising it: news reaches every node in fewer
+    rounds; each further peer costs two more calls and a set of digests (18 bytes a node)."""
     fanout_news: int = 3
-    """The same after a round that brought a new card, a goodbye or a revocation. Raising it: as above, but only while there is news."""
+    """Peers of a round after a new card, a goodbye or a revocation came. Raising it: as for `fanout`, but only while there is news."""
     fanout_goodbye: int = 16
-    """Peers a node says goodbye to itself. Raising it: stopping takes a call to each; a node that is not called hears of it in a round or two."""
+    """Peers that a leaving node says goodbye to. Raising it: a stop takes more calls; nodes that are not called learn of it in a round or two."""
     jitter: float = 0.1
-    """Rounds are spread by this fraction of `exchange_s`. Raising it: rounds grow uneven; at 0 nodes that started together call together."""
+    """Fraction of `exchange_s` by which rounds are spread at random. Raising it: rounds grow uneven; at 0 nodes that started together call together."""
     max_calls: int = 8
-    """Calls one exchange may take when there is more than messages may carry. Raising it: a newcomer to a large fleet is complete after
-    fewer rounds, and holds its peer for longer."""
+    """Most calls of one exchange when there is more than one message may carry. Raising it: a new node of a large fleet knows every card after
+    fewer rounds, and occupies its peer for longer."""
     remember_lost_s: float = 86400.0
-    """Nodes that expired are called again for so long, one a round, so that a healed partition is noticed. Raising it: calls into the
-    void go on for longer after a machine was given away."""
+    """Seconds for which expired nodes are called again, one a round, so that a healed partition is noticed. Raising it: a machine that
+    was given away is called in vain for longer."""
     bounds: Bounds = field(default_factory=Bounds)
 
 
 def desk() -> Preset:
-    """Two to five machines on one desk: each calls every other, a lost machine is out of the view within 30 s."""
+    """Return the preset for two to five machines on one desk. Each calls every other, and a lost machine is out of the view within 30 s."""
     return Preset(ttl_s=30, exchange_s=5.0, restamp_s=5.0, rpc_timeout_s=2.0, fanout=4, fanout_news=4)
 
 
 def lan() -> Preset:
-    """Up to some fifty machines."""
+    """Return the preset for up to about fifty machines."""
     return Preset()
 
 
 def simulation() -> Preset:
-    """A thousand nodes: news takes several rounds to arrive, so cards live longer and are signed again less often."""
+    """Return the preset for a thousand nodes. News takes several rounds to arrive, so cards live longer and are signed again less often."""
     return Preset(ttl_s=600, restamp_s=120.0, fanout=1, fanout_news=2, bounds=Bounds(max_nodes=4096, max_cards=1024))
 
 
 FLEET_PORT = 8154
 MAX_TTL_S = 86400
-"""No card that is to live for longer is believed."""
+"""Longest `ttl_s` of a card; cards that claim to live longer are refused."""
 PRESETS = {"desk": desk, "lan": lan, "simulation": simulation}
 DEFAULT_PRESET = "lan"
-"""All nodes of a fleet want the same."""
+"""Name of the preset used if none is set. All nodes of a fleet need the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +123,25 @@ class FleetSettings:
     """One node's part in its fleet."""
 
     port: int = FLEET_PORT
-    """Of the node's gRPC services; 0: any free one."""
+    """Port of the node's gRPC services; 0: any free one."""
     host: str = ""
-    """Address to listen on; empty: all of this machine's. Only members of the fleet are answered, whatever else can reach it."""
+    """Address to listen on; empty: all addresses of this machine. Only members of the fleet get answers, whatever else can reach it."""
     peers: tuple[str, ...] = ()
-    """host:port of other nodes, beside those found by mDNS and those remembered."""
+    """host:port of other nodes, in addition to those found by mDNS and those remembered."""
     mdns: bool = True
     preset: Preset = lan()  # noqa: RUF009 - frozen
     max_revocation_age_s: float | None = None
-    """Other nodes are refused where what this one knows of revocations is older; None: never."""
+    """Seconds after which this node's knowledge of revocations is too old and it refuses other nodes; None: never."""
     tensor_port: int = 0
-    """Of activations between machines that share a model; 0: any free one. On `host` too."""
+    """Port for activations between machines that share a model, on `host` too; 0: any free one."""
     trust: TrustPolicy = TrustPolicy()  # noqa: RUF009 - frozen
 
 
 def parse_preset(text: str) -> Preset:
-    """A preset by name, and what is to differ from it: `desk`, or `desk,ttl_s=10,exchange_s=1`.
+    """Return a preset from its name and the fields to change, such as `desk` or `desk,ttl_s=10,exchange_s=1`.
 
     Raises:
-        ConfigError: no such preset or field, or no number.
+        ConfigError: the preset or a field does not exist, a value is not a number, or the result can't work.
     """
     name, *changes = [part.strip() for part in text.split(",")]
     make = PRESETS.get(name)

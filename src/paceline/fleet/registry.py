@@ -1,10 +1,8 @@
 """The cards a node holds. Per id the greatest (version, beat) wins; merging is commutative, associative and idempotent.
 
-A card expires `ttl_s` after its node signed it last, by the reader's monotonic clock and the ages it was passed on with, so no wall clock
-matters and a dead node's card dies everywhere at once. What was the greatest (version, beat) of an id outlives its card as a floor: a
-replayed card revives nothing. The node's own card is what it announced, whatever others say.
-
-A card as a registry holds it, what may become of one that is offered, and what two registries hold apart.
+A card expires `ttl_s` after its node signed it last, by the holder's monotonic clock and the ages that the card was passed on with. So no wall clock
+matters, and the card of a dead node expires everywhere at once. The greatest (version, beat) of an id is kept after its card has expired, as a
+`Floor`, so that a replayed card does not bring a node back. The node's own card is the one it announced, whatever other nodes send.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ class Merged(Enum):
     """The result of offering a card."""
 
     NEW = auto()
-    """A node that was not held."""
+    """The first card of a node that was not held."""
     NEWER = auto()
     """A newer card of a node that was held."""
     RESTARTED = auto()
-    """The same, from a new process."""
+    """A newer card of a node that was held, from a new process."""
     RENEWED = auto()
-    """The card held, signed again."""
+    """The card that was held, signed again."""
     LEFT = auto()
     """The node's goodbye, seen for the first time."""
     STALE = auto()
-    """Nothing newer than what is known."""
+    """A card that is not newer than the known one."""
     EXPIRED = auto()
-    """Newer, but older than its TTL when it came: as if it had never come."""
+    """A newer card that was past its TTL when it came; it changes nothing."""
     REVOKED = auto()
     FULL = auto()
-    """One id more than the bound."""
+    """A card of a further id when the registry already holds as many as it may."""
     OWN = auto()
     """A card of this node's own id."""
 
@@ -51,19 +49,19 @@ class Entry:
     sealed: SealedCard
     digest: Digest
     signed_at: float
-    """As far as ages told; never later than `first_seen`."""
+    """Time at which its node signed it, by the ages it was passed on with; never later than `first_seen`."""
     first_seen: float
-    """When this very (version, beat) came."""
+    """Time at which this (version, beat) first came."""
     expires_at: float
     is_over: bool = False
-    """The node is proven not to run any more."""
+    """True if the node certainly does not run any more."""
 
     @property
     def rank(self) -> tuple[int, int]:
         return self.digest.version, self.digest.beat
 
     def freshen(self, signed_at: float) -> None:
-        """The same card by a quicker way: younger, but never younger than its first sight."""
+        """Take a later time of signing for the same card, because it came by a quicker way, but never one after `first_seen`."""
         self.signed_at = max(self.signed_at, min(signed_at, self.first_seen))
         self.expires_at = self.signed_at + self.sealed.card.ttl_s
 
@@ -73,7 +71,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What is kept of a card that ended: nothing at or below this comes back."""
+    """The rank of a card that ended. No card of the node at or below this rank is taken again."""
 
     rank: tuple[int, int]
     node_id: NodeId
@@ -82,23 +80,23 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What two nodes hold apart: what to hand over, and what to ask for."""
+    """The difference between the cards of two nodes: those to hand over, and those to ask for."""
 
     cards: tuple[PassedCard, ...]
     wanted: tuple[Digest, ...]
     more: bool
-    """There were more cards than a message may carry."""
+    """True if there were more cards than one message may carry."""
 
 
 def received(key: int, passed: PassedCard, now: float) -> Entry:
-    """A card as it came in."""
+    """Return the entry for a card that came in at `now`."""
     signed_at = now - max(0.0, passed.age_s)
     sealed = passed.sealed
     return Entry(sealed, Digest(key, sealed.card.version, sealed.beat), signed_at, now, signed_at + sealed.card.ttl_s)
 
 
 def change(held: Entry | None, card: NodeCard) -> Merged:
-    """What taking `card` in place of `held` means."""
+    """Return what taking `card` in place of `held` means for the view."""
     before = None if held is None or held.sealed.card.leaving else held.sealed.card
     if card.leaving:
         return Merged.LEFT if before is not None else Merged.STALE
@@ -110,17 +108,18 @@ def change(held: Entry | None, card: NodeCard) -> Merged:
 
 
 _NO_BEAT = 1 << 62
-"""Above every beat of a version."""
+"""Beat above every beat of a version. In a floor it keeps out the whole version, however often it is signed again."""
 CLOCKS_APART_S = 86400
-"""Between a node's clock, by which it numbers its cards, and the CA's, by which its certificate begins."""
+"""Seconds by which a node's clock (the version of its cards) and the CA's (the start of its certificate) may differ. Raising it: certificates are sent
+in vain for longer after they were issued; lowering it: a node with a wrong clock needs a second exchange for its new certificate."""
 
 
 class CardRegistry:
-    """Cards by id, merged.
+    """The cards that a node holds, one for each id.
 
     Args:
-        revocations: whose cards are not taken. Shared with gossip, which merges into it before anything else.
-        max_nodes: ids held at most; floors are kept of four times as many, the oldest forgotten first.
+        revocations: cards of the certificates that they revoke are not taken. Shared with gossip, which merges into it before anything else.
+        max_nodes: maximum number of ids held. Floors are kept for four times as many; the oldest are forgotten first.
     """
 
     def __init__(self, own: NodeId, revocations: Revocations, max_nodes: int = 256) -> None:
@@ -130,24 +129,24 @@ class CardRegistry:
         self._max_nodes = max_nodes
         self._entries: dict[int, Entry] = {}
         self._digests: set[Digest] = set()
-        """Of the entries."""
+        """Digests of all entries."""
         self.members: dict[NodeId, tuple[str, ...]] = {}
-        """Addresses of the other nodes that are here."""
+        """Addresses of the other live nodes, by node id."""
         self._floors: dict[int, Floor] = {}
         self._lacking: set[int] = set()
         self.soonest = float("inf")
-        """No card of another node expires before this."""
+        """Time before which no card of another node expires."""
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
     @property
     def own_card(self) -> SealedCard | None:
-        """What this node announced last."""
+        """The card that this node announced last; None before the first."""
         held = self._entries.get(self.own_key)
         return None if held is None else held.sealed
 
     def announce(self, sealed: SealedCard, now: float) -> None:
-        """Hold this node's own card, new or signed again; its version and beat must be above the last ones."""
+        """Hold this node's own card, new or signed again. Its (version, beat) must be above the last one."""
         last = self.own_card
         if sealed.card.node_id != self.own:
             raise ValueError(f"{self.own} announces a card of {sealed.card.node_id}")
@@ -158,7 +157,7 @@ class CardRegistry:
     # ------------------------------------------------------------------------------------------------------------------- merge
 
     def merge(self, passed: PassedCard, now: float) -> Merged:
-        """Take a card whose signature was checked, if it is newer than all that is known of its node."""
+        """Take a card with a checked signature, if it is newer than all that is known of its node."""
         card = passed.sealed.card
         key = node_key(card.node_id)
         self._lacking.discard(key)
@@ -190,14 +189,14 @@ class CardRegistry:
         return change(held, card)
 
     def lacks_certificate(self, node_id: NodeId) -> None:
-        """A newer card of this node could not be checked: leave it out of the next digests, so that it comes whole, with its certificate."""
+        """Leave a node out of the next digests, because a newer card of it could not be checked. The card then comes whole, with its certificate."""
         if node_key(node_id) in self._entries:
             self._lacking.add(node_key(node_id))
 
     # ----------------------------------------------------------------------------------------------------------------- dropping
 
     def sweep(self, now: float) -> tuple[NodeCard, ...]:
-        """Drop what expired; returns those cards (goodbyes too)."""
+        """Drop the expired cards and return them, goodbyes too."""
         if now < self.soonest:
             return ()
         ended = [key for key, entry in self._entries.items() if key != self.own_key and entry.expires_at <= now]
@@ -206,9 +205,9 @@ class CardRegistry:
         return cards
 
     def end(self, node_id: NodeId, now: float) -> None:
-        """Let the card of a node that does not run any more expire now. A newer card brings the node back, and so does its own word (`heard`).
+        """Let the card of a node that does not run any more expire now. A newer card brings the node back, and so does a call of its own (`heard`).
 
-        Its card signed again does not, where others pass it on: the node may have done that just before it ended.
+        The same card signed again does not, if other nodes pass it on: the node may have signed it just before it ended.
         """
         held = self._entries.get(node_key(node_id))
         if held is not None and node_id != self.own:
@@ -216,13 +215,13 @@ class CardRegistry:
             self.soonest = min(self.soonest, held.expires_at)
 
     def heard(self, node_id: NodeId) -> None:
-        """A node called or answered: whatever `end` was told, it runs."""
+        """Undo `end` for a node that called or answered, because it runs after all."""
         floor = self._floors.get(node_key(node_id))
         if floor is not None and floor.rank[1] == _NO_BEAT:
             self._floors[node_key(node_id)] = replace(floor, rank=(floor.rank[0], 0))
 
     def drop_revoked(self) -> None:
-        """Drop the cards of nodes that were revoked since. This node's own stays, for others to refuse."""
+        """Drop the cards of certificates that were revoked since. This node's own card stays; other nodes refuse it."""
         void = [
             key
             for key, entry in self._entries.items()
@@ -230,22 +229,22 @@ class CardRegistry:
         ]
         for key in void:
             self._forget(key)
-        # The revocation itself keeps those cards out, and no floor stands in the way of who joins anew under the id.
+        # The revocation itself keeps those cards out, and a node that joins again under the id must not meet a floor.
         self._floors = {key: floor for key, floor in self._floors.items() if not self._revocations.voids(floor.node_id, floor.issued_at)}
 
     # ----------------------------------------------------------------------------------------------------------------- reading
 
     def digests(self) -> frozenset[Digest]:
-        """Everything held, short. Call `sweep` first: expired cards are not left out here."""
+        """Return the digests of all cards held. Call `sweep` first: expired cards are not left out here."""
         if self._lacking:
             return frozenset(digest for digest in self._digests if digest.key not in self._lacking)
         return frozenset(self._digests)
 
     def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, bounds: Bounds) -> Difference:
-        """What to hand over to a node that holds `theirs`, and what to ask of it. Call `sweep` first.
+        """Return the cards to hand over to a node that holds `theirs`, and those to ask of it. Call `sweep` first.
 
         Args:
-            complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
+            complete: True if `theirs` is all that the node holds, so that cards it does not name are handed over too.
         """
         theirs, mine = frozenset(theirs), self.digests()
         cards, wanted = list[PassedCard](), list[Digest]()
@@ -270,17 +269,17 @@ class CardRegistry:
         return Difference(tuple(cards[:fitting]), tuple(wanted), more=len(cards) > fitting)
 
     def held(self, key: int, version: int) -> SealedCard | None:
-        """The card of this key and version, if it is held."""
+        """Return the card of this key and version, or None if it is not held."""
         entry = self._entries.get(key)
         return entry.sealed if entry is not None and entry.digest.version == version else None
 
     def own_passed(self, now: float) -> PassedCard | None:
-        """This node's own card, to be passed on whole."""
+        """Return this node's own card, to be passed on whole; None before the first `announce`."""
         held = self._entries.get(self.own_key)
         return None if held is None else held.passed(now, with_certificate=True)
 
     def snapshot(self, now: float) -> tuple[LiveCard, ...]:
-        """Cards of nodes that are here, by id: neither expired nor said goodbye."""
+        """Return the cards of live nodes, by id: those that have neither expired nor said goodbye."""
         live = [
             LiveCard(entry.sealed.card, now - entry.signed_at, entry.digest.beat, entry.sealed.trust)
             for key, entry in self._entries.items()
@@ -289,7 +288,7 @@ class CardRegistry:
         return tuple(sorted(live, key=lambda one: one.card.node_id))
 
     def state(self) -> tuple[object, ...]:
-        """Everything merging decides, as a value: registries with equal states are equal."""
+        """Return all that merging decides as one value: registries with equal states are equal."""
         entries = sorted((key, e.rank, e.sealed.sealed, e.signed_at) for key, e in self._entries.items())
         return tuple(entries), tuple(sorted(self._floors.items())), self._revocations.digest
 
@@ -311,7 +310,7 @@ class CardRegistry:
         self._digests.add(entry.digest)
 
     def _forget(self, key: int) -> Entry:
-        """Keep nothing of a node but its floor."""
+        """Drop a node's card and keep only its floor. Return the entry dropped."""
         held = self._entries.pop(key)
         self._digests.discard(held.digest)
         self._lacking.discard(key)
@@ -329,8 +328,8 @@ class CardRegistry:
 
 
 def next_version(persisted: int, wall_s: float, above: int = 0) -> int:
-    """The version of the next card: past every one used (`persisted`) or seen (`above`), and at least the clock in microseconds.
+    """Return the version of the next card: above every one used (`persisted`) or seen (`above`), and at least the clock in microseconds.
 
-    Keep the result on disk before the card is announced.
+    Write the result to disk before the card is announced.
     """
     return max(persisted + 1, above + 1, int(wall_s * 1e6))

@@ -1,10 +1,10 @@
 """A card as fleet.proto's NodeCapability, and back.
 
-What comes from a peer is read leniently where a later version may say more (an unknown role is left out) and strictly where a reader
-relies on it: bytes that are no card raise `MalformedMessage`.
+A card from a peer is read leniently where a later version may say more (an unknown role is left out) and strictly where a reader relies on it: bytes
+that are not a card raise `MalformedMessage`.
 
-What a card may say. A member is trusted to belong, not to be right: figures that would upset a plan, names that would upset a log, and
-lists without end are refused before they are read.
+A member is trusted to belong to the fleet, but not to be right. Figures that would break a plan, names that would break a log line, and endless lists are
+refused before they are read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import fleet_pb2 as wire
 
 MAX_CARD_BYTES = 64 << 10
-"""Of a serialised card. Gossip has narrower bounds of its own."""
+"""Maximum size of a serialised card. Gossip has narrower bounds of its own."""
 MAX_ADDRESSES = 64
 MAX_MODELS = 1024
 MAX_LINKS = 1024
 MAX_DEVICES = 16
 MAX_FORMATS = 16
-"""Of weights, of one device."""
+"""Maximum number of weights formats of one device."""
 MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
 MAX_STEPS, MAX_ROWS = 16, 1 << 16
@@ -37,11 +37,11 @@ MAX_DRAFTERS = 64
 MAX_TEXT = 300
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 33
-"""Seconds since 1970 that no clock shows."""
+"""Unix seconds that no clock shows."""
 MOST = 1 << 62
-"""Bytes that no machine has, versions that no clock reaches."""
+"""A number above every size in bytes, and above every version (microseconds of a clock)."""
 FASTEST = 1e15
-"""Bytes or tokens a second that nothing does."""
+"""A rate, in bytes or tokens a second, that nothing reaches."""
 
 
 _REFUSE: Final = refuse_with(MalformedMessage)
@@ -66,7 +66,7 @@ def _is_digest(text: str) -> bool:
 
 
 _BOUNDS: Final[dict[str, Bound]] = {"str": _is_shown, "int": Range(0, MOST), "float": Range(0, FASTEST)}
-"""Of each field of a type, unless it has its own."""
+"""Bounds by type, for each field without a bound of its own."""
 
 _SHARD: Final = Codec(
     ShardState,
@@ -188,40 +188,40 @@ _CARD: Final = Codec(
 
 
 def check_size(data: bytes) -> None:
-    """Before a card is decoded.
+    """Check the size of a serialised card before it is decoded.
 
     Raises:
-        MessageTooLarge: it is longer than any of ours.
+        MessageTooLarge: it is longer than `MAX_CARD_BYTES`.
     """
     if len(data) > MAX_CARD_BYTES:
         raise MessageTooLarge(f"A card of {len(data)} bytes; the bound is {MAX_CARD_BYTES}")
 
 
 def check_card(card: NodeCard) -> None:
-    """Before a card of another node is believed.
+    """Check the values in a card of another node before they are believed.
 
     Raises:
-        MalformedMessage: it says something that no node says.
+        MalformedMessage: a value is outside of its bound.
     """
     _CARD.check(card, f"The card of {card.node_id}" if is_node_id(card.node_id) else "A card")
 
 
 def write_card(card: NodeCard) -> bytes:
-    """The bytes a node signs."""
+    """Serialise a card to the bytes that its node signs."""
     return _CARD.write(card).SerializeToString(deterministic=True)
 
 
 def read_card(data: bytes) -> NodeCard:
-    """The card in bytes that a node signed.
+    """Read a card from the bytes that its node signed.
 
     Raises:
-        MalformedMessage: they are no card.
+        MalformedMessage: the bytes are not a card, or are not in the one form in which a card is serialised.
     """
     try:
         message = wire.NodeCapability.FromString(data)
     except DecodeError as error:
         raise MalformedMessage("A card's bytes are not a NodeCapability") from error
-    # Fields that a later version added stay where they are: a fleet is updated one machine at a time.
+    # Fields that a later version added are kept, because a fleet is updated one machine at a time.
     if message.SerializeToString(deterministic=True) != data:
         raise MalformedMessage("A card is not written as any version writes it")
     if not message.node_id or not message.version:

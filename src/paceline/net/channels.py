@@ -1,6 +1,6 @@
-"""mTLS channels to members, kept while they are used: one a purpose, an address and the certificate to meet there.
+"""mTLS channels to members, kept while they are used: one for each purpose, address and expected certificate.
 
-Exchanges and long streams have channels of their own: one that timed out is thrown away and dialled anew, because TCP wakes up long after
+Exchanges and long streams have separate channels. The channel of an exchange that timed out is closed and dialled again, because TCP recovers long after
 a partition healed, and that must not end a client's stream.
 """
 
@@ -27,21 +27,21 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
 
 MAX_CHANNELS = 512
-"""Open at once; the one used longest ago is closed."""
+"""Maximum number of open channels; the one used longest ago is closed."""
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of an answer: a view may have 256 cards of 16 KB. What a node takes in is bounded by method (`server.REQUESTS`). Raising it: what one message can make a
-node hold."""
+"""Maximum size of an answer; a view may have 256 cards of 16 KB. Requests are bounded by method (`server.REQUESTS`). Raising it: one message can make a
+node hold more memory."""
 MAX_CARD_MESSAGE_BYTES = 128 << 10
-"""What a node that is only met may say: one card."""
+"""Maximum size of an answer to a request for a node's card, before its certificate is known."""
 MAX_BLOCK_BYTES = 64 << 10
-"""What may come at once of a node that drafts: a block and branches take some 20 KB at the most, and what takes long to read holds up this node."""
+"""Maximum size of a message from a node that drafts. A block with branches takes about 20 KB at most, and a larger message would block this node while it
+is read."""
 KEEPALIVE_S = 10
-"""Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
-longer."""
+"""Seconds of silence in a call until the other side is pinged. Raising it: the streams of a machine that lost its power hang for longer."""
 KEEPALIVE_TIMEOUT_S = 5
 PING_TIMEOUT_S = 20
-"""Until a connection ends whose ping is not answered, one that measures the link too. A ping waits behind the data that was sent before it:
-lowering it ends transfers over slow links."""
+"""Seconds until a connection is closed because a ping, also one that measures the link, got no answer. A ping waits behind the data that was sent before
+it. Raising it: dead connections stay open for longer; lowering it: transfers over slow links are ended."""
 
 RECEIVE = "grpc.max_receive_message_length"
 Options = list[tuple[str, str | int]]
@@ -55,17 +55,17 @@ COMMON: Options = [
 ]
 CHANNEL_OPTIONS: Options = [
     *COMMON,
-    ("grpc.enable_http_proxy", 0),  # the fleet is on this network, never behind an office's proxy
+    ("grpc.enable_http_proxy", 0),  # the fleet is on this network, never behind a company's proxy
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # which also bounds one attempt: four round trips on a slow link
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Otherwise a new channel would be given the old one's connection, dead or not.
+    # Otherwise a new channel would share the old one's connection, even a dead one.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 class Purpose(StrEnum):
-    """What a channel is for. Calls of one purpose share their fate."""
+    """The use of a channel. Calls of one purpose to an address fail together."""
 
     EXCHANGE = "exchange"
     STREAM = "stream"
@@ -75,7 +75,7 @@ class Purpose(StrEnum):
 
 
 MOST_BYTES = {Purpose.EXCHANGE: MAX_EXCHANGE_BYTES, Purpose.DRAFTS: MAX_BLOCK_BYTES}
-"""Of one message, where it is less than elsewhere."""
+"""Maximum size of one message for purposes with a bound below `MAX_MESSAGE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class _Open:
 
 
 class ChannelPool:
-    """The channels of one node. Lives on one event loop; close it when done.
+    """The channels of one node, on one event loop. Close the pool when done.
 
     Args:
-        refused: told of every meeting and exchange that failed.
-        check_age: raises NotTrusted where what is known of revocations is too old for anything but hearing of newer ones.
+        refused: called with the error of every exchange and every request for a card that failed.
+        check_age: raises NotTrusted if the known revocations are too old for anything but an exchange, which brings newer ones.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class ChannelPool:
         self._closing = TaskSet()
 
     def get(self, purpose: Purpose, address: str, member: Member) -> grpc.aio.Channel:
-        """A channel on which only `member` can answer; nothing is dialled before its first call.
+        """Return a channel on which only `member` can answer. It is dialled with its first call.
 
         Raises:
             RevokedNode: the member was revoked.
-            NotTrusted: too little is known of revocations.
+            NotTrusted: the known revocations are too old.
         """
         check_callable(member, self._voids)
         if purpose is not Purpose.EXCHANGE:
@@ -125,7 +125,7 @@ class ChannelPool:
         return found.channel
 
     async def meet(self, address: str, timeout_s: float) -> Member:
-        """Who is at an address.
+        """Ask the node at an address for its card, and return the member that its certificate names.
 
         Raises:
             PacelineError: as `card_at`.
@@ -133,16 +133,16 @@ class ChannelPool:
         return self._identity.root.member((await self.card_at(address, timeout_s)).certificate, self._clock.wall())
 
     async def card_at(self, address: str, timeout_s: float, versions: Versions = PROGRAM) -> SealedCard:
-        """The own card of the node at an address.
+        """Ask the node at an address for its own card, and return it checked.
 
         Args:
-            versions: of the protocol: this side's, and the check of the node's.
+            versions: the protocol version of this node, and the check of the other node's version.
 
         Raises:
-            OtherProtocol: it speaks another version.
+            OtherProtocol: the node speaks another version.
             NodeUnreachable: no node of this fleet answers there.
-            FleetError: what it sent proves nothing, or it was revoked.
-            PacelineError: as it refused.
+            FleetError: the signature does not hold, or the node was revoked.
+            PacelineError: the error with which the node refused.
         """
         channel = self._dial(address, NODE_NAME, MAX_CARD_MESSAGE_BYTES)
         try:
@@ -152,17 +152,21 @@ class ChannelPool:
             failure = fleet_error_of(error, address)
         finally:
             await channel.close(None)
-        # Not from the call's own error: a holder of that holds the call, and with it a channel that dials on though it is closed.
+        # Not raised from the call's own error: that error keeps the call alive, and with it a channel that goes on dialling though it is closed.
         raise failure
 
     def discard(self, purpose: Purpose, address: str, member: Member) -> None:
-        """Dial anew next time. Ends the calls on it."""
+        """Close a channel and end the calls on it. The next `get` dials again."""
         found = self._open.pop((purpose, address, member.serial), None)
         if found is not None:
             self._end(found)
 
     def drop(self, node_id: NodeId, issued_to: int | None = None) -> None:
-        """Close everything to a node that is gone; with `issued_to`, where its certificate was issued up to then."""
+        """Close all channels to a node that is gone.
+
+        Args:
+            issued_to: Unix seconds; if given, only channels with a certificate issued up to then are closed.
+        """
         for key, found in list(self._open.items()):
             if found.member.node_id == node_id and (issued_to is None or found.member.issued_at <= issued_to):
                 self._end(self._open.pop(key))
@@ -178,7 +182,7 @@ class ChannelPool:
         await asyncio.gather(*self._closing)
 
     def _dial(self, address: str, tls_name: str, most_bytes: int) -> grpc.aio.Channel:
-        """A channel that takes messages of so many bytes."""
+        """Return a new channel that receives messages of up to `most_bytes` bytes."""
         options = [option for option in CHANNEL_OPTIONS if option[0] != RECEIVE]
         options += [(RECEIVE, most_bytes), ("grpc.ssl_target_name_override", tls_name)]
         if self._credentials[0] is not self._identity.member:

@@ -1,6 +1,6 @@
-"""Calls a peer for gossip: tries its addresses, the likeliest first, and says who answered and what.
+"""Gossip calls to a peer. Its addresses are tried in order, the likeliest first; the result is the node that answered and its reply.
 
-A call that fails throws its channel away, unless that is still being dialled, and counts against its address until one succeeds there.
+A failed call closes its channel, unless that is still being dialled, and counts against its address until a call succeeds there.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ExchangeAnswer:
 
 
 class Exchanger:
-    """Makes the calls of one node's gossip.
+    """The client that makes the calls of one node's gossip.
 
     Args:
-        clock: shares a call's time among its addresses.
-        given: addresses that a person named; it is said when one does not work.
-        versions: of the protocol: this node's, and the check of its peers'.
+        clock: its monotonic time divides the time of a call among the addresses.
+        given: addresses that a person named; the log reports those that do not work.
+        versions: the protocol version of this node, and the check of its peers' versions.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class Exchanger:
         self._own, self._pool, self._opener = own, pool, opener
         self._book, self._bounds, self._versions, self._clock = book, bounds, versions, clock
         self._doubted: set[str] = set()
-        """Where a call failed: the certificate that is known may not be the one that is shown any more."""
+        """Addresses where a call failed. The node there may no longer show the certificate that is known."""
         self._met: dict[str, Member] = {}
-        """Who was met at an address of which no card told."""
+        """Members found at addresses that no card lists, by address."""
 
     async def call(self, call: GossipCall, refuse: Refuse) -> ExchangeAnswer:
-        """One exchange.
+        """Make one gossip call, at one address after the other, within the call's timeout.
 
         Args:
-            refuse: told of each thing in the reply that proves nothing.
+            refuse: called with an error for each part of the reply that fails its check.
 
         Raises:
-            PacelineError: the node answered at none of its addresses, or what came was refused; of the address tried last.
+            PacelineError: the node answered at none of its addresses, or its reply was refused. It is the error of the last address.
         """
         until = self._clock.monotonic() + call.timeout_s
         addresses = self._book.order(call.addresses)
         failure: PacelineError = NodeUnreachable("A peer without addresses can't be called")
         for place, address in enumerate(addresses):
-            # Half of what is left for each but the last, so that a dead address leaves time for the next.
+            # Each address but the last gets half of the time left, so that a dead one leaves time for the next.
             left = until - self._clock.monotonic()
             if left <= 0:
                 break
@@ -113,14 +113,14 @@ class Exchanger:
         channel = self._pool.get(Purpose.EXCHANGE, address, member)
         left = max(0.001, timeout_s - (self._clock.monotonic() - began))
         try:
-            # Not the stub: a reply is looked at before it is decoded.
+            # Not by the stub, because the size of a reply is checked before it is decoded.
             ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
             with unless_closed(f"{member.node_id} at {address}"):
                 data = await ask(write_request(call.request, self._versions.own), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             self._pool.refused(error)
             is_refused = channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-            # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
+            # On a slow link dialling may take longer than a call, so it may go on once until the next round.
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
@@ -148,7 +148,7 @@ class Exchanger:
         return member
 
     def _doubt(self, address: str) -> None:
-        """Ask for the certificate next time; every other time only, since on a slow link asking and calling take longer than a round."""
+        """Make the next call ask for the certificate first, but only every other time: on a slow link both together take longer than a round."""
         if address in self._doubted:
             self._doubted.discard(address)
             return

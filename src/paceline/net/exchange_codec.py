@@ -1,7 +1,7 @@
-"""ExchangeCapabilities as `fleet.messages` says it, and back; and who checks what is signed there, each signature once.
+"""Conversion of ExchangeCapabilities between `fleet.messages` and the wire, and the check of what is signed in it, each signature once.
 
-Law: nothing in a message is believed before its signature was checked here, and what does not hold is left out and told: one forged card
-does not cost the other cards their way. Of a peer that lies on and on, the rest is left unread.
+Law: nothing in a message is believed before its signature was checked here. A part that fails its check is left out and reported, so that one forged
+card does not keep out the other cards. After `MOST_LIES` such parts the rest of the message is left unread.
 """
 
 from __future__ import annotations
@@ -29,49 +29,53 @@ from paceline.net.trust.seals import Voids, open_card, open_list, open_revocatio
 from paceline.net.wire import fleet_pb2 as wire
 
 MOST_MEASURED = 4096
-"""More cards than any preset's bounds let through."""
+"""Maximum number of cards to measure, above the bounds of every preset."""
 CHECKED_AT_ONCE = 8
-"""Checked before the event loop does something else: two signatures each, 0.1 ms a signature."""
+"""Parts checked before the event loop may run other tasks. Each has two signatures, at 0.1 ms a signature. Raising it: other tasks wait longer."""
 MOST_LIES = 8
-"""Things in one message that may prove nothing before the rest is left unread. Raising it: what a liar can make a node compute."""
+"""Parts of one message that may fail their check before the rest is left unread. Raising it: a faulty peer can make a node compute more."""
 MAX_EXCHANGE_BYTES = 2 << 20
-"""Of a request or a reply: what is packed for one (`Bounds.max_message_bytes` of cards), and revocations."""
+"""Maximum size of a request or a reply: its cards (`Bounds.max_message_bytes`) and revocations."""
 MAX_EXCHANGE_PARTS = 8192
-"""Cards and revocations in one: more than any preset's bounds let through."""
+"""Maximum number of cards and revocations in one message, above the bounds of every preset."""
 Message = TypeVar("Message")
 Held = TypeVar("Held")
 
 
 class CardOpener(Protocol):
-    """Checks what is signed."""
+    """The check of signed parts of a message."""
 
     def card(self, passed: wire.PassedCard) -> SealedCard | None:
-        """A card, once certain; None where a newer signature came of a card that is not held any more.
+        """Return a card after its check; None if only a newer signature came, for a card not held any more.
 
         Raises:
-            FleetError: it proves nothing.
+            FleetError: the card fails its check.
         """
         ...
 
     def revocation(self, signed: wire.SignedRevocation) -> SealedRevocation:
-        """A revocation, once certain.
+        """Return a revocation after its check.
 
         Raises:
-            FleetError: it proves nothing.
+            FleetError: the revocation fails its check.
         """
         ...
 
     def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
-        """The same of a list of them."""
+        """Return a revocation list after its check.
+
+        Raises:
+            FleetError: the list fails its check.
+        """
         ...
 
 
 Refuse = Callable[[FleetError], None]
-"""Told of each thing that was left out."""
+"""Function that is called with an error for each part that was left out."""
 
 
 def measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse) -> Measures:
-    """How much a message holds, counted without decoding what is in it: a callee is bound as a caller is."""
+    """Return the measures of a message, counted without decoding its cards. Replies have the same bounds as requests."""
     digests = message.digests if isinstance(message, wire.ExchangeCapabilitiesRequest) else message.wanted
     return Measures(
         digests=len(digests.node_keys),
@@ -82,12 +86,12 @@ def measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitie
 
 
 def _largest(cards: Sequence[wire.PassedCard]) -> int:
-    """Bytes of the largest card. Of millions, which are too many whatever their size, only some are looked at."""
+    """Return the size of the largest card in bytes. Only the first `MOST_MEASURED` are measured: a message with more is refused for their number."""
     return max((passed.card.ByteSize() for passed in islice(cards, MOST_MEASURED)), default=0)
 
 
 def write_passed(passed: PassedCard) -> wire.PassedCard:
-    """A card on its way; the card itself and the certificate only where the reader needs them."""
+    """Return a card as its message. The card itself and the certificate are left out if the receiver does not need them."""
     signed = wire.SignedCard.FromString(passed.sealed.sealed)
     if passed.with_certificate:
         signed.certificate = passed.sealed.certificate
@@ -101,7 +105,7 @@ def write_passed(passed: PassedCard) -> wire.PassedCard:
 _REFUSE: Final = refuse_with(MalformedMessage)
 _DIGESTS: Final = Columns(Digest, wire.CardDigests, _REFUSE, key=Mapped("node_keys"), version=Mapped("versions"), beat=Mapped("beats"))
 _SIGNED: Final = {
-    # What is signed is checked by whoever reads, and given.
+    # `read_request` and `read_reply` check the signed parts and pass them to the codec.
     "revocations": Mapped(write=lambda told: [wire.SignedRevocation.FromString(one.sealed) for one in told]),
     "cards": Mapped(write=lambda cards: [write_passed(passed) for passed in cards]),
     "revocation_list": Mapped(write=lambda said: wire.SignedRevocationList.FromString(said.sealed)),
@@ -133,11 +137,11 @@ def write_reply(reply: Reply, protocol: int = PROTOCOL_VERSION) -> wire.Exchange
 
 
 def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
-    """A reply from its bytes.
+    """Decode a reply.
 
     Raises:
-        MessageTooLarge: it has more parts than any.
-        MalformedMessage: it can't be read.
+        MessageTooLarge: it has more than `MAX_EXCHANGE_PARTS` parts.
+        MalformedMessage: its bytes can't be decoded.
     """
     check_parts(data, MAX_EXCHANGE_PARTS)
     try:
@@ -147,7 +151,7 @@ def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
 
 
 async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: CardOpener, refuse: Refuse) -> ExchangeRequest:
-    """A request, checked.
+    """Return a request with its signed parts checked.
 
     Raises:
         MalformedMessage: its columns don't fit together.
@@ -156,7 +160,7 @@ async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: CardOp
 
 
 async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse) -> Reply:
-    """A reply, checked.
+    """Return a reply with its signed parts checked.
 
     Raises:
         MalformedMessage: its columns don't fit together.
@@ -167,7 +171,7 @@ async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpe
 async def _signed(
     message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse
 ) -> dict[str, Any]:
-    """What holds of what is signed."""
+    """Return the signed parts of a message that pass their check, by field."""
 
     def passed(one: wire.PassedCard) -> PassedCard | None:
         sealed = opener.card(one)
@@ -181,7 +185,7 @@ async def _signed(
 
 
 async def _read(messages: Iterable[Message], read: Callable[[Message], Held | None], refuse: Refuse) -> tuple[Held, ...]:
-    """Return what holds and is not None, in order."""
+    """Return what `read` makes of each message, in order, without None. Messages that fail their check go to `refuse`."""
     taken: list[Held] = []
     lies = 0
     for place, message in enumerate(messages):
@@ -211,7 +215,7 @@ def _read_list(
 
 
 def node_id_of(signed: wire.SignedCard) -> NodeId | None:
-    """The id a card claims, unchecked: to look up what is held of it. None where there is no telling."""
+    """Return the node id that a card claims, unchecked, to look up its certificate. None if the card can't be decoded or names none."""
     try:
         card = wire.NodeCapability.FromString(signed.card)
     except DecodeError:
@@ -220,16 +224,16 @@ def node_id_of(signed: wire.SignedCard) -> NodeId | None:
 
 
 REVOCATIONS_REMEMBERED = 4096
-"""All that a message may hold: a peer that lacks one sends them all, each time."""
+"""Checked revocations that are kept: as many as one message may hold, because a peer that lacks one sends all of its own, each time."""
 
 
 class MemberOpener:
-    """A `CardOpener`.
+    """The `CardOpener` of a member. It checks each signature once and remembers the certificates of nodes.
 
     Args:
-        lacks: told whose card came without a certificate that fits, or as a signature of another card than is held, so that it is asked for whole.
-        held: the card of a key and version that this node holds, for a newer signature of it that came alone.
-        remembered: cards and certificates kept; those used longest ago are forgotten.
+        lacks: called with the node of a card that failed its check and came without a certificate, so that it is asked for whole.
+        held: returns the card of a key and version that this node holds, for a newer signature of it that came alone.
+        remembered: number of cards and certificates kept; those used longest ago are forgotten.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class MemberOpener:
         self._revocations: LRUCache[bytes, SealedRevocation] = LRUCache(REVOCATIONS_REMEMBERED)
         self._list: tuple[bytes, SealedList] | None = None
         self._opened: LRUCache[bytes, SealedCard] = LRUCache(remembered)
-        """By hash: what comes by several ways, or again and again, costs one check."""
+        """Checked cards by hash. A card that comes from several peers, or repeatedly, costs one check."""
 
     def card(self, passed: wire.PassedCard) -> SealedCard | None:
         signed = passed.card
@@ -281,41 +285,41 @@ class MemberOpener:
         return known
 
     def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
-        # It comes with every exchange.
+        # The same list comes with every exchange.
         key = signed.SerializeToString(deterministic=True)
         if self._list is None or self._list[0] != key:
             self._list = key, open_list(signed, self._root, self._clock.wall())
         return self._list[1]
 
     def know(self, sealed: SealedCard) -> None:
-        """Remember a card's certificate, unless a newer one is known: an old card with the old one may come at any time."""
+        """Remember a card's certificate, unless a newer one is known. An old card with its old certificate may come at any time."""
         known = self._certificates.get(sealed.card.node_id)
         if known is None or known.issued_at <= sealed.issued_at:
             self._certificates[sealed.card.node_id] = sealed
 
     def met(self, sealed: SealedCard) -> Member:
-        """The node that showed its own card, by a certificate that may be newer than the one that is known.
+        """Remember the certificate of a node that showed its own card, and return the member. The certificate may be newer than the known one.
 
         Raises:
-            NotTrusted: it has expired.
+            NotTrusted: the certificate has expired.
         """
         self.know(sealed)
         return self._root.member(sealed.certificate, self._clock.wall())
 
     def member(self, node_id: NodeId) -> Member | None:
-        """Whom to meet where a node is; None where its certificate is not known.
+        """Return the member that must answer at a node's addresses; None if its certificate is not known.
 
         Raises:
-            NotTrusted: it has expired.
+            NotTrusted: the certificate has expired.
         """
         known = self._certificates.get(node_id)
         return None if known is None else self._root.member(known.certificate, self._clock.wall())
 
     def proven(self, node_id: NodeId) -> Member:
-        """The same, of a node that is to be called.
+        """Return the member for a node that is to be called.
 
         Raises:
-            FleetError: its certificate is not known, or not good any more.
+            FleetError: its certificate is not known or has expired.
         """
         member = self.member(node_id)
         if member is None:

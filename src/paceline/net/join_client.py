@@ -1,10 +1,9 @@
-"""Joining: from a token to an identity.
+"""Joining a fleet: from a token to an identity.
 
-Nothing is sent before the other side has shown a certificate for join ports that the CA whose key the token holds has signed, and proved in
-TLS that it has its key.
-All of the token's addresses are tried at once, because some of them may lead nowhere.
+Nothing is sent before the other side has shown a certificate for join ports that the CA of the token's pin signed. TLS proves that the other side has the
+certificate's key. All of the token's addresses are tried at once, because some of them may lead nowhere.
 
-A certificate is made anew by the node that holds the CA, over mTLS, long before it ends: for the same name, the same key, the same trust.
+The node that holds the CA renews a certificate over mTLS, long before it expires: for the same name, the same key and the same trust.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 15.0
 ANSWER_S = 60.0
-"""Enough for a machine that is busy with everything else. Raising either: that nobody is there is said later."""
+"""Seconds for an answer, enough for a busy machine. Raising it or `CONNECT_S`: a join takes longer to report that no machine is there."""
 MAX_ANSWER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a newcomer has to keep."""
+    """The result of a join, which the new node must keep."""
 
     identity: Identity
     peers: tuple[str, ...]
@@ -70,7 +69,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What came of an address: the join port's certificate, or why not."""
+    """The result of trying an address: the certificate of the join port, or the problem."""
 
     address: str
     shown: x509.Certificate | None
@@ -79,10 +78,10 @@ class _Tried:
 
 
 async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
-    """Become a member.
+    """Join the fleet of a token and return the new identity.
 
     Raises:
-        JoinRefused: the issuer says no, or what answers is not the issuer, or this machine's clock is wrong.
+        JoinRefused: the issuer refuses, another machine answers in its place, or this machine's clock is wrong.
         Unreachable: no machine answers at any of the token's addresses.
     """
     tried: list[_Tried] = []
@@ -111,7 +110,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
 
 
 async def _ask(address: str, pin: bytes) -> _Tried:
-    """Who is at an address: its certificate, which TLS shows before anything is said."""
+    """Return the certificate of the join port at an address, which TLS shows before any request is sent."""
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -137,11 +136,11 @@ async def _ask(address: str, pin: bytes) -> _Tried:
 
 
 async def _join_at(address: str, shown: x509.Certificate, token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
-    """One join request, and what came of it.
+    """Send one join request and check the answer.
 
     Raises:
-        grpc.aio.AioRpcError: it did not come through.
-        JoinRefused: the issuer says no.
+        grpc.aio.AioRpcError: the call failed.
+        JoinRefused: the issuer refuses, its answer can't be used, or this machine's clock is wrong.
     """
     _check_clock(shown, clock)
     key = make_key()
@@ -187,14 +186,18 @@ async def _join_at(address: str, shown: x509.Certificate, token: JoinToken, node
 
 
 def _why(error: OSError) -> str:
-    """In a few words. asyncio's own text repeats the address; a resolver's numbers are no errnos."""
+    """Return the reason of a failed connection in a few words. The text of asyncio repeats the address, and a resolver's error numbers are not errnos."""
     if isinstance(error, socket.gaierror):
         return "no such name"
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 
 
 def _check_clock(certificate: x509.Certificate, clock: Clock) -> None:
-    """A certificate is backdated a day; where it begins in the future all the same, TLS would fail with no word of why."""
+    """Check this machine's clock against a certificate, which is backdated by a day. With a wrong clock TLS would fail without a reason.
+
+    Raises:
+        JoinRefused: the certificate is not valid at the time of this machine.
+    """
     here = datetime.fromtimestamp(clock.wall(), UTC)
     if not certificate.not_valid_before_utc <= here <= certificate.not_valid_after_utc:
         raise JoinRefused(
@@ -205,7 +208,7 @@ def _check_clock(certificate: x509.Certificate, clock: Clock) -> None:
 
 
 def _hint(error: grpc.aio.AioRpcError) -> str:
-    # grpc's stubs take metadata for one pair; it is many.
+    # grpc's type stubs declare metadata as one pair, but it is a sequence of pairs.
     metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in metadata:
         if key == HINT_KEY:
@@ -217,10 +220,10 @@ RENEW_S = 30.0
 
 
 class RenewalServicer(RenewalServiceServicer):
-    """Answers members.
+    """The service that renews the certificates of members.
 
     Args:
-        issuer: the CA at work, or None on a node without it; asked at each call. It may come with a backup.
+        issuer: returns the issuer, or None on a node without the CA. It is asked at each call, because a restored backup may bring the CA.
     """
 
     def __init__(self, issuer: Callable[[], Issuer | None], guard: PeerGuard) -> None:
@@ -231,7 +234,7 @@ class RenewalServicer(RenewalServiceServicer):
         if issuer is None:
             raise GossipRefused("The fleet's CA is not on this node")
         try:
-            # Signing and waiting for the disk are not for the event loop.
+            # Signing and waiting for the disk would block the event loop.
             certificate = await asyncio.to_thread(issuer.renew, request.certificate_request, member)
         except UserError as error:
             logger.error("no certificate could be renewed: %s", error)  # noqa: TRY400 - it says all there is
@@ -241,10 +244,10 @@ class RenewalServicer(RenewalServiceServicer):
 
 
 async def ask_to_renew(channel: grpc.aio.Channel, identity: Identity, issuer: str) -> bytes:
-    """A new certificate (DER, unchecked) for this node, from the one with the CA.
+    """Return a new certificate (DER, unchecked) for this node from the node that holds the CA.
 
     Raises:
-        FleetError: it can't be reached, or refuses.
+        FleetError: that node can't be reached, or refuses.
     """
     request = await asyncio.to_thread(make_request, identity.key, identity.node_id)
     try:

@@ -1,9 +1,9 @@
-"""Keeps the join port: open while a token lives, closed otherwise.
+"""The join port: open while a token can be used, closed otherwise.
 
-`paceline up` runs one for as long as it runs, and `paceline token` does where no `up` does; a lock in the fleet's folder says which. The
-process that runs it notices within a second what other processes wrote there: a new token opens the port, a revocation is passed on.
+`paceline up` keeps it while it runs; `paceline token` does if no `up` runs. A lock in the fleet's folder decides between processes. The process with the
+lock notices within a second what other processes wrote to the folder: a new token opens the port, a revocation is passed on.
 
-JoinService on the wire: hands a join request to the issuer, and says in the log who came and who was refused.
+JoinService hands each join request to the issuer. The log names each machine that joined or was refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 HINT_KEY = "paceline-hint"
 MAX_PEERS = 64
 MAX_AT_ONCE = 4
-"""Joins that are decided at a time; others wait. Each holds the folder's lock."""
+"""Joins that are decided at a time; others wait. Each holds the folder's lock. Raising it: more threads wait for the lock at once."""
 Context = grpc.aio.ServicerContext[wire.JoinRequest, Awaitable[wire.JoinResponse]]
 
 
@@ -49,40 +49,40 @@ def _claimed(attempt: JoinAttempt) -> str:
 
 
 LOOK_S = 1.0
-"""How often files are looked at."""
+"""Seconds between two looks at the files of the folder. Raising it: a new token opens the port later; lowering it: more reads of the disk."""
 MAX_JOIN_BYTES = 16 << 10
 MAX_CONNECTIONS = 3072
-"""Any machine may open one before it has shown that it was invited. Raising it: what strangers can make this process hold, 70 KB each for `CONNECTION_S`;
-lowering it: strangers who open so many keep newcomers out."""
+"""Connections at once. Any machine may open one before it has shown a token. Raising it: unknown machines can make this process hold more memory, 70 KB a
+connection for `CONNECTION_S`; lowering it: fewer such connections are enough to keep new nodes out."""
 MAX_STREAMS = 2
-"""Calls on one connection; a joiner makes one."""
+"""Calls at once on one connection; a joining node makes one."""
 CONNECTION_S = 30
-"""No machine has business here for longer."""
+"""Seconds after which a connection is closed. Raising it: unknown machines can occupy connections for longer."""
 SILENT_S = 10
-"""Seconds for a handshake, and without a call."""
+"""Seconds that a handshake may take, and that a connection may stay without a call."""
 LAST_CALLS_S = 5
 NEW_KEY_S = 86400.0
-"""So long the port shows one certificate; then it is opened anew."""
+"""Seconds for which the port shows one certificate. After that it is closed and opened again with a new one."""
 GRACE_S = 2.0
-"""What a join under way is given when the port closes."""
+"""Seconds that running joins get to finish when the port closes."""
 
 
 class JoinHost(JoinServiceServicer):
-    """The join port of one process: keeps it, and lets machines in.
+    """The join port of one process, and the service that answers there.
 
     Args:
         folder: the fleet's folder, which holds the CA.
-        clock: whose wall time rules expiry.
-        peers: addresses (host:port) of members, for newcomers.
-        host: where to listen; empty: everywhere.
-        on_joined: told the id of each machine that came.
-        here: ids of members as far as they are known.
-        on_revocations: given all revocations on disk whenever a file changed.
-        look_s: how often files are looked at.
+        clock: its wall time decides about expiry.
+        peers: returns addresses (host:port) of members, which new nodes get.
+        host: address to listen on; empty: all addresses.
+        on_joined: called with the id of each node that joined.
+        here: returns the known ids of members.
+        on_revocations: called with all revocations on disk whenever a file changed.
+        look_s: seconds between two looks at the files.
 
     Raises:
         MembershipError: the CA is not on this machine.
-        IdentityError: its files can't be used.
+        IdentityError: the CA's files can't be used.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class JoinHost(JoinServiceServicer):
 
     @property
     def is_open(self) -> bool:
-        """Whether the port is."""
+        """True if the port is open."""
         return self._server is not None
 
     def claim(self) -> bool:
-        """Become the one process that keeps the port; False where another does.
+        """Try to become the one process that keeps the port. Return False if another process keeps it.
 
         Raises:
             MembershipError: the folder can't be written.
@@ -127,7 +127,7 @@ class JoinHost(JoinServiceServicer):
         return self._lock is not None
 
     async def run(self) -> None:
-        """Keep the port until cancelled; a port that is taken, or another keeper, is waited for."""
+        """Keep the port until cancelled. While the port is taken or another process keeps it, try again every `look_s` seconds."""
         try:
             while True:
                 try:
@@ -145,10 +145,10 @@ class JoinHost(JoinServiceServicer):
             await self.close()
 
     async def refresh(self) -> None:
-        """Open or close the port as tokens have it, and pass on what is new.
+        """Open the port if a token can be used, close it if none can, and pass on new revocations.
 
         Raises:
-            MembershipError: the port is taken.
+            MembershipError: another program uses the port.
         """
         until, port = await asyncio.to_thread(lambda: (self.issuer.open_until(), self.issuer.join_port))
         if self._server is not None and until is not None and port != self._port:
@@ -164,7 +164,7 @@ class JoinHost(JoinServiceServicer):
         self._pass_on_revocations()
 
     async def close(self) -> None:
-        """Close the port and let another keep it."""
+        """Close the port and release the lock, so that another process may keep it."""
         try:
             await self._shut()
         finally:
@@ -177,7 +177,7 @@ class JoinHost(JoinServiceServicer):
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
         attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce, request.protocol)
         try:
-            # Signing and waiting for the disk are not for the event loop.
+            # Signing and waiting for the disk would block the event loop.
             async with self._deciding:
                 node_id, certificate = await asyncio.to_thread(self.issuer.admit, attempt, {self._own, *self._here()})
             revocations = await asyncio.to_thread(self._folder.sealed_revocations)
@@ -216,7 +216,7 @@ class JoinHost(JoinServiceServicer):
                 ("grpc.max_connection_age_ms", CONNECTION_S * 1000),
                 ("grpc.max_connection_age_grace_ms", LAST_CALLS_S * 1000),
             ),
-            # No bound on calls at once: a machine that begins some and never sends them would keep all others out.
+            # Calls at once have no bound: a machine that opens calls and sends nothing on them would keep all others out.
         )
         add_JoinServiceServicer_to_server(self, server)
         key = make_key()

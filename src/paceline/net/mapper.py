@@ -51,10 +51,10 @@ Bound = Range | Length | Callable[[Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """How one field travels.
+    """The conversion of one field of a dataclass to a message and back.
 
     Args:
-        name: of the field in the message, if it differs. With several names, `write` returns as many values and `read` takes them.
+        name: name of the field in the message, if it differs. With several names, `write` returns as many values and `read` takes them.
         bound: of the dataclass's value. None as a value is always valid, and left out of the message.
         write, read: convert a value to the message's form and back; None: the value stays as it is.
         codec: for a field that is another message, or a tuple of them.

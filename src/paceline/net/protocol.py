@@ -58,7 +58,7 @@ class Versions:
 
 
 PROGRAM: Final = Versions(PROTOCOL_VERSION)
-"""For commands, which remember no other nodes."""
+"""Protocol versions for commands, which do not remember other nodes."""
 
 
 class OtherVersions(Versions):
@@ -87,7 +87,7 @@ class OtherVersions(Versions):
 
     @property
     def known(self) -> tuple[OtherVersion, ...]:
-        """By node id."""
+        """Nodes seen with another version within the last `REMEMBER_S`, in order of node id."""
         since = self._clock.monotonic() - REMEMBER_S
         return tuple(OtherVersion(node_id, spoken, self.own) for node_id, (spoken, at) in sorted(self._met.items()) if at >= since)
 

@@ -1,6 +1,7 @@
-"""Errors over gRPC keep their type: a status for any client of gRPC, and the error's kind and fields beside it for us.
+"""Errors over gRPC that keep their type: a status for any gRPC client, and metadata with the error's kind and fields for Paceline nodes.
 
-One table for all services, `core.errors.ERROR_TABLE`. What is no `PacelineError` is a bug: it is logged where it happened, and the caller learns only that.
+All services use one table, `core.errors.ERROR_TABLE`. Any exception that is not a `PacelineError` is a bug: it is logged where it happened, and the
+caller learns only that there was one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from paceline.core.text import printable
 FAULT_KEY = "paceline-fault-bin"
 
 _KINDS = {kind.__name__: kind for kind in ERROR_TABLE}
-"""What a peer may make us raise."""
+"""Types of error that a peer may cause here, by name."""
 _DIALLED = "Failed to connect to remote host: "
-"""What gRPC puts before a socket's own error, behind the address and how many it has tried."""
+"""Text of gRPC before the error of a socket. Before it stand the addresses and how many were tried."""
 _WORDS = (
     ("refused", "nothing listens there"),
     (r"handshake.*(endpoint closing|time(d )?out|deadline)", "it does not answer"),
@@ -45,7 +46,7 @@ _WORDS = (
     ("unreachable|no route", "no network leads there"),
     ("^$", "the connection was closed"),
 )
-"""What is found in gRPC's words, and what it means; the first that fits."""
+"""Patterns in the text of gRPC, with the words for a person. The first that matches counts."""
 _FIELDS: tuple[tuple[type[PacelineError], str, Callable[[Any], Any]], ...] = (
     (InvalidRequest, "field", lambda value: printable(str(value))),
     (Overloaded, "retry_after_s", int),
@@ -54,35 +55,35 @@ _FIELDS: tuple[tuple[type[PacelineError], str, Callable[[Any], Any]], ...] = (
     (NotTrusted, "who", lambda value: printable(str(value))),
     (ExecutorUnavailable, "code", lambda value: printable(str(value), 60)),
 )
-"""What travels with errors of a type, and how it is read."""
+"""Fields that travel with errors of a type, and the functions that read them."""
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 MAX_TEXT = 2000
-"""Of a peer's message, what is repeated."""
+"""Maximum length, in characters, of a message or hint that goes to a peer or comes from one."""
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
 def status_of(error: PacelineError) -> grpc.StatusCode:
-    """The status an error leaves as."""
+    """Return the gRPC status of an error."""
     return grpc.StatusCode[ERROR_TABLE[kind_of(error)].grpc]
 
 
 def metadata_of(error: PacelineError) -> Metadata:
-    """The error's kind and fields, as trailing metadata."""
+    """Return an error's kind and fields as trailing metadata."""
     fields = {name: value for of, name, _ in _FIELDS if isinstance(error, of) and (value := getattr(error, name)) is not None}
     fault = {"kind": kind_of(error).__name__, "message": error.message[:MAX_TEXT], "hint": error.hint[:MAX_TEXT], **fields}
     return ((FAULT_KEY, json.dumps(fault).encode()),)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> NoReturn:
-    """End an RPC with an error. Whether and where it is logged is the caller's affair."""
+    """End an RPC with an error. Logging it is left to the caller."""
     details = error.message[:MAX_TEXT].encode("ascii", "replace").decode()
     await context.abort(status_of(error), details, metadata_of(error))
     raise AssertionError("abort raises")
 
 
 def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
-    """What a failed RPC means here. A peer that can't be reached, or no longer, is `NodeUnreachable`."""
+    """Return the error for a failed RPC: `NodeUnreachable` if the peer can't be reached, or its connection was lost."""
     trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
     value = None if trailing is None else trailing.get(FAULT_KEY)
     told = _told(value) if isinstance(value, bytes) else None
@@ -98,16 +99,16 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
 
 
 def fleet_error_of(failed: grpc.aio.AioRpcError, peer: str) -> FleetError:
-    """The same, where a peer has no business to name anything but an error of the fleet."""
+    """Return the error for a failed RPC by which a peer may report only a `FleetError`. Other types are wrapped in one."""
     error = error_of(failed, peer)
     return error if isinstance(error, FleetError) else FleetError(f"{peer} refused: {error.message}", error.hint)
 
 
 @contextmanager
 def unless_closed(peer: str) -> Generator[None]:
-    """Around every wait for a peer over a channel that others may close: it is closed under the calls on it when the peer leaves or starts anew.
+    """Wrap each wait for a peer over a channel that other code may close, as happens when the peer leaves or restarts.
 
-    Law: the caller that waits learns that as an error. grpc has it look as if the waiting task were cancelled, which would end it unnoticed.
+    Law: the waiting caller gets an error. grpc raises CancelledError as if the waiting task were cancelled, which would end the task unnoticed.
 
     Raises:
         NodeUnreachable: the channel was closed.
@@ -124,7 +125,7 @@ def unless_closed(peer: str) -> Generator[None]:
 
 
 def _why(code: grpc.StatusCode, details: str) -> str:
-    """What gRPC says, in a person's words; what is none of these, as it says it."""
+    """Return the reason of a failed RPC in plain words; the text of gRPC if no pattern matches."""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it did not answer in time"
     reason = details.rpartition(_DIALLED)[2]
@@ -132,7 +133,7 @@ def _why(code: grpc.StatusCode, details: str) -> str:
 
 
 def _told(value: bytes) -> PacelineError | None:
-    """The error a peer named, built from fields of known types only."""
+    """Return the error that a peer sent, built from known types and fields only; None if it can't be read."""
     try:
         fault: Any = json.loads(value)
         kind = _KINDS[fault["kind"]]

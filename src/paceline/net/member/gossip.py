@@ -1,7 +1,7 @@
-"""Drives `fleet.gossip`: gives it time and messages, does what it asks, and answers members.
+"""The driver of `fleet.gossip`. It passes time and messages to it, carries out its effects, and answers members.
 
-Law: everything happens on one event loop; every call has a bound and a task that `close` joins; nothing a peer sent reaches gossip before
-`exchange_codec` checked it; the version of a card is on disk before any node is told the card, as long as the disk takes it.
+Law: all runs on one event loop. Every call has a timeout and a task that `close` joins. Nothing that a peer sent reaches gossip before `exchange_codec`
+checked it. The version of a card is on disk before any node gets the card, unless a later write fails.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_Capa
 logger = logging.getLogger(__name__)
 
 MEASURES_PER_S = 8
-"""Link measurements that one peer may ask for. A full one is a dozen calls, now and then."""
+"""Calls a second to measure a link that one peer may make, averaged over `MEASURE_PERIOD_S`. A full measurement takes about a dozen calls."""
 MEASURE_PERIOD_S = 60.0
 
 
 class GossipDriver:
-    """One node's gossip, alive between `start` and `close`.
+    """The gossip of one node, which runs between `start` and `close`.
 
     Args:
-        news: told what happens, all but `GossipCall`, `Reseal` and `Renew`. Must not wait.
-        card: what this node says of itself now. Version and times are filled in here.
-        seeds: addresses to call at the start.
+        news: called with each effect that is news: all but `GossipCall`, `Reseal`, `Renew` and `Ignored`. It must not wait.
+        card: returns this node's present card. Version and times are filled in here.
+        seeds: addresses (host:port) to call at the start.
     """
 
     def __init__(
@@ -108,23 +108,23 @@ class GossipDriver:
         self._ticker: asyncio.Task[None] | None = None
         self._said: NodeCard | None = None
         self._looked = asyncio.Event()
-        """A peer has answered, or none does."""
+        """Set once a peer has answered, or as many calls have failed as there are addresses."""
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
     async def start(self, exchanger: Exchanger) -> None:
-        """Announce this node, and go on until `close`."""
+        """Announce this node, and gossip until `close`."""
         self._exchanger = exchanger
         await self.refresh()
         self._ticker = self._background.keep(self._tick, "fleet-gossip")
 
     async def refresh(self) -> None:
-        """Announce this node's card again if what it says has changed."""
+        """Announce a new card of this node if its contents have changed."""
         if self._card() != self._said:
             await self._seal(0)
 
     async def leave(self, bound_s: float) -> None:
-        """Say goodbye, as far as peers answer within `bound_s`. A node that never announced itself has none to say."""
+        """Say goodbye to peers, for at most `bound_s` seconds. A node that never announced itself does nothing."""
         if self._gossip.own_card is None:
             return
         await self._seal(0, leaving=True)
@@ -142,7 +142,7 @@ class GossipDriver:
             await self._looked.wait()
 
     def add_seed(self, address: str) -> None:
-        """An address where a node may be."""
+        """Add an address where a node may be, to be called soon."""
         self._gossip.add_seed(address, self._clock.monotonic())
         self._wake.set()
 
@@ -151,17 +151,17 @@ class GossipDriver:
         self._do(self._gossip.lose(node_id, self._clock.monotonic()))
 
     def learn(self, revocations: tuple[SealedRevocation, ...]) -> None:
-        """Revocations from elsewhere than gossip, checked."""
+        """Take checked revocations that did not come by gossip."""
         self._do(self._gossip.learn(revocations, self._clock.monotonic()))
         self._wake.set()
 
     def complete(self, said: SealedList) -> None:
-        """Take the CA's word, from here or from disk, that nothing is missing."""
+        """Take the CA's statement, made here or read from disk, that the known revocations are complete."""
         self._gossip.complete(said, self._clock.monotonic())
         self._wake.set()
 
     async def reseal(self) -> None:
-        """Announce this node's card anew, by the certificate that it has now."""
+        """Announce a new card of this node with its present certificate."""
         await self._seal(0)
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
@@ -171,7 +171,7 @@ class GossipDriver:
         return self._gossip.view(self._clock.monotonic())
 
     def revocation_of(self, node_id: NodeId) -> bytes | None:
-        """The CA's word on a node, as it was signed."""
+        """Return the signed revocation of a node with the latest `not_after`; None if it was not revoked."""
         known = (sealed for sealed in self.revocations if sealed.revocation.node_id == node_id)
         latest = max(known, key=lambda sealed: sealed.revocation.not_after, default=None)
         return None if latest is None else latest.sealed
@@ -182,7 +182,7 @@ class GossipDriver:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Everywhere this node may call."""
+        """Every address that this node may call."""
         return self._gossip.addresses
 
     @property
@@ -191,7 +191,7 @@ class GossipDriver:
 
     @property
     def revocation_list(self) -> SealedList | None:
-        """The CA's newest word that nothing was missing of them."""
+        """The newest list by which the CA called the revocations complete; None before one came."""
         return self._gossip.revocation_list
 
     @property
@@ -201,10 +201,10 @@ class GossipDriver:
     # -------------------------------------------------------------------------------------------------------------- its server
 
     async def answer(self, request: wire.ExchangeCapabilitiesRequest, peer: NodeId) -> wire.ExchangeCapabilitiesResponse:
-        """One exchange that a peer began.
+        """Answer an exchange that a peer began.
 
         Raises:
-            GossipRefused: it asks too often or too much.
+            FleetError: the peer asks too often or too much, speaks another version, or sent a malformed request.
         """
         try:
             self._gossip.admit(peer, measure(request), self._clock.monotonic())
@@ -224,7 +224,7 @@ class GossipDriver:
         return reply
 
     def hear_version(self, peer: NodeId, spoken: int) -> OtherProtocol | None:
-        """Note which protocol version a caller speaks. Return the refusal that it gets where that is not this node's."""
+        """Note which protocol version a caller speaks. Return the refusal to send if it is not this node's version."""
         try:
             self.versions.check(peer, spoken)
         except OtherProtocol:
@@ -237,10 +237,10 @@ class GossipDriver:
         return None if passed is None else write_passed(passed)
 
     def count_measure(self, peer: NodeId) -> None:
-        """Note that a peer measures its link.
+        """Count a call by which a peer measures its link.
 
         Raises:
-            PeerFloods: it does so too often.
+            PeerFloods: the peer measures too often.
         """
         self._measures.take(peer, self._clock.monotonic())
 
@@ -305,13 +305,13 @@ class GossipDriver:
         return refuse
 
     def _renew(self) -> None:
-        """Sign and announce this node's unchanged card again. Only versions are kept on disk: a restart makes a new one."""
+        """Sign and announce this node's unchanged card again. The beat is not written to disk, because a restart makes a new version."""
         own = self._gossip.own_card
         if own is not None:
             self._gossip.announce(sign_card(self._identity, own.card, own.beat + 1), self._clock.monotonic())
 
     async def _seal(self, above: int, *, leaving: bool = False) -> None:
-        """Sign and announce this node's card as it is now."""
+        """Sign and announce this node's present card as a new version, above every earlier one and above `above`."""
         async with self._sealing:
             own = self._gossip.own_card
             if own is not None and own.card.leaving:
@@ -321,7 +321,7 @@ class GossipDriver:
             try:
                 await asyncio.to_thread(keep_version, self._folder, self._version)
             except MembershipError as error:
-                # Without a disk the clock alone keeps versions rising over a restart, and members show a node that fell behind its last one.
+                # If the disk fails, only the clock keeps versions rising over a restart. If it fell behind, members return the newer card.
                 if own is None:
                     raise
                 logger.warning("the version of this node's card is not kept: %s", error)
@@ -343,7 +343,7 @@ class GossipDriver:
 
 
 MAX_MEASURE_BYTES = 1 << 20
-"""What a link is measured with, each way (`fleet.links`). Raising it: what one message makes a node hold."""
+"""Maximum number of bytes sent each way to measure a link (`fleet.links`). Raising it: one message can make a node hold more memory."""
 
 
 class CapabilityServicer(CapabilityServiceServicer):
@@ -355,7 +355,7 @@ class CapabilityServicer(CapabilityServiceServicer):
 
     async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
         peer = self._guard.peer(context).node_id
-        # Every caller gets the card: its certificate says which node to update. Commands of this machine are no other node.
+        # Every caller gets the card, because its certificate names the node to update. This machine's own commands are not another node.
         if request.protocol and peer != self._gossip.node_id:
             self._gossip.hear_version(peer, request.protocol)
         return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed(), facts=self._facts(), protocol=self._gossip.versions.own)
@@ -368,10 +368,10 @@ class CapabilityServicer(CapabilityServiceServicer):
 
 
 def capability_service(gossip: GossipDriver, guard: PeerGuard, facts: Callable[[], wire.NodeFacts]) -> Service:
-    """What gossip asks of this node.
+    """Return the service that answers exchanges, requests for this node's card, and link measurements.
 
     Args:
-        facts: how it is set up now.
+        facts: returns the present setup of this node.
     """
     servicer = CapabilityServicer(gossip, guard, facts)
     limits = {

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 PINGS = 5
 """Empty calls of a measurement; the shortest counts."""
 AGAIN = 0.25
-"""A full call that took less than so much of what it may is made again, and the shorter counts: TCP begins slowly, and a machine may be at something else."""
+"""Fraction of the timeout below which a full call is made a second time; the shorter call counts. TCP starts slowly, and a machine may be busy. Raising
+it: slow links are measured twice too; lowering it: figures of links of middling speed are less steady."""
 CONNECTS, CONNECT_S = 3, 1.0
 """TCP connects of a measurement, the shortest of which counts, and seconds that each may take."""
 
@@ -104,7 +105,7 @@ class LinkDriver:
                 pings = [await self._call(stub, 0) for _ in range(PINGS)]
                 full_s = await self._call(stub, asked.payload_bytes) if asked.payload_bytes else None
                 if full_s is not None and full_s < asked.timeout_s * AGAIN:
-                    with suppress(TimeoutError):  # a slower one says nothing
+                    with suppress(TimeoutError):  # a slower second call changes nothing
                         async with asyncio.timeout(full_s):
                             full_s = min(full_s, await self._call(stub, asked.payload_bytes))
         except (grpc.aio.AioRpcError, FleetError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""Counters of a node's life in its fleet, and the lines that it logs of it. Everything happens on the event loop, so counting needs no lock."""
+"""Counters and log lines of a node's part in its fleet. All runs on the event loop, so counting needs no lock."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class FleetMeter:
     rounds: int = 0
     """Rounds of exchanges that this node began."""
     exchange: Histogram = field(default_factory=lambda: Histogram(EXCHANGE_BOUNDS_S))
-    """Exchanges that this node began and a peer answered."""
+    """Seconds of the exchanges that this node began and a peer answered."""
     failed: int = 0
-    """Those that no node answered."""
+    """Exchanges that this node began and that failed."""
     answered: int = 0
-    """Those that peers began."""
+    """Exchanges that peers began and this node answered."""
     refused: int = 0
     """Requests, cards and revocations that were not taken."""
     sent_bytes: int = 0
     received_bytes: int = 0
-    """Of exchanges, without TLS and framing."""
+    """Bytes of exchanges, without TLS and framing."""
     forwarded: int = 0
     """Requests run by another node."""
     served: int = 0
     """Requests run for another node."""
     retried: int = 0
-    """How often requests left a node before their end, before their first token or behind it."""
+    """Moves of unfinished requests to another node, before or after their first token."""
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ SAME_ID_HINT = (
 
 
 def log_news(effect: Effect) -> None:
-    """One line, where it is worth one."""
+    """Log a line for effects that a person should know of, and none for others."""
     match effect:
         case Appeared(card):
             logger.info("%s is here, at %s", card.node_id, ", ".join(card.addresses))

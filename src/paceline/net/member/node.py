@@ -1,7 +1,7 @@
-"""A node's part in its fleet, put together: identity, gossip, the mTLS port, and what the node keeps of it.
+"""A node of a fleet, assembled: identity, gossip, the mTLS port, and the state kept on disk.
 
-Law: `start` returns once members are answered, or raises and leaves nothing behind; `stop` says goodbye, lets calls under way finish, and
-ends within its bound.
+Law: `start` returns once members get answers, or raises and leaves nothing behind. `stop` says goodbye, lets running calls finish, and ends within its
+bound.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ logger = logging.getLogger(__name__)
 
 GOODBYE_S = 0.4
 DRAIN_S = 0.8
-"""A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
+"""Seconds of a stop: first to say goodbye to peers, then to let their calls finish. Raising either: Ctrl-C takes longer; lowering it: more calls break off."""
 
 
 class FleetNode:
-    """One machine in its fleet.
+    """This machine as a node of its fleet.
 
     Raises:
-        MembershipError, IdentityError: this machine is in no fleet, or not any more.
+        MembershipError: this machine is in no fleet, or was revoked.
+        IdentityError: its identity can't be used.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class FleetNode:
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
         self.trust = settings.trust
-        """What other nodes may see and supply."""
+        """Least trust that other nodes need for each use."""
         self.background = Background(clock)
-        """What goes on as long as the node does."""
+        """Tasks that run as long as the node does."""
         self.meter = FleetMeter()
         self.rpcs = RpcMeter()
         self.book = AddressBook()
@@ -120,9 +121,9 @@ class FleetNode:
         self._wrong: LeftOut[NodeId, str] = LeftOut()
         self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
         self.troubles: tuple[str, ...] = ()
-        """What who has this node could not do, beside what it finds itself."""
+        """Problems reported by the owner of this node, in addition to its own."""
         self.plans: dict[str, str] = {}
-        """What runs here, by model, in words for `sight`."""
+        """Descriptions of the plans that run here, by model, shown in `sight`."""
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -130,11 +131,11 @@ class FleetNode:
         """Listen, announce this node, and begin to look for others.
 
         Args:
-            claim: taken before; closed by `stop`.
+            claim: a claim that was taken before; None takes one now. `stop` closes it.
 
         Raises:
             ConfigError: the port can't be used.
-            MembershipError: this machine's node runs already.
+            MembershipError: this machine's node runs already, or its folder can't be written.
         """
         self._claim = claim or await asyncio.to_thread(Claim, self._folder, self._settings)
         try:
@@ -176,7 +177,7 @@ class FleetNode:
             self._discovery.start(self.addresses)
 
     async def stop(self) -> None:
-        """Say goodbye, let calls under way finish, and end. Bounded; idempotent."""
+        """Say goodbye, let running calls finish, and stop. It ends within its bound. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await self._stop(server)
@@ -215,14 +216,14 @@ class FleetNode:
 
     @property
     def tensors(self) -> TensorListener:
-        """Where activations arrive. Of a node that has started and not stopped."""
+        """The listener for activations. It raises `StreamClosed` unless the node was started and not stopped."""
         if self._tensors is None:
             raise StreamClosed("This node takes no activations: it has not started, or was stopped")
         return self._tensors
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The best way to each node that was measured."""
+        """The best measured link to each node."""
         return self._links.links
 
     def view(self) -> FleetView:
@@ -234,9 +235,9 @@ class FleetNode:
         return self.sight()
 
     def sight(self) -> Sight:
-        """The same, and how it goes."""
+        """Return the fleet as this node sees it now, with failing addresses, plans and the use of drafts."""
         now = self._clock.monotonic()
-        # Where a node was that left or moved is no trouble any more.
+        # Addresses of nodes that left or moved do not count as failing any more.
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
         trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
@@ -245,34 +246,34 @@ class FleetNode:
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """What does not go as it should, though this node goes on."""
+        """Present problems of this node, in words for a person. The node runs on in spite of them."""
         return (*self.background.failing, *sorted(self._upkeep.troubles), *filter(None, (self._discovery.trouble,)), *self.troubles)
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
-        """Tell `listener` of the fleet's news from now on. It must not wait."""
+        """Call `listener` with all news of the fleet from now on. It must not wait."""
         self._listeners.append(listener)
 
     def show_drafts(self, use: Callable[[], tuple[DraftUse, ...]]) -> None:
-        """Have `sight` say from now on what becomes of drafts here."""
+        """Set the function from which `sight` takes the use of drafts on this node."""
         self._draft_use = use
 
     def look_again(self) -> None:
-        """The portrait has changed: announce it now rather than at the next look."""
+        """Announce a changed portrait now rather than at the next look."""
         self._upkeep.look_again()
 
     def member(self, node_id: NodeId) -> Member | None:
-        """What a node's certificate says, this node's included; None where it is not known.
+        """Return the member with a node's certificate, also for this node; None if the certificate is not known.
 
         Raises:
-            NotTrusted: it has expired.
+            NotTrusted: the certificate has expired.
         """
         return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
 
     def tensor_addresses_of(self, node_id: NodeId, port: int) -> tuple[str, ...]:
-        """Return where a node's tensor streams are: on the hosts of its card, whatever hosts a caller names. Loopback is dialled on loopback only.
+        """Return the addresses of a node's tensor streams. Hosts come only from its card. Loopback is dialled only by a node that is on loopback itself.
 
         Args:
-            port: as the node, or a caller, says; this node's own port is known.
+            port: the port that the node or a caller named. It is ignored for this node, which knows its own.
 
         Raises:
             NodeUnreachable: the node is not in view.
@@ -290,18 +291,18 @@ class FleetNode:
 
     @property
     def wrong(self) -> Collection[NodeId]:
-        """Nodes whose work was recomputed of late and came out otherwise."""
+        """Nodes with work that gave another result when it was computed again within the last `WRONG_S`."""
         return self._wrong.now(self._clock.monotonic()).keys()
 
     def found_wrong(self, node_id: NodeId, why: str) -> None:
-        """Leave a node out of all that it computes for this one, for `WRONG_S`. On the event loop."""
+        """Give a node no work that decides answers of this node, for `WRONG_S` seconds. Call it on the event loop."""
         logger.error("%s: it computes nothing for this machine for %.0f minutes", why, WRONG_S / 60)
         self._wrong.add(node_id, self._clock.monotonic() + WRONG_S, why)
         asyncio.get_running_loop().call_later(WRONG_S + 0.1, self._look_again, node_id)
         self._look_again(node_id)
 
     def _look_again(self, node_id: NodeId) -> None:
-        """Have what takes nodes from `eligible` look at one again."""
+        """Tell all listeners that a node changed, so that they ask `eligible` again."""
         if (live := self.view().get(node_id)) is not None:
             for listener in self._listeners:
                 listener(Changed(live.card))
@@ -309,15 +310,15 @@ class FleetNode:
     def channel(
         self, node_id: NodeId, addresses: Sequence[str], use: Use, purpose: Purpose = Purpose.STREAM, trust: TrustPolicy | None = None
     ) -> grpc.aio.Channel:
-        """For streams with a node, over the address that serves best.
+        """Return a channel to a node, over the best of its addresses.
 
         Args:
-            use: what the node is called for.
-            trust: in place of this node's own.
+            use: the use that the node is called for.
+            trust: a policy in place of this node's own.
 
         Raises:
-            NotTrusted: it may not be put to that use, was revoked, or its certificate has expired.
-            FleetError: its certificate is not known.
+            NotTrusted: the node may not be put to that use, was revoked, or its certificate has expired.
+            FleetError: the node's certificate is not known.
         """
         if node_id == self.node_id:
             member = self.identity.member
@@ -329,11 +330,11 @@ class FleetNode:
     # --------------------------------------------------------------------------------------------------------------- for gossip
 
     def card(self) -> NodeCard:
-        """What this node says of itself now."""
+        """Return this node's present card, without version and times."""
         return self._portrait.card(self.addresses, self._links.links)
 
     def news(self, effect: Effect) -> None:
-        """Act on what happened, and pass it on."""
+        """Log an effect of gossip, close connections that it ends, and pass it to the listeners."""
         log_news(effect)
         match effect:
             case Restarted(card):
@@ -341,7 +342,7 @@ class FleetNode:
             case Left(node_id):
                 self.pool.drop(node_id)
             case Expired():
-                pass  # its news are late, and calls that it answers go on: those of a machine that is gone end by their own silence
+                pass  # only its gossip may be late, so its calls go on; those of a machine that is gone end by their keepalive
             case Revoked(node_id, not_after):
                 self._guard.revoked(node_id, not_after)
                 if self._tensors is not None:
@@ -359,11 +360,11 @@ class FleetNode:
     # ------------------------------------------------------------------------------------------------------------------ inside
 
     def _issuer(self) -> Issuer | None:
-        """The CA at work, where it is on this machine."""
+        """Return the issuer if the CA is on this machine, else None."""
         return Issuer(self._folder.served_authority(self.identity.root), self._folder, self._clock) if self._folder.has_authority else None
 
     def _at_issuer(self, node_id: NodeId) -> grpc.aio.Channel:
-        """To the node with the CA, by the channel of exchanges: what renews trust does not wait for it."""
+        """Return a channel to the node with the CA. It is a channel of exchanges, which works even if the known revocations are too old."""
         live = self.view().get(node_id)
         if live is None:
             raise FleetError(f"{node_id}, which has the fleet's CA, is not here")
@@ -371,7 +372,7 @@ class FleetNode:
 
     @property
     def _anew(self) -> str:
-        """What a revoked machine's owner can do."""
+        """Hint for the owner of a revoked machine: how to join again."""
         if self._folder.has_authority:
             return (
                 "It holds the fleet's CA, whose only key may be here: first paceline ca export FILE, and paceline ca import FILE on another "
@@ -380,7 +381,7 @@ class FleetNode:
         return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
 
     def _refused(self, failed: grpc.aio.AioRpcError) -> None:
-        """Hear from a node that refused this one that it was revoked."""
+        """Take the revocation of this node that came with a refusal, if there is one."""
         told, own = revocation_told(failed, self.identity.root), (self.node_id, self.identity.member.issued_at)
         if told is not None and not self.gossip.voids(*own):
             self.gossip.learn((told,))

@@ -1,4 +1,4 @@
-"""Finds out which nodes in view still answer, when a person asks.
+"""The check of which nodes in view still answer, made when a person asks.
 
 Gossip alone notices a dead node late: its card lives until its TTL ends. A process that was killed leaves ports that refuse connections, which is proof
 enough to drop its card. A process that was stopped, or a machine without power, only stays silent: it is reported, and its card stays until it expires.
@@ -24,20 +24,20 @@ from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 
 ANSWERS_S = 1.2
-"""How long an address has to answer. Raising it: `paceline status` takes longer where a machine is silent; lowering it: a busy node counts as silent."""
+"""Seconds in which an address must answer. Raising it: `paceline status` takes longer where a machine is silent; lowering it: a busy node counts as silent."""
 
 AGAIN_S = 1.0
-"""Between two looks. Raising it: `paceline status --watch` shows a loss later; lowering it: nodes answer more calls."""
+"""Seconds between two looks. Raising it: `paceline status --watch` shows a loss later; lowering it: nodes answer more calls."""
 
 _SILENCE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 """Statuses of a call that no node answered. With any other status, even a refusal, a live node answered."""
 
 
 class Presence:
-    """Asks the nodes in view for a sign of life.
+    """The check that the nodes in view still answer.
 
     Args:
-        gone: called with a node whose ports refuse connections.
+        gone: called with the id of a node that is proved gone, because its ports refuse connections.
     """
 
     def __init__(self, pool: ChannelPool, opener: MemberOpener, book: AddressBook, clock: Clock, gone: Callable[[NodeId], None]) -> None:

@@ -1,6 +1,6 @@
-"""What stands between this machine and a node: which of its ports answer, over which network card, and how far its clock is off. For `paceline doctor`.
+"""Checks of the way to a node for `paceline doctor`: which of its ports answer, from which address of this machine, and how far its clock is off.
 
-Law: a look at an address ends within its bound and raises nothing: what went wrong is what was looked for.
+Law: a check of an address ends within its bound and raises nothing, because the failure is its result.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 
 LOOK_S: Final = 5.0
-"""A call to an address, and a look at why it failed, may take so long each."""
+"""Timeout in seconds of a call to an address, and of the search for the reason if it fails. Raising it: `paceline doctor` takes longer on silent addresses."""
 _CLOCK_ALERTS: Final = ("CERTIFICATE_EXPIRED", "CERTIFICATE_NOT_YET_VALID")
 _NOT_YET_VALID, _EXPIRED = 9, 10
-"""OpenSSL's numbers of what is wrong with a certificate."""
+"""Verification codes of OpenSSL for a certificate outside of its time."""
 
 
 class Barrier(StrEnum):
-    """Why a port does not answer as a node of this fleet."""
+    """The reason why a port does not answer as a node of this fleet."""
 
     NAME = "name"
-    """No such host."""
+    """The host name is not known."""
     NO_ROUTE = "no route"
     REFUSED = "refused"
-    """Nothing listens there, or a firewall says so."""
+    """Nothing listens there, or a firewall refuses the connection."""
     SILENT = "silent"
     """Nothing came back."""
     HUNG = "hung"
-    """The system there takes the connection, and the process behind it says nothing: it is stopped, or it is no node."""
+    """The system there accepts the connection, but the process sends nothing: it is stopped, or it is not a node."""
     STRANGER = "stranger"
-    """Something else than a node of this fleet listens."""
+    """Something other than a node of this fleet listens there."""
     CLOCK = "clock"
     """A certificate is outside of its time."""
     VERSION = "version"
     """A node of this fleet that speaks another protocol version."""
     FAILED = "failed"
-    """It is one, and refuses."""
+    """A node of this fleet that refuses, or any other failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a node is set up beyond what its card says."""
+    """Facts about the setup of a node that its card does not hold."""
 
     clock_ahead_s: float
-    """Of this machine's clock, to half a round trip."""
+    """Seconds by which the node's clock is ahead of this machine's, to within half a round trip."""
     tensor_port: int
     arithmetic: int
     python: str
@@ -76,21 +76,21 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What came of calling an address."""
+    """The result of a call to an address."""
 
     address: str
     from_host: str
-    """This machine's address, by which the system goes there; empty: it knows no way."""
+    """This machine's IP address on the route to there; empty if the system has no route."""
     barrier: Barrier | None = None
     why: str = ""
     member: Member | None = None
-    """Who answered."""
+    """Node that answered; None if the call failed."""
     card: NodeCard | None = None
     setting: Setting | None = None
 
 
 def own_facts(clock: Clock, tensor_port: int) -> wire.NodeFacts:
-    """What this node tells of itself."""
+    """Return this node's facts for the answer to GetNodeCapability."""
     try:
         numba = version("numba")
     except PackageNotFoundError:
@@ -100,7 +100,7 @@ def own_facts(clock: Clock, tensor_port: int) -> wire.NodeFacts:
 
 
 def source_host(address: str) -> str:
-    """This machine's address, by which the system would go to another; empty: it knows no way. Sends nothing."""
+    """Return this machine's IP address on the route to an address; empty if the system has no route. Nothing is sent."""
     host, _, port = address.rpartition(":")
     try:
         family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
@@ -112,13 +112,13 @@ def source_host(address: str) -> str:
 
 
 async def reach(address: str, identity: Identity, clock: Clock) -> Reach:
-    """Call the node at an address for its card and its setting; where none answers, find out why."""
+    """Ask the node at an address for its card and its setting. If no node answers, find out why."""
     from_host = await asyncio.to_thread(source_host, address)
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NODE_NAME)]
     channel = grpc.aio.secure_channel(address, channel_credentials(identity), options)
     try:
         call = CapabilityServiceStub(channel).GetNodeCapability
-        await call(wire.GetNodeCapabilityRequest(protocol=PROGRAM.own), timeout=LOOK_S)  # which dials: the clock is asked without that
+        await call(wire.GetNodeCapabilityRequest(protocol=PROGRAM.own), timeout=LOOK_S)  # dials, before the clock is measured
         began, at = time.perf_counter(), clock.wall()
         answer = await call(wire.GetNodeCapabilityRequest(), timeout=LOOK_S)
         middle = at + (time.perf_counter() - began) / 2
@@ -143,10 +143,10 @@ async def reach(address: str, identity: Identity, clock: Clock) -> Reach:
 
 
 def barrier_at(address: str, identity: Identity, member: Member | None) -> tuple[Barrier | None, str]:
-    """What keeps a connection from a port of the fleet, and in words. Blocks.
+    """Return the barrier that keeps a connection from a port of the fleet, and the reason in words; (None, "") if nothing does. Blocks.
 
     Args:
-        member: whose port of tensor streams it is; None: the gRPC port of any node.
+        member: the node, if the port is the one of its tensor streams; None: the gRPC port of any node.
     """
     host, _, port = address.rpartition(":")
     until = time.perf_counter() + LOOK_S
@@ -169,7 +169,7 @@ def barrier_at(address: str, identity: Identity, member: Member | None) -> tuple
             sock.settimeout(max(0.1, until - time.perf_counter()))
             with context.wrap_socket(sock, server_hostname=NODE_NAME if member is None else member.tls_name) as tls:
                 if member is None:
-                    tls.recv(1)  # gRPC speaks first; or it says what it thinks of this machine's certificate
+                    tls.recv(1)  # gRPC sends first; an alert about this machine's certificate comes here too
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in {_NOT_YET_VALID, _EXPIRED}:
             return Barrier.CLOCK, f"by this machine's clock its certificate does not hold: {error.verify_message}"

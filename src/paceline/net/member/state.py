@@ -1,7 +1,7 @@
-"""What a node's fleet life leaves on disk, beside its identity: the versions of its card it has used up, and that it runs and where. And what it sees of its
-fleet, which ControlService tells its own machine alone: the caller must have the node's own certificate.
+"""The files that a node keeps in addition to its identity, and ControlService, which shows the node's view of its fleet to its own machine. A caller of
+ControlService must have the node's own certificate.
 
-version        no card of this node has a higher one
+version        highest version that a card of this node has
 running.json   process id and port of the node that runs now
 """
 
@@ -44,34 +44,34 @@ from paceline.net.wire.control_pb2_grpc import ControlServiceServicer, ControlSe
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a node sees at one moment."""
+    """The fleet as a node sees it at one moment, and the state of the node itself."""
 
     view: FleetView
     failures: tuple[Failure, ...]
-    """Addresses that do not answer; their times are seconds before now, negative."""
+    """Addresses that do not answer. Their `since` is in seconds relative to now, so it is negative."""
     rounds: int
-    """Of exchanges, begun by this node."""
+    """Rounds of exchanges that this node began."""
     drafts: tuple[DraftUse, ...] = ()
-    """For the model that this node runs."""
+    """Use of drafts for the model that this node runs."""
     revocations_as_of: int = 0
-    """Unix seconds: revocations from before then are known here; 0 where that was not told."""
+    """Unix seconds up to which all revocations are known here; 0 if the node did not send it."""
     certificate_ends: int = 0
     plans: tuple[tuple[str, str], ...] = ()
-    """By model: what runs it, in words."""
+    """Pairs of a model and a description of the plan that runs it."""
     other_versions: tuple[OtherVersion, ...] = ()
-    """Nodes that speak another protocol version, met lately."""
+    """Nodes that were lately seen to speak another protocol version."""
 
 
 Look = Callable[[], Awaitable[Sight]]
 
 
 def fleet_id(identity: Identity) -> str:
-    """The same on every node of a fleet, and on no other's."""
+    """Return the id of a fleet: 16 hexadecimal digits, equal on all of its nodes and different from every other fleet's."""
     return identity.root.fingerprint.hex()[:16]
 
 
 class ControlServicer(ControlServiceServicer):
-    """Answers this machine's own commands."""
+    """The service for this machine's own commands."""
 
     def __init__(self, identity: Identity, guard: PeerGuard, look: Look) -> None:
         self._identity, self._guard, self._look = identity, guard, look
@@ -144,17 +144,17 @@ def sight_of(message: wire.GetFleetViewResponse) -> Sight:
 
 
 def control_channel(identity: Identity, address: str) -> grpc.aio.Channel:
-    """To the node of this identity, and to no other."""
+    """Return a channel to the node of this identity; no other node can answer on it."""
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.member.tls_name)]
     return grpc.aio.secure_channel(address, channel_credentials(identity), options)
 
 
 async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
-    """What a node sees, over a `control_channel`.
+    """Ask a node for its view of the fleet, over a `control_channel`.
 
     Raises:
         NodeUnreachable: no node of this identity runs there.
-        FleetError: it refuses.
+        FleetError: the node refuses.
     """
     try:
         message = await ControlServiceStub(channel).GetFleetView(wire.GetFleetViewRequest(), timeout=timeout_s)
@@ -176,11 +176,11 @@ class RunningNode:
 
     pid: int
     address: str
-    """host:port, for this machine itself."""
+    """host:port by which this machine reaches the node."""
 
 
 def read_version(folder: FleetFolder) -> int:
-    """The highest version used; 0 where none was, or it is not known."""
+    """Return the highest version used; 0 if none was, or the file can't be read."""
     try:
         return int((folder.root / "version").read_bytes())
     except (OSError, ValueError):
@@ -188,15 +188,19 @@ def read_version(folder: FleetFolder) -> int:
 
 
 def keep_version(folder: FleetFolder, version: int) -> None:
-    """Before a card of this version is announced. Blocks."""
+    """Write a version to disk, before a card of this version is announced. Blocks.
+
+    Raises:
+        MembershipError: the folder can't be written.
+    """
     folder.write_secret(folder.root / "version", str(version).encode())
 
 
 def claim_running(folder: FleetFolder) -> IO[bytes]:
-    """Be the process that runs this identity, until the file that is returned is closed.
+    """Become the process that runs this identity, until the returned file is closed.
 
     Raises:
-        MembershipError: another process is, or the folder can't be written.
+        MembershipError: another process runs it, or the folder can't be written.
     """
     lock = folder.hold(folder.root / ".running")
     if lock is None:
@@ -210,42 +214,42 @@ def claim_running(folder: FleetFolder) -> IO[bytes]:
 
 
 class Claim:
-    """What a node takes before a model is loaded for it: that no other process runs this identity, its ports, and a folder that can be written.
+    """The resources that a node takes before a model is loaded for it: the lock on its identity, its ports, and a folder that can be written.
 
     Raises:
         MembershipError: this machine's node runs already, or its folder can't be written.
-        ConfigError: a port is taken, or the address not this machine's.
+        ConfigError: a port is taken, or the address does not belong to this machine.
     """
 
     def __init__(self, folder: FleetFolder, settings: FleetSettings) -> None:
         with contextlib.ExitStack() as taken:
             taken.enter_context(claim_running(folder))
             self.fleet = taken.enter_context(hold_port(settings.host, settings.port, "the fleet", "--fleet-port or --fleet-host"))
-            """For gRPC, which takes a port by its number: to be closed just before."""
+            """Socket that holds the fleet's port. It is closed just before gRPC opens the port, which takes only a number."""
             self.tensors = taken.enter_context(hold_port(settings.host, settings.tensor_port, "activations", TENSOR_OPTIONS))
             keep_version(folder, read_version(folder))
             self._taken = taken.pop_all()
 
     def close(self) -> None:
-        """Let go of all that is still held. Idempotent."""
+        """Release all that is still held. Idempotent."""
         self._taken.close()
 
 
 def keep_running(folder: FleetFolder, running: RunningNode) -> None:
-    """For `paceline status` and its like. Blocks."""
+    """Write to disk that this node runs and where, for commands such as `paceline status`. Blocks."""
     data = json.dumps({"pid": running.pid, "address": running.address}).encode()
     folder.write_secret(folder.root / "running.json", data)
 
 
 def forget_running(folder: FleetFolder) -> None:
-    """This process ends."""
+    """Remove the file of `keep_running` at the end of this process, if it is this process's own."""
     if (running := read_running(folder)) is not None and running.pid == os.getpid():
         with contextlib.suppress(OSError):  # nothing answers there any more, which is what counts
             (folder.root / "running.json").unlink(missing_ok=True)
 
 
 def read_running(folder: FleetFolder) -> RunningNode | None:
-    """What said last that it runs; whether it still does shows when it is called."""
+    """Return the node that last wrote that it runs; None if the file can't be read. Only a call shows if the node still runs."""
     try:
         value: Any = json.loads((folder.root / "running.json").read_bytes())
         return RunningNode(int(value["pid"]), str(value["address"]))
@@ -258,17 +262,17 @@ ASK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A fleet, as this machine's node sees it."""
+    """A fleet, and what this machine's node sees of it."""
 
     fleet_id: str
     sight: Sight
 
 
 async def look(folder: FleetFolder) -> Looked:
-    """Ask the node that runs on this machine.
+    """Ask the node that runs on this machine for its view of the fleet.
 
     Raises:
-        MembershipError: this machine is in no fleet, or its node does not run.
+        MembershipError: this machine is in no fleet, was revoked, or its node does not run.
     """
     identity = folder.identity()
     running = await asyncio.to_thread(read_running, folder)

@@ -1,9 +1,8 @@
-"""What a node notices beside gossip, and what it keeps: its addresses, its portrait, its join port, whom a next run calls; and its trust: the age of
-what it knows of revocations, the CA's word on that, and its certificate, which it renews.
+"""The regular work of a node next to gossip. `Upkeep` watches its addresses and its portrait, keeps the join port, and writes to disk what the next run
+needs. `TrustKeeper` watches the age of the known revocations, signs them as complete on the CA's node, and renews the node's certificate.
 
-Law: a step that fails is a person's to mend. It is told once and tried again, and the others go on. What gossip learns goes to disk in
-threads, one write at a time. The fleet works without the CA's node: what grows old is shown and warned of; only where a person asked for it are others
-refused by it.
+Law: a step that fails is logged once and tried again, and the other steps go on. Writes to disk run in threads, one at a time. The fleet works without
+the CA's node: a person gets a warning when revocations or certificates grow old. Other nodes are refused for it only if a person configured that.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ from paceline.net.trust.seals import open_kept_list
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often a node looks whether its addresses or its folder have changed."""
+"""Seconds between two looks at the node's addresses and its folder. Raising it: changes are noticed later; lowering it: more reads of the disk."""
 PORTRAIT_S = 60.0
-"""How often it measures itself anew. Raising it: free memory and new models are known later."""
+"""Seconds between two measurements of this machine for its card. Raising it: other nodes learn of free memory and new models later."""
 MOST_ADDRESSES = 16
-"""Machines with containers have dozens of interfaces; a card lists so many."""
+"""Maximum number of addresses in a card, because machines with containers have dozens of interfaces. Raising it: peers try more dead addresses."""
 
 
 class OwnPortrait(Protocol):
-    """What a machine says of itself, measured."""
+    """The measurements of a machine, from which its card is made."""
 
     def look(self) -> bool:
-        """Measure. Blocks: it is called in a thread. True where the card changed."""
+        """Measure the machine, and return True if its card changed. Blocks, so it is called in a thread."""
         ...
 
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
-        """As of the last look, at once."""
+        """Return the card as of the last look, without blocking."""
         ...
 
 
 class Upkeep:
-    """Of one node: `begin` once it listens, `start` once it gossips.
+    """The upkeep of one node. Call `begin` once the node listens, and `start` once it gossips.
 
     Args:
-        host: the address it listens at; empty: all of this machine's.
-        moved: told its addresses when they change.
-        look_at_trust: called as often as the rest (`TrustKeeper.look`).
+        host: address that the node listens on; empty: all addresses of this machine.
+        moved: called with the node's addresses when they change.
+        look_at_trust: called at each look (`TrustKeeper.look`).
     """
 
     def __init__(
@@ -79,19 +78,19 @@ class Upkeep:
         self._refusals, self._clock, self._background, self._moved = refusals, clock, background, moved
         self._look_at_trust = look_at_trust
         self.addresses: tuple[str, ...] = ()
-        """Where this node can be reached."""
+        """Addresses (host:port) at which this node can be reached."""
         self._port = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._joining = False
-        """The join port is open, or waited for: the CA is on this machine."""
+        """True once this node keeps the join port, because the CA is on this machine."""
         self._news = asyncio.Event()
         self._kept: tuple[object, ...] = ()
         self._looked = float("-inf")
         self.troubles: set[str] = set()
-        """What could not be done at the last look."""
+        """Messages of the steps that failed at the last look."""
 
     async def begin(self, port: int) -> None:
-        """Find the addresses at which `port` can be reached, and measure."""
+        """Find the addresses at which `port` can be reached, and measure the machine."""
         self._port = port
         self._look_at_addresses()
         await self._look_at_portrait()
@@ -100,7 +99,7 @@ class Upkeep:
         self._spawn(self._watch, "fleet-watch")
 
     def look_again(self) -> None:
-        """Now rather than in a second."""
+        """Make the next look happen now rather than within `LOOK_S`."""
         self._news.set()
 
     async def close(self) -> None:
@@ -108,7 +107,7 @@ class Upkeep:
         await end_tasks(*self._tasks)
 
     async def keep(self) -> None:
-        """Write what a next run needs: whom to call, and who is revoked.
+        """Write to disk what the next run needs: addresses of members, and revocations.
 
         Raises:
             MembershipError: the folder can't be written.
@@ -118,7 +117,7 @@ class Upkeep:
         revocations = tuple(sealed.sealed for sealed in self._gossip.revocations)
         if (members, revocations) == self._kept:
             return
-        # Members that are all gone may be back: an address book is never emptied.
+        # Without any member in view the old addresses stay, because those members may come back.
         if members:
             await asyncio.to_thread(self._folder.keep_peers, members)
         await asyncio.to_thread(self._folder.keep_revocations, revocations)
@@ -139,7 +138,7 @@ class Upkeep:
             self.troubles = troubles
 
     async def _keep_join_port(self) -> None:
-        """From when the CA is on this machine."""
+        """Start to keep the join port once the CA is on this machine."""
         if self._joining or not self._folder.has_authority:
             return
         self._joining = True
@@ -177,23 +176,23 @@ class Upkeep:
 
 
 SIGN_EVERY_S = 3600.0
-"""How often the CA says that the revocations are all. Raising it: what others show as their age is coarser."""
+"""Seconds between two signatures of the CA on the complete revocations. Raising it: other nodes show their age less exactly."""
 OLD_S = 30 * 86400.0
-"""An age of which a person is warned."""
+"""Age in seconds of the known revocations above which a person is warned. Raising it: an absent CA is noticed later."""
 FIRST_NEWS_S = 60.0
-"""After a start, until it is said that none came."""
+"""Seconds after a start before that warning, so that gossip can bring newer ones. Raising it: the warning comes later."""
 TRY_EVERY_S = 600.0
-"""Between attempts to renew."""
+"""Seconds between two attempts to renew the certificate. Raising it: a renewal that failed is made up for later."""
 ENDS_SOON_S = 60 * 86400.0
 
 
 class TrustKeeper:
-    """Of one node.
+    """The keeper of one node's revocations and certificate.
 
     Args:
-        issuer: the CA at work, where it is on this machine.
-        reach: calls the node with the CA; raises FleetError where it can't be called.
-        max_age_s: refuse others where what is known of revocations is older; None: never.
+        issuer: returns the issuer if the CA is on this machine, else None.
+        reach: returns a channel to the node with the CA; raises FleetError if it can't be called.
+        max_age_s: age of the known revocations in seconds above which other nodes are refused; None: never.
     """
 
     def __init__(
@@ -211,24 +210,24 @@ class TrustKeeper:
         self._began, self._tried = clock.monotonic(), float("-inf")
         self._kept = folder.sealed_list()
         self._to_keep = False
-        """The certificate was renewed, and is not on disk yet."""
+        """True while a renewed certificate is not on disk yet."""
         self._has_signed = False
-        """Once, though another node's word is new: this one has the CA now, too."""
+        """True once this node has signed a list in this run. It does so even if another node's list is recent, so that members learn that the CA is here too."""
         self._warned: set[str] = set()
         if (kept := open_kept_list(self._kept, identity.root, clock.wall())) is not None:
             gossip.complete(kept)
 
     @property
     def revocations_as_of(self) -> int:
-        """Unix seconds: all revocations from before then are known. Those who join are told them, so it is not before that."""
+        """Unix seconds up to which all revocations are known. It is never before this node's certificate, because a join brings all revocations."""
         said = self._gossip.revocation_list
         return max(said.said.signed_at if said is not None else 0, self._identity.member.issued_at)
 
     def check_age(self) -> None:
-        """That what is known of revocations is new enough to trust others by.
+        """Check that the known revocations are recent enough to trust other nodes.
 
         Raises:
-            NotTrusted: it is older than a person said.
+            NotTrusted: they are older than the configured age.
         """
         age_s = self._clock.wall() - self.revocations_as_of
         if self._max_age_s is not None and age_s > self._max_age_s:
@@ -240,10 +239,10 @@ class TrustKeeper:
             )
 
     async def look(self) -> None:
-        """Sign, keep, warn and renew what is due.
+        """Sign the list of revocations, write it to disk, warn, and renew the certificate, each if it is due.
 
         Raises:
-            UserError: something can't be written here.
+            UserError: a file of this node can't be written.
         """
         issuer, now = self._issuer(), self._clock.wall()
         if issuer is not None:
@@ -262,7 +261,7 @@ class TrustKeeper:
         left_s = self._identity.member.expires_at - now
         if renewal_is_due(self._identity.member, now) and self._clock.monotonic() - self._tried >= TRY_EVERY_S:
             await self._renew(issuer, left_s)
-        if self._to_keep:  # until it is there: without it a restart would show the one before
+        if self._to_keep:  # tried until it succeeds: a restart would show the old certificate
             await asyncio.to_thread(self._folder.write_secret, self._folder.identity_file, self._identity.to_pem())
             self._to_keep = False
 
@@ -300,7 +299,7 @@ class TrustKeeper:
         return await ask_to_renew(channel, self._identity, said.said.issuer)
 
     def _warn(self, text: str) -> None:
-        """Once a process: what is said changes with each day."""
+        """Log a warning once per process and kind. The kind leaves out the text that changes from day to day."""
         kind = text.partition(" for ")[0].partition(" ends ")[0]
         if kind not in self._warned:
             self._warned.add(kind)

@@ -1,6 +1,6 @@
-"""The bytes of a tensor stream. A frame is its kind (1 byte), the length of its body (4 bytes, as all numbers the first byte first), its body.
+"""The bytes of a tensor stream. A frame is its kind (1 byte), the length of its body (4 bytes, big-endian like all numbers), and its body.
 
-    who        kind     body
+    from       kind     body
     sender     HELLO    magic, ticket (32 bytes)
     receiver   WELCOME
     sender     TENSOR   seq u32, header length u32, bytes of the whole tensor u64, dtype u8, dimensions u8, each u32, header, first data
@@ -9,8 +9,8 @@
 
 Header and data of a TENSOR, or the data of a CHUNK, are at most 1 MiB.
 
-What may follow what on a tensor stream, as a table that both ends keep. What is illegal raises and changes nothing. How much is on its way
-TCP bounds, and how long it may take the deadlines of `pipe` (docs/internals/adr/0013).
+Both ends follow a table of the frames that may come in each state of a stream. A frame that may not come raises an error and changes nothing. TCP bounds
+the bytes in flight, and the deadlines of `pipe` bound the time (docs/internals/adr/0013).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, Ten
 from paceline.core.text import printable
 
 TICKET_BYTES = 32
-"""Drawn by who expects a stream, shown by who opens it."""
+"""Size of a ticket. The node that expects a stream draws it at random, and the node that opens the stream shows it."""
 MAGIC = b"PLTS"
-"""A hello begins with it. It has no version: tickets are exchanged by RPCs, between nodes of one protocol version alone."""
+"""First bytes of a hello. They hold no version, because only nodes of one protocol version exchange tickets, by RPC."""
 MAX_CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 512 << 10
 MAX_TENSOR_BYTES = 64 << 20
@@ -52,7 +52,7 @@ class FrameKind(IntEnum):
 
 
 class CloseCode(IntEnum):
-    """Why a stream ends."""
+    """The reason for the end of a stream."""
 
     DONE = 0
     REFUSED = 1
@@ -68,11 +68,11 @@ LENGTHS: dict[int, tuple[int, int]] = {
     FrameKind.CHUNK: (SEQ.size + 1, SEQ.size + MAX_CHUNK_BYTES),
     FrameKind.CLOSE: (1, 1 + MAX_MESSAGE_BYTES),
 }
-"""The shortest and the longest body of each kind."""
+"""Bytes of the shortest and the longest body of each kind."""
 
 BF16, FP16, FP32 = 1, 2, 3
 DTYPES: dict[int, np.dtype[np.generic]] = {BF16: np.dtype(np.uint16), FP16: np.dtype(np.float16), FP32: np.dtype(np.float32)}
-"""What an array of a code holds. numpy has no bf16: its bits are uint16."""
+"""numpy dtype for each dtype code. numpy has no bf16, so its bits are held as uint16."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _ERRORS: dict[int, type[TensorStreamError]] = {
@@ -90,19 +90,19 @@ WELCOME = HEAD.pack(FrameKind.WELCOME, 0)
 
 
 def tensor_start(seq: int, header_bytes: int, total: int, dtype: int, shape: Sequence[int], n_data: int) -> bytes:
-    """What comes before a TENSOR's header and its first `n_data` bytes of data."""
+    """Return the bytes of a TENSOR frame before its header and its first `n_data` bytes of data."""
     n = len(shape)
     body = TENSOR.size + 4 * n + header_bytes + n_data
     return _TENSOR_START[n].pack(FrameKind.TENSOR, body, seq, header_bytes, total, dtype, n, *shape)
 
 
 def chunk_start(seq: int, n_data: int) -> bytes:
-    """What comes before a CHUNK's data."""
+    """Return the bytes of a CHUNK frame before its `n_data` bytes of data."""
     return _CHUNK_START.pack(FrameKind.CHUNK, SEQ.size + n_data, seq)
 
 
 def starts(header: bytes, total: int, dtype: int, shape: Sequence[int]) -> Iterator[tuple[bytes, int]]:
-    """What comes before each part of a tensor's data, with 0 for its sequence number, and how much data that is."""
+    """Yield, for each frame of a tensor, the bytes before its data (with sequence number 0) and the number of data bytes."""
     n = min(total, MAX_CHUNK_BYTES - len(header))
     yield tensor_start(0, len(header), total, dtype, shape, n) + header, n
     for at in range(n, total, MAX_CHUNK_BYTES):
@@ -116,7 +116,7 @@ def close(code: int, message: str) -> bytes:
 
 
 def code_of(error: TensorStreamError) -> CloseCode:
-    """How the other side is told of an error."""
+    """Return the code by which a CLOSE reports an error to the other side."""
     for code, kind in _ERRORS.items():
         if isinstance(error, kind):
             return CloseCode(code)
@@ -124,7 +124,7 @@ def code_of(error: TensorStreamError) -> CloseCode:
 
 
 def error_of(code: int, message: str, who: str) -> TensorStreamError:
-    """What a CLOSE of the other side means here."""
+    """Return the error for a CLOSE that the other side sent."""
     said = printable(message)
     return _ERRORS.get(code, StreamClosed)(f"{who} ended the tensor stream" + (f": {said}" if said else ""))
 
@@ -135,7 +135,7 @@ SEQ_MASK = 0xFFFFFFFF
 class State(Enum):
     FRESH = auto()
     GREETED = auto()
-    """The hello is said, not yet answered."""
+    """The hello was sent and not yet answered."""
     BETWEEN = auto()
     """No tensor is under way."""
     INSIDE = auto()
@@ -147,7 +147,7 @@ class Event(Enum):
     HELLO = auto()
     WELCOME = auto()
     WHOLE = auto()
-    """A tensor in one chunk."""
+    """A tensor that fits into one frame."""
     FIRST = auto()
     NEXT = auto()
     LAST = auto()
@@ -169,10 +169,10 @@ TABLE: dict[tuple[State, Event], State] = {
 
 
 class Conversation:
-    """One stream's state, as this end knows it.
+    """The state of one stream, as this end knows it.
 
     Args:
-        first_seq: of the first chunk.
+        first_seq: sequence number of the first chunk.
     """
 
     __slots__ = ("next_seq", "remaining", "state")
@@ -185,27 +185,27 @@ class Conversation:
 
     @property
     def between(self) -> bool:
-        """No tensor is under way."""
+        """True if no tensor is under way."""
         return self.state is State.BETWEEN
 
     @property
     def over(self) -> bool:
-        """A CLOSE has passed."""
+        """True if a CLOSE has passed."""
         return self.state is State.CLOSED
 
     def on(self, event: Event) -> None:
-        """Hello, welcome, close.
+        """Record a hello, a welcome or a close.
 
         Raises:
-            StreamCorrupt: not now.
+            StreamCorrupt: it may not come in this state.
         """
         self.state = self._after(event)
 
     def tensor(self, seq: int, total: int, n_data: int) -> None:
-        """A tensor's first chunk, which has `n_data` of its `total` bytes.
+        """Record the first chunk of a tensor, with `n_data` of its `total` bytes.
 
         Raises:
-            StreamCorrupt: not now, a gap, or more than the tensor has.
+            StreamCorrupt: it may not come in this state, a chunk is missing, or it has more data than the tensor.
         """
         if n_data > total or (not n_data and total):
             raise StreamCorrupt(f"A tensor of {total} bytes begins with {n_data}")
@@ -214,10 +214,10 @@ class Conversation:
         self.state, self.remaining = state, total - n_data
 
     def chunk(self, seq: int, n_data: int) -> None:
-        """One of its other chunks.
+        """Record a further chunk of the tensor under way, with `n_data` bytes.
 
         Raises:
-            StreamCorrupt: not now, a gap, or more than the tensor has.
+            StreamCorrupt: it may not come in this state, a chunk is missing, or it has more data than the tensor lacks.
         """
         remaining = self.remaining - n_data
         state = self._after(Event.LAST if not remaining else Event.NEXT)

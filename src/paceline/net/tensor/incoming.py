@@ -1,6 +1,6 @@
-"""Bytes in, events out: what one end of a tensor stream reads. Pure; the socket's owner reads into `space` and says how much came.
+"""The reading side of one end of a tensor stream: bytes in, events out. Pure; the owner of the socket reads into `space` and calls `filled`.
 
-Small frames are read past their ends into a buffer, so that a message costs one read. Data of a large chunk is read to where it belongs.
+Reads of small frames go on past their ends into a buffer, so that a message costs one read. Data of a large chunk is read directly to its place.
 Lengths are checked before anything is allocated for them.
 """
 
@@ -39,7 +39,7 @@ Array = npt.NDArray[np.generic]
 class TensorMessage(NamedTuple):
     header: bytes
     array: Array
-    """Good until the next message begins."""
+    """The tensor. Its memory is used again when the next message begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The hello was taken."""
+    """The answer that the hello was accepted."""
 
 
 Happened = TensorMessage | Hello | Welcome | Closed
@@ -66,12 +66,12 @@ BUFFER_BYTES = 64 << 10
 
 
 class IncomingBytes:
-    """What arrives at one end.
+    """The reader of the bytes that arrive at one end.
 
     Args:
-        conversation: kept in step; shared with what this end sends.
-        takes: kinds that the other end may send.
-        buffer_bytes: read ahead at most; at least the longest small frame.
+        conversation: state of the stream, which is shared with the sending side and updated here.
+        takes: kinds of frame that the other end may send.
+        buffer_bytes: maximum number of bytes read ahead; at least the longest small frame.
     """
 
     def __init__(self, conversation: Conversation, takes: Collection[int], buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -79,7 +79,7 @@ class IncomingBytes:
         self._takes = frozenset(int(kind) for kind in takes)
         self._buffer = memoryview(bytearray(buffer_bytes))
         self._start = self._end = 0
-        # What is to be filled before the next frame: a header, data.
+        # The memory (of a header, of data) to fill before the next frame begins.
         self._parts: list[memoryview] = []
         self._direct = False
         self._header = bytearray()
@@ -91,16 +91,16 @@ class IncomingBytes:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of the tensor that is coming; 0 where none has begun to."""
+        """Size of the tensor that is arriving; 0 if none is."""
         return self._array.nbytes if self._parts or self._conversation.state is State.INSIDE else 0
 
     @property
     def empty(self) -> bool:
-        """Nothing has come that was not told of."""
+        """True if all bytes that came were returned as events."""
         return self._start == self._end and not self._parts
 
     def space(self) -> memoryview:
-        """Where the next bytes belong. Never empty."""
+        """Return the memory to read the next bytes into. It is never empty."""
         if self._start == self._end:
             self._start = self._end = 0
             if self._parts and len(self._parts[0]) >= len(self._buffer) // 2:
@@ -114,22 +114,22 @@ class IncomingBytes:
         return self._buffer[self._end :]
 
     def filled(self, n: int) -> None:
-        """`n` bytes were put there."""
+        """Record that `n` bytes were read into the last `space`."""
         if self._direct:
             self._parts[0] = self._parts[0][n:]
         else:
             self._end += n
 
     def next(self) -> Happened | None:
-        """What has come; None: more bytes are needed.
+        """Return the next event; None: more bytes are needed.
 
         Raises:
-            StreamCorrupt: bytes that are no frame, or one that may not come now.
-            TensorTooLarge: a tensor beyond the bound.
+            StreamCorrupt: the bytes are not a frame, or the frame may not come in this state.
+            TensorTooLarge: a tensor is larger than the bound.
         """
         while True:
             if not self._parts:
-                # A frame that was not whole leaves nothing but its bytes; one that began a chunk leaves its parts.
+                # An incomplete frame leaves only its bytes in the buffer; a frame that begins a chunk leaves parts to fill.
                 event = self._frame()
                 if event is not None or not self._parts:
                     return event
@@ -147,7 +147,7 @@ class IncomingBytes:
                 return TensorMessage(bytes(self._header), self._array)
 
     def _frame(self) -> Happened | None:
-        """The next frame: an event of its own, or the parts that it begins are noted."""
+        """Take the next frame. Return its event; None if the frame is incomplete, or its data is still to be read into `_parts`."""
         buffer, at, have = self._buffer, self._start, self._end - self._start
         if have < HEAD.size:
             return None
@@ -190,7 +190,7 @@ class IncomingBytes:
         return Closed(body[0], body[1:].decode(errors="replace"))
 
     def _tensor(self, at: int, have: int, length: int) -> TensorMessage | None:
-        """A tensor begins, once enough of its frame is here."""
+        """Begin a tensor once enough of its frame has come. Return the message if all of it is in the buffer, else None."""
         if have < TENSOR.size:
             return None
         seq, n_header, total, dtype_code, n_dimensions = TENSOR.unpack_from(self._buffer, at)
@@ -213,7 +213,7 @@ class IncomingBytes:
         if (dtype_code, shape) != self._form:
             self._make_room(dtype_code, shape, total)
         if total == n_data and at + n_header + total <= self._end:
-            # All of it is here, as nearly always when a tensor is small.
+            # A small tensor is nearly always in the buffer as a whole.
             self._start = at + n_header + total
             self._data[:total] = self._buffer[self._start - total : self._start]
             return TensorMessage(bytes(self._buffer[at : at + n_header]), self._array)
@@ -225,7 +225,7 @@ class IncomingBytes:
         return None
 
     def _make_room(self, dtype_code: int, shape: tuple[int, ...], total: int) -> None:
-        """The array that this tensor goes to. Most are like the one before, and need no other."""
+        """Make the array for a tensor of another shape or dtype than the one before. The memory grows only for a larger tensor."""
         if total > len(self._store):
             self._store = np.empty(total, np.uint8)
         self._form = dtype_code, shape

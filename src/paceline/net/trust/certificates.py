@@ -1,13 +1,13 @@
-"""What a certificate of the fleet says, and whether it may be believed.
+"""The certificates of a fleet: their contents, their checks, and the requests for them.
 
-A node has one key (P-256: gRPC's TLS takes no Ed25519) and one certificate, named by its id: as common name and as `paceline://node/<id>`.
-No certificate names an address, because machines change theirs. A caller who knows which certificate it wants to meet asks TLS for
-`<serial>.node.paceline.internal`, which exactly one certificate of the fleet carries. Certificates are backdated a day, so that a clock
-that is slow can still join; when one was issued is its start plus that day. How far a node is trusted is its organizational unit.
+A node has one key (P-256, because gRPC's TLS does not support Ed25519) and one certificate. The certificate carries the node's id as common name and as
+`paceline://node/<id>`. It names no address, because machines change theirs. A caller that expects a certain certificate asks TLS for
+`<serial>.node.paceline.internal`, a name that only this certificate carries. Certificates are backdated by a day, so that a machine with a slow clock
+can still join. The time of issue is therefore the start plus that day. The organizational unit holds the trust.
 
-What a node is called and where it is, as text: host:port is all that a card or a token says of the latter.
+Node ids and addresses are checked here too. An address in a card or a token is always host:port.
 
-Certificate requests: a node asks for a certificate by its name, with a key that it proves to hold.
+A node requests a certificate for its id, with a key that it proves to hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def is_node_id(text: str) -> bool:
-    """Whether `text` may name a node: a host's name in lower case, at most 63 characters, so that it is safe in a log, a file and a certificate."""
+    """Return True if `text` is a valid node id: a lower-case host name of at most 63 characters, safe in a log, a file name and a certificate."""
     return NODE_ID.fullmatch(text) is not None
 
 
@@ -42,25 +42,25 @@ _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is name:port, IPv4:port or [IPv6]:port."""
+    """Return True if `text` is name:port, IPv4:port or [IPv6]:port."""
     match = _ADDRESS.fullmatch(text) if len(text) <= MAX_ADDRESS else None
     return match is not None and int(match[1]) <= 65535
 
 
 def join_host(host: str, port: int) -> str:
-    """An address of a host's name or number."""
+    """Return host:port for a host name or an IP address, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 BACKDATED = timedelta(hours=24)
 JOIN_NAME = "join.paceline.internal"
-"""What the join port is called in TLS. It shows a certificate of its own, which the CA signed; the token pins the CA's key."""
+"""TLS name of the join port. The port shows a certificate for this name alone, signed by the CA; the token pins the CA's key."""
 NODE_NAME = "node.paceline.internal"
-"""What every node may be called in TLS."""
+"""TLS name that the certificate of every node carries."""
 MAX_CERTIFICATE_BYTES = 4096
 URI_PREFIX = "paceline://node/"
 FORMAT = "2"
-"""Of a fleet's files and signatures, in its CA's certificate: fleets of another format are told so, and not believed."""
+"""Format of a fleet's files and signatures, as the CA's certificate names it. A fleet of another format is refused with that reason."""
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -70,7 +70,7 @@ UNREADABLE = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""What `cryptography` raises on bytes that are not what they should be."""
+"""Exceptions that `cryptography` raises on invalid bytes."""
 
 
 def make_key() -> PrivateKey:
@@ -83,11 +83,11 @@ def key_pem(key: PrivateKey) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a certificate of the fleet says, once checked."""
+    """The contents of a checked certificate of the fleet."""
 
     node_id: NodeId
     issued_at: int
-    """Unix seconds by the CA's clock."""
+    """Unix seconds by the CA's clock, a day after the certificate begins."""
     expires_at: int
     serial: int
     public_key: PublicKey
@@ -97,12 +97,12 @@ class Member:
 
     @property
     def tls_name(self) -> str:
-        """What to ask TLS for to meet this certificate and no other."""
+        """TLS name that only this certificate carries."""
         return tls_name(self.serial)
 
     @property
     def begins_at(self) -> int:
-        """Unix seconds; before that TLS takes it nowhere."""
+        """Unix seconds before which TLS refuses the certificate."""
         return self.issued_at - int(BACKDATED.total_seconds())
 
     def signed(self, signature: bytes, kind: SignedKind, data: bytes) -> bool:
@@ -114,15 +114,15 @@ def tls_name(serial: int) -> str:
 
 
 def draw_serial() -> int:
-    """126 random bits: at most 32 hexadecimal digits, which fit a label of a name."""
+    """Return a random serial of 126 bits. In hexadecimal it has at most 32 digits, which fit into a label of a DNS name."""
     return secrets.randbits(125) | 1 << 125
 
 
 class FleetRoot:
-    """The CA's certificate: what every member trusts. Remembers the certificates it found good, within a bound.
+    """The CA's certificate, which every member trusts. Checked certificates are remembered, up to `REMEMBERED`.
 
     Raises:
-        NotTrusted: it is no certificate of a CA.
+        NotTrusted: the certificate holds a key of another kind than P-256.
         IdentityError: the fleet was made by a version with another format.
     """
 
@@ -144,10 +144,11 @@ class FleetRoot:
 
     @classmethod
     def from_der(cls, data: bytes) -> FleetRoot:
-        """The CA whose certificate `data` is.
+        """Load the CA's certificate from DER bytes.
 
         Raises:
-            NotTrusted: it is no certificate of a CA.
+            NotTrusted: `data` is not a self-signed certificate with a P-256 key.
+            IdentityError: the fleet was made by a version with another format.
         """
         try:
             certificate = x509.load_der_x509_certificate(data)
@@ -166,29 +167,36 @@ class FleetRoot:
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate: what the fleet is called by."""
+        """SHA-256 of the certificate, from which the fleet's id is made."""
         return self.certificate.fingerprint(hashes.SHA256())
 
     @property
     def pin(self) -> bytes:
-        """The CA's key, short: what a token pins."""
+        """The CA's public key as a compressed point, which a token pins."""
         return self.public_key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
     def check_time(self, what: str, at: int) -> None:
-        """That the CA may have said something at a time, in Unix seconds.
+        """Check that the CA may have signed something at `at` (Unix seconds).
+
+        Args:
+            what: the signed thing, for the message of the error.
 
         Raises:
-            MalformedMessage: it is before the CA began or after its end.
+            MalformedMessage: the time is before the CA's certificate begins or after it ends.
         """
         begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
         if not begin.timestamp() <= at <= end.timestamp():
             raise MalformedMessage(f"{what} is from outside of the years {begin:%Y} to {end:%Y}, for which the fleet's CA holds")
 
     def member(self, certificate: bytes, now: float) -> Member:
-        """What a certificate says, if this CA issued it and it has not expired.
+        """Return the contents of a certificate that this CA issued and that has not expired.
+
+        Args:
+            certificate: DER.
+            now: Unix seconds.
 
         Raises:
-            NotTrusted: it is none, another CA's, or has expired.
+            NotTrusted: the bytes are not a certificate of a node, another CA issued it, or it has expired.
         """
         member = self._good.get(certificate)
         if member is None:
@@ -224,10 +232,10 @@ class FleetRoot:
 
 
 def read_join_certificate(data: bytes, pin: bytes) -> x509.Certificate:
-    """What a join port showed, once it is certain that the CA whose key `pin` is signed it for a join port. No node's certificate is one.
+    """Return the certificate that a join port showed, after the check that the CA with the key `pin` signed it for a join port.
 
     Raises:
-        NotTrusted: it did not.
+        NotTrusted: another CA signed it, or it is a certificate for something else, such as a node.
     """
     try:
         certificate = x509.load_der_x509_certificate(data)
@@ -242,13 +250,13 @@ def read_join_certificate(data: bytes, pin: bytes) -> x509.Certificate:
 
 
 def _p256(certificate: x509.Certificate) -> PublicKey | None:
-    """The key of a certificate, if it is of our kind."""
+    """Return the key of a certificate; None if it is not P-256."""
     key = certificate.public_key()
     return key if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1) else None
 
 
 def _claimed_id(certificate: x509.Certificate) -> str | None:
-    """The node id that name and URI agree on; None where they don't, or it is no node's certificate."""
+    """Return the node id that common name and URI agree on; None if they differ, or the certificate is not a node's."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     uris = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
         x509.UniformResourceIdentifier
@@ -259,7 +267,7 @@ def _claimed_id(certificate: x509.Certificate) -> str | None:
 
 
 def _trust(certificate: x509.Certificate) -> Trust:
-    """Certificates from before there were levels are members'; a level that is not known here is the least."""
+    """Return the trust that a certificate grants. Without a level, as in old certificates, it is member; an unknown level counts as guest."""
     units = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)
     if not units:
         return Trust.MEMBER
@@ -268,7 +276,7 @@ def _trust(certificate: x509.Certificate) -> Trust:
 
 
 def whole_second(at: float) -> datetime:
-    """Certificates count in seconds."""
+    """Return a time (Unix seconds) cut to whole seconds, because certificates hold no fractions."""
     return datetime.fromtimestamp(int(at), UTC)
 
 
@@ -276,13 +284,13 @@ MAX_REQUEST_BYTES = 4096
 
 
 def make_request(key: PrivateKey, node_id: NodeId) -> bytes:
-    """A certificate request: PKCS #10, DER."""
+    """Return a certificate request (PKCS #10, DER) for a node id, signed by its key."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id)])
     return x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
 
 
 def open_request(request: bytes) -> tuple[NodeId, PublicKey]:
-    """The node id and the key of a request, which its key signed.
+    """Return the node id and the key of a certificate request, after the check that this key signed it.
 
     Raises:
         NotTrusted: the request is damaged, unsigned, names no node, or holds a key of another kind than P-256.

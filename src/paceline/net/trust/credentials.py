@@ -1,8 +1,8 @@
-"""mTLS between members: what a server shows and asks for, what a caller shows, and who is at an address.
+"""mTLS between members: the credentials of servers and callers, and the request for the card of the node at an address.
 
-TLS proves only "a member of this fleet"; names in it are no addresses. A caller that knows a node's certificate (from its card) asks for the
-name which that certificate alone carries (`Member.tls_name`), so no other node can answer. One that knows only an address asks the node
-there, by `NODE_NAME`, for its card, and calls again by the name it learned.
+TLS proves only that the other side is a member of this fleet; its names are not addresses. A caller that knows a node's certificate (from its card) asks
+for the name that only this certificate carries (`Member.tls_name`), so no other node can answer. A caller that knows only an address asks the node there,
+by `NODE_NAME`, for its card, and calls again by the name in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.net.wire import fleet_pb2_grpc as rpc
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """What a node's gRPC port shows. It lets in only those whose certificate this fleet's CA issued."""
+    """Return the credentials of a node's gRPC port. They accept only callers with a certificate of this fleet's CA, and show a renewed certificate."""
     shows = identity.member
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -39,14 +39,14 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
         if shows is not identity.member:
             shows = identity.member
             return configuration()
-        # None: as before. The stubs don't know that it may be.
+        # None leaves the certificate as it is. The type stubs don't allow it.
         return cast("grpc.ServerCertificateConfiguration", None)
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    """What a member shows to those it calls, and that it speaks to members only."""
+    """Return the credentials with which a member calls others. They accept only a server with a certificate of this fleet's CA."""
     return grpc.ssl_channel_credentials(identity.root.pem, identity.key_pem, identity.certificate_pem)
 
 
@@ -58,17 +58,18 @@ async def ask_card(
     timeout_s: float,
     versions: Versions = PROGRAM,
 ) -> SealedCard:
-    """The own card of the node at the far end of a channel made by `NODE_NAME`. Proved only once it is called by its `tls_name`.
+    """Ask the node at the other end of a channel to `NODE_NAME` for its own card. That it is this node is proved only by a call to its `tls_name`.
 
     Args:
-        versions: of the protocol. The node's is checked before its card is read.
+        now: Unix seconds.
+        versions: the protocol version of this node, and the check of the other node's version, which is made before the card is read.
 
     Raises:
         grpc.aio.AioRpcError: no node of this fleet answers there.
-        NotTrusted: the card is not good.
+        NotTrusted: the card or its certificate fails its check.
         OtherProtocol: the node speaks another version.
         RevokedNode: the node that answers there was revoked.
-        MalformedMessage: what it sent is no card.
+        MalformedMessage: the answer is not a card.
     """
     answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(
         wire.GetNodeCapabilityRequest(protocol=versions.own), timeout=timeout_s
@@ -78,26 +79,26 @@ async def ask_card(
 
 
 def check_callable(member: Member, voids: Voids) -> None:
-    """Before a node is called: a revoked one is not told anything.
+    """Check before a call that the node was not revoked.
 
     Raises:
-        RevokedNode: it was revoked.
+        RevokedNode: the node was revoked.
     """
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked, so it is not called", who=member.node_id)
 
 
 def server_context(identity: Identity) -> ssl.SSLContext:
-    """For those who listen: callers show a certificate of the fleet."""
+    """Return the TLS context of a listening socket. Callers must show a certificate of the fleet."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity)
     context.verify_mode = ssl.CERT_REQUIRED
-    # A session that is taken up again would show no certificate.
+    # On a resumed session the caller would show no certificate.
     context.num_tickets = 0
     return context
 
 
 def client_context(identity: Identity) -> ssl.SSLContext:
-    """For those who dial: whom they meet is pinned by name (`Member.tls_name`)."""
+    """Return the TLS context of a dialling socket. The caller pins the other node by name (`Member.tls_name`)."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, identity)
     assert context.check_hostname, "is on for clients"
     return context
@@ -114,7 +115,7 @@ def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
 
 @contextmanager
 def _readable(secret: bytes) -> Generator[str]:
-    """A path for OpenSSL, which takes keys from files only: in memory where the system can do that."""
+    """Yield a path from which OpenSSL, which reads keys only from files, can read a secret. The file is in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         try:

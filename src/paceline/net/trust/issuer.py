@@ -1,7 +1,7 @@
-"""The node that holds the CA: hands out join tokens, lets machines in by them, and revokes nodes.
+"""The issuer on the node that holds the CA. It makes join tokens, admits machines by them, renews certificates and revokes nodes.
 
-A token is good for a number of joins until it expires by this machine's clock. State is on disk before an answer leaves, so a restart
-forgives nothing: a nonce that was used stays used, a spent token stays spent. An id, once issued, is another key's only after it was revoked.
+A token is valid for a number of joins, until it expires by this machine's clock. State is on disk before an answer leaves, so a used nonce stays used
+and a spent token stays spent after a restart. An id that was issued goes to another key only after it was revoked.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from paceline.net.trust.tokens import (
 
 ANOTHER = "Ask for another: paceline token, on the machine where paceline init ran"
 RENEW_BELOW_S = 300 * 86400.0
-"""Left of a certificate's year when its node asks for the next one."""
+"""Seconds left of a certificate's year below which its node asks for the next one. Raising it: the CA signs more often; lowering it: the CA's node must be
+up more often."""
 CLOCKS_APART_S = 86400.0
 RENEW_EVERY_S = 300.0
-"""Between two renewals of one node: each is a signature of the CA's, and a write that is waited for. Raising it: a node that did not get its answer
-waits longer for another."""
+"""Seconds between two renewals of one node; each costs a signature and a write to disk. Raising it: a node that did not get its answer waits longer for
+another."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenToken:
-    """A token that machines may still join by, without what makes it one."""
+    """A token by which machines may still join, without its secret."""
 
     token_id: str
     trust: Trust
     uses_left: int
     expires_at: float
     joined: tuple[NodeId, ...]
-    """By it, so far."""
+    """Nodes that joined by this token so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,10 @@ class JoinAttempt:
 
 
 class Issuer:
-    """The CA at work. Every call reads and writes the folder under its lock, so several processes may have one.
+    """The CA and its records. Every change reads and writes the folder under its lock, so several processes may each have an issuer.
 
     Args:
-        clock: whose wall time rules expiry.
+        clock: its wall time decides about expiry.
     """
 
     def __init__(self, authority: CertificateAuthority, folder: FleetFolder, clock: Clock) -> None:
@@ -82,10 +83,10 @@ class Issuer:
         self._folder, self._clock = folder, clock
 
     def mint(self, addresses: Iterable[str], *, ttl_s: float, uses: int, trust: Trust = Trust.MEMBER) -> JoinToken:
-        """A new token. A machine that joins by it is trusted so far; the token itself does not say so, and no holder can change it.
+        """Make a new token. A machine that joins by it gets `trust`, which is recorded here and not in the token, so that no holder can change it.
 
         Raises:
-            MembershipError: the state can't be kept.
+            MembershipError: the state can't be written.
         """
         token = JoinToken(tuple(addresses), self.authority.root.pin, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
         with self._changing() as state:
@@ -94,7 +95,7 @@ class Issuer:
         return token
 
     def open_until(self) -> float | None:
-        """Until when (wall clock) some token may be used; None where none may."""
+        """Return the time (Unix seconds) until which some token can be used; None if none can."""
         return max((token.expires_at for token in self._load().tokens.values() if self._is_live(token)), default=None)
 
     def is_live(self, token: JoinToken) -> bool:
@@ -102,7 +103,7 @@ class Issuer:
         return held is not None and self._is_live(held)
 
     def open_tokens(self) -> tuple[OpenToken, ...]:
-        """Those that can still be used, the one that expires first before the others."""
+        """Return the tokens that can still be used, in order of expiry."""
         state = self._load()
         return tuple(
             OpenToken(
@@ -117,7 +118,7 @@ class Issuer:
         )
 
     def void_tokens(self, token_ids: Collection[str]) -> None:
-        """No machine joins by them any more."""
+        """Make tokens invalid, so that no machine joins by them any more."""
         with self._changing() as state:
             for token_id in token_ids:
                 state.tokens[token_id].voided = True
@@ -131,20 +132,20 @@ class Issuer:
             state.join_port = port
 
     def admit(self, attempt: JoinAttempt, here: Collection[NodeId] = ()) -> tuple[NodeId, bytes]:
-        """Let a machine in: its id and its certificate (DER).
+        """Admit a machine. Return its id and its certificate (DER).
 
         Args:
-            here: ids of members that are known otherwise: a CA that was brought here does not know to whom it issued before.
+            here: ids of members known from elsewhere. A CA that was imported here has no record of the certificates it issued before.
 
         Raises:
-            JoinRefused: the token is unknown, expired or spent, the proof is wrong, the nonce was used, or the id is another's.
-            NotTrusted: what it sent is no certificate request.
+            JoinRefused: the token is unknown, voided, expired or spent, the proof is wrong, the nonce was used, or the id belongs to another machine.
+            NotTrusted: the certificate request is damaged or not signed by its key.
         """
         if len(attempt.token_id) != 2 * ID_BYTES or len(attempt.proof) != PROOF_BYTES or len(attempt.nonce) != NONCE_BYTES:
             raise JoinRefused("The join request is not one of this version's", "Use the same version of Paceline on all machines")
         with self._changing() as state:
             token = state.tokens.get(attempt.token_id)
-            # Why a token is refused is told only to those who hold it.
+            # Only a machine that proves to hold the token learns why it is refused.
             if token is None or not _proves(token, attempt):
                 raise JoinRefused("The token is not known here", ANOTHER)
             if attempt.protocol != PROTOCOL_VERSION:
@@ -179,20 +180,21 @@ class Issuer:
         return node_id, certificate
 
     def issue_own(self, request: bytes, node_id: NodeId) -> bytes:
-        """A certificate for the node that holds the CA: no node is trusted more."""
+        """Issue a certificate (DER) to the node that holds the CA, with the highest trust."""
         certificate = self.authority.issue(request, node_id, self._clock.wall(), trust=Trust.TRUSTED)
         with self._changing() as state:
             state.issued[node_id] = self._issued(certificate)
         return certificate
 
     def renew(self, request: bytes, member: Member) -> bytes:
-        """A new certificate (DER) for a member that shows a good one: for its name, its key, and the trust that it was given last, whatever
-        the one that it shows says.
+        """Issue a new certificate (DER) to a member that shows a valid one. Name and key stay the same.
+
+        The trust is the one that was last given to the member, even if the shown certificate grants another.
 
         Raises:
             NotTrusted: the request is for another name or key, or the member was revoked.
             GossipRefused: it is too early, or it was just renewed.
-            IdentityError: the state can't be read or kept.
+            IdentityError: the state can't be read or written.
         """
         now = self._clock.wall()
         asked, key = open_request(request)
@@ -204,7 +206,7 @@ class Issuer:
             if member.issued_at <= self._voided_to(member.node_id):
                 raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
             before = state.issued.get(asked)
-            if before is not None and 0 <= now - before.at < RENEW_EVERY_S:  # a time ahead is of a clock that was set back
+            if before is not None and 0 <= now - before.at < RENEW_EVERY_S:  # a time ahead comes from a clock that was set back
                 raise GossipRefused(f"The certificate of {member.node_id} was renewed a moment ago")
             trust = (before and before.trust) or member.trust
             certificate = self.authority.issue(request, asked, now, trust=trust)
@@ -212,38 +214,42 @@ class Issuer:
         return certificate
 
     def sign_list(self, digest: bytes, own: NodeId) -> SealedList:
-        """The CA's word that the revocations with that digest are all, as of now.
+        """Sign that the set of revocations with a digest is complete as of now.
 
         Args:
-            digest: of those that this machine knows.
+            digest: `Revocations.digest` of the revocations that this machine knows.
             own: this node, which holds the CA.
         """
         return sign_list(self.authority, RevocationList(int(self._clock.wall()), digest, own))
 
     def issued(self) -> tuple[NodeId, ...]:
-        """Ids that certificates are known here to have been issued to."""
+        """Return the ids to which certificates were issued, as far as this machine knows."""
         return tuple(sorted(self._load().issued))
 
     def issued_at(self, node_id: NodeId) -> int | None:
-        """When a node's last certificate was issued; None where none is known of."""
+        """Return the time (Unix seconds) at which a node's last certificate was issued; None if none is known here."""
         held = self._load().issued.get(node_id)
         return held.at if held else None
 
     def revoke(self, node_id: NodeId, *, keep_tokens: bool = False) -> SealedRevocation:
-        """Void every certificate of a node, and all tokens: it may have kept one. Known to this machine at once; to the others as gossip goes."""
+        """Revoke every certificate of a node, and void all tokens, because the node may have kept one. Other machines learn it by gossip.
+
+        Args:
+            keep_tokens: True to leave the tokens valid.
+        """
         with self._changing() as state:
-            # Before the revocation is kept, so that the node does not join anew in between.
+            # Tokens are voided before the revocation is written, so that the node does not join again in between.
             for token in () if keep_tokens else state.tokens.values():
                 token.voided = True
             held = state.issued.get(node_id)
-            # Clocks go back: it reaches the last certificate all the same.
+            # The revocation must cover the last certificate even if the clock was set back since.
             at = max(int(self._clock.wall()), held.at if held else 0, self._voided_to(node_id))
         sealed = sign_revocation(self.authority, Revocation(node_id, at, at))
         self._folder.keep_revocations([sealed.sealed])
         return sealed
 
     def _voided_to(self, node_id: NodeId) -> int:
-        """Certificates of a node issued up to here are void; 0 where it was never revoked."""
+        """Return the time (Unix seconds) up to which certificates of a node are revoked; 0 if it never was."""
         known = Revocations(open_revocations(self._folder.sealed_revocations(), self.authority.root)).all()
         return max((sealed.revocation.not_after for sealed in known if sealed.revocation.node_id == node_id), default=0)
 
@@ -259,7 +265,7 @@ class Issuer:
 
     @contextmanager
     def _changing(self) -> Generator[IssuerState]:
-        """What is kept, under the folder's lock: as the block leaves it, unless that raises."""
+        """Yield the state under the folder's lock, and write it to disk after the block unless the block raises."""
         with self._folder.locked():
             state = self._load()
             yield state
@@ -267,7 +273,7 @@ class Issuer:
 
 
 def renewal_is_due(member: Member, now: float) -> bool:
-    """Whether a certificate should be made anew. A CA that is up once in ten months is enough."""
+    """Return True if a certificate should be renewed at `now` (Unix seconds). It is enough if the CA's node is up once in ten months."""
     return member.expires_at - now < RENEW_BELOW_S
 
 
@@ -276,10 +282,14 @@ def _proves(token: HeldToken, attempt: JoinAttempt) -> bool:
 
 
 def check_id(node_id: str, known: tuple[NodeId, ...], own: NodeId) -> NodeId:
-    """The node to revoke.
+    """Return the id of a node to revoke, after its check.
+
+    Args:
+        known: ids to which certificates were issued.
+        own: this node.
 
     Raises:
-        MembershipError: no certificate was issued to it, or it is this node.
+        MembershipError: no certificate was issued to the node, or it is this one.
     """
     if node_id == own:
         raise MembershipError(

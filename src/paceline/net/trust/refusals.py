@@ -1,4 +1,4 @@
-"""The log of refused callers. A caller that keeps knocking gets a few lines a minute, so that a flood fills no disk."""
+"""The log of refused callers. A caller that keeps calling gets a few lines a minute, so that a flood does not fill the disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Signatures on what travels from hand to hand: a card by its own node, a revocation by the CA.
+"""Signatures on data that nodes pass on: a card is signed by its own node, a revocation by the CA.
 
-A node that passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
-not void. How things are signed so that nothing else can be taken for them: `signing`.
+A node that passes a card on can't alter it, and a member can't make a card of another node: the certificate must come from the CA, name exactly the
+card's id, and not be revoked. The module `signing` keeps signatures on one kind of data from passing for another.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from paceline.net.trust.signing import SignedKind, Signs, read_strictly, verifie
 from paceline.net.wire import fleet_pb2 as wire
 
 AHEAD_S = 86400
-"""How far a revocation reaches beyond its own time: a node that joins anew within a second of it has a certificate from after that."""
+"""Seconds by which a revocation may reach beyond its own time, and a list of revocations may be ahead of this machine's clock. Raising it: a wrong clock of
+the CA does more harm; lowering it: machines with wrong clocks refuse valid lists."""
 MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
 REVOCATION_KEY = "paceline-revocation-bin"
-"""Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe the node that refuses it."""
+"""Trailing metadata of a refusal with the signed revocation, so that a revoked node need not believe the node that refuses it."""
 
 Voids = Callable[[NodeId, int], bool]
-"""Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.eligibility.Revocations.voids`."""
+"""Function of a node id and a time of issue (Unix seconds) that returns True if the certificate is revoked, such as `Revocations.voids`."""
 
 
 def _signed_bytes(card: bytes, beat: int) -> bytes:
@@ -38,13 +39,13 @@ def _signed_bytes(card: bytes, beat: int) -> bytes:
 
 
 def sign_card(identity: Identity, card: NodeCard, beat: int = 0) -> SealedCard:
-    """This node's own card, signed.
+    """Sign this node's own card.
 
     Args:
-        beat: how many times it was signed before, unchanged.
+        beat: number of times that this unchanged card was signed before.
 
     Raises:
-        NotTrusted: the card is another node's.
+        NotTrusted: the card belongs to another node.
     """
     if card.node_id != identity.node_id:
         raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
@@ -55,15 +56,16 @@ def sign_card(identity: Identity, card: NodeCard, beat: int = 0) -> SealedCard:
 
 
 def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: float, held: bytes = b"") -> SealedCard:
-    """A card that another node signed, once that is certain.
+    """Return a card that another node signed, after its check.
 
     Args:
-        held: the certificate known of the node, for a card that comes without.
+        now: Unix seconds.
+        held: the known certificate of the node (DER), for a card that comes without one.
 
     Raises:
-        NotTrusted: the certificate is not this CA's, is another node's than the card's, is void, or the signature does not fit.
-        MalformedMessage: what was signed is no card, or one that no node would make.
-        MessageTooLarge: it is longer than any of ours.
+        NotTrusted: the certificate is from another CA, for another node than the card, expired or revoked, or the signature does not fit.
+        MalformedMessage: the signed bytes are not a card, or hold values that no node would send.
+        MessageTooLarge: the card exceeds its maximum size.
     """
     check_size(signed.card)
     member = root.member(signed.certificate or held, now)
@@ -80,7 +82,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
 
 
 def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocation:
-    """The CA's word that a node no longer belongs."""
+    """Sign a revocation with the CA's key."""
     data = wire.Revocation(
         node_id=revocation.node_id, revoked_at_unix=revocation.revoked_at, not_after_unix=revocation.not_after
     ).SerializeToString(deterministic=True)
@@ -89,17 +91,17 @@ def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocatio
 
 
 def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRevocation:
-    """A revocation, once it is certain that the CA signed it.
+    """Return a revocation after the check that the CA signed it.
 
     Raises:
-        NotTrusted: it did not.
-        MalformedMessage: what was signed is no revocation, or one that no CA makes.
+        NotTrusted: the CA did not sign it.
+        MalformedMessage: the signed bytes are not a revocation, or hold values that no CA would sign.
     """
     _check_signed("A revocation", SignedKind.REVOCATION, signed.revocation, signed.signature, root)
     said = read_strictly(wire.Revocation, signed.revocation)
     if not is_node_id(said.node_id):
         raise MalformedMessage("A revocation names no node")
-    # Not by this machine's clock: where that is slow, by accident or an attacker's doing, a revoked node would stay.
+    # Not checked by this machine's clock: if an accident or an attacker made it slow, a revoked node would stay a member.
     root.check_time("A revocation", said.revoked_at_unix)
     if not said.revoked_at_unix <= said.not_after_unix <= said.revoked_at_unix + AHEAD_S:
         raise MalformedMessage(f"A revocation of {said.node_id} reaches further than its day")
@@ -110,7 +112,7 @@ def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRev
 
 
 def sign_list(authority: Signs, said: RevocationList) -> SealedList:
-    """The CA's word that a set of revocations is all there is."""
+    """Sign with the CA's key that a set of revocations is complete."""
     data = wire.RevocationList(signed_at_unix=said.signed_at, digest=said.digest, issuer_node_id=said.issuer).SerializeToString(
         deterministic=True
     )
@@ -119,14 +121,14 @@ def sign_list(authority: Signs, said: RevocationList) -> SealedList:
 
 
 def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) -> SealedList:
-    """A list, once it is certain that the CA signed it.
+    """Return a list of revocations after the check that the CA signed it.
 
     Args:
-        now: Unix seconds. What the CA signed while its clock was far ahead would pass for news until then, and keep all that is newer out.
+        now: Unix seconds. A list that the CA signed while its clock was far ahead is refused: it would count as the newest until that time.
 
     Raises:
-        NotTrusted: it did not.
-        MalformedMessage: what was signed is no list, or one that no CA makes now.
+        NotTrusted: the CA did not sign it.
+        MalformedMessage: the signed bytes are not a list, or hold values that no CA would sign now.
     """
     _check_signed("A list of revocations", SignedKind.REVOCATION_LIST, signed.list, signed.signature, root)
     said = read_strictly(wire.RevocationList, signed.list)
@@ -143,7 +145,7 @@ def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) ->
 
 
 def _check_signed(what: str, kind: SignedKind, data: bytes, signature: bytes, root: FleetRoot) -> None:
-    """Raise unless the CA signed what it is said to have signed."""
+    """Check that the CA signed `data` as this kind. Raise `MalformedMessage` if it is too long, and `NotTrusted` if the signature does not fit."""
     if len(data) > MAX_REVOCATION_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
         raise MalformedMessage(f"{what} is longer than any of ours")
     if not verifies(root.public_key, signature, kind, data):
@@ -151,7 +153,7 @@ def _check_signed(what: str, kind: SignedKind, data: bytes, signature: bytes, ro
 
 
 def open_kept_list(kept: bytes | None, root: FleetRoot, now: float) -> SealedList | None:
-    """A list as it was kept on disk; None where there is none that can be read: the next one comes with gossip."""
+    """Return the list that was kept on disk; None if none can be read. The next one comes by gossip."""
     try:
         return None if kept is None else open_list(wire.SignedRevocationList.FromString(kept), root, now)
     except (DecodeError, NotTrusted, GossipRefused):
@@ -159,7 +161,7 @@ def open_kept_list(kept: bytes | None, root: FleetRoot, now: float) -> SealedLis
 
 
 def revocation_told(failed: grpc.aio.AioRpcError, root: FleetRoot) -> SealedRevocation | None:
-    """The CA's word that came with a refusal; None where none came, or it proves nothing."""
+    """Return the revocation that came with a refusal; None if none came, or it fails its check."""
     trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
     data = None if trailing is None else trailing.get(REVOCATION_KEY)
     try:
@@ -169,10 +171,10 @@ def revocation_told(failed: grpc.aio.AioRpcError, root: FleetRoot) -> SealedRevo
 
 
 def open_revocations(kept: Iterable[bytes], root: FleetRoot) -> tuple[SealedRevocation, ...]:
-    """Revocations as they were kept on disk.
+    """Return the revocations that were kept on disk, each after its check.
 
     Raises:
-        IdentityError: one is damaged, or another CA's.
+        IdentityError: one is damaged, or was signed by another CA.
     """
     try:
         return tuple(open_revocation(wire.SignedRevocation.FromString(data), root) for data in kept)
