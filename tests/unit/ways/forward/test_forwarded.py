@@ -386,4 +386,4 @@ async def test_a_node_that_knows_nothing_of_the_prompt_s_log_probabilities_is_le
     said = await collect(forwarded(nodes=nodes, request=SCORED))
     assert [one.token_id for one_chunk in said for one in one_chunk.prompt_logprobs] == [2, 3, 4]
     assert not any(one.token_ids for one in said)
-    assert "earlier version" in str(nodes.told[0])
+    assert "log probabilities of the prompt" in str(nodes.told[0])
