@@ -426,7 +426,7 @@ def launch(
     """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
     from paceline.cli.launch import run_launch
 
-    # What is wrong with them is said before other hosts are waited for.
+    # Parsing the flags first reports mistakes in them before this process waits for other hosts.
     run_launch(context.args, hostfile, up_params(context, context.args)["fleet_port"])
 
 

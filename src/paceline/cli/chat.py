@@ -1,9 +1,7 @@
 """`paceline chat`: a conversation in the terminal, with an endpoint of this machine, another one, or a model loaded here.
 
-Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once, and so is all of standard
-input where that is no terminal: the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
-
-At a terminal lines have a history, pasted text is one message, and what is typed during an answer is not shown in it.
+Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once. Input from a pipe or a file
+is read to its end and answered once. The answer alone goes to standard output; if it fails or is interrupted, the exit code says so.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def run_chat(
     api_key: str | None,
     tls_ca: Path | None = None,
 ) -> None:
-    """Converse until the person leaves; with a question, or input that is no terminal, answer once.
+    """Converse until the person leaves; answer once if there is a question, or if input does not come from a terminal.
 
     Args:
         url: None: an endpoint of this machine where one serves the model, else the model is loaded here.
@@ -235,7 +233,7 @@ class ReadingLine:
         self._is_over, self._is_shown = not sys.stderr.isatty(), False
 
     def show(self, reading: PromptReading) -> None:
-        """Write the line, in place of the one before. Does nothing once `close` was called, or if standard error is no terminal."""
+        """Write the line, in place of the one before. Does nothing after `close`, or if standard error is not a terminal."""
         if not self._is_over:
             self._is_shown = True
             share = reading.tokens_read / max(1, reading.tokens)

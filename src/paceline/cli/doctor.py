@@ -48,7 +48,7 @@ from paceline.net.trust.identity import Identity
 from paceline.store.home import Home
 
 LEAST_MEMORY: Final = GIB // 2
-"""What the bundled model takes with some room for KV."""
+"""Bytes that the bundled model takes, with some room for KV."""
 LEAST_DISK: Final = 2 * GIB
 """For compiled kernels and a small model."""
 CLOCK_NOTE_S, CLOCK_PROBLEM_S = 5.0, 60.0
@@ -91,10 +91,10 @@ class OwnSide:
 
 
 def run_doctor(peers: Sequence[str], *, as_json: bool) -> None:
-    """Print what was found, and end with 1 where something is wrong. Notes are nothing wrong.
+    """Print the findings. Exits with code 1 if one of them is a problem; notes do not count.
 
     Raises:
-        ConfigError: a peer is no address.
+        ConfigError: a peer is not an address.
     """
     for peer in peers:
         if not is_address(peer):
@@ -151,7 +151,7 @@ def _machine(home: Home) -> Iterator[Finding]:
 
 
 def _settings(home: Home) -> Iterator[Finding]:
-    """Of the file that a person may write, which every `paceline up` reads first."""
+    """Yield a finding about config.toml, which every `paceline up` reads first."""
     place = home.root / CONFIG_FILE
     try:
         read_settings(home)
@@ -200,7 +200,7 @@ def _disk(home: Home) -> Finding:
 
 
 def _rdma(here: str) -> Finding:
-    """Of a Mac, for MLX's jaccl."""
+    """Return the finding about RDMA on a Mac, which MLX's jaccl uses."""
     release = platform.mac_ver()[0]
     if tuple(int(part) for part in release.split(".")[:2] if part.isdigit()) < RDMA_SINCE:
         why = f"macOS {release} has no RDMA over Thunderbolt"
@@ -237,7 +237,7 @@ def _apis(endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
 
 
 def _free(check: str, port: int, option: str) -> Iterator[Finding]:
-    """Whether `paceline up` could take a port."""
+    """Yield a note if `paceline up` could not listen on a port."""
     try:
         hold_port("", port, "paceline up", option).close()
     except ConfigError as error:
@@ -333,7 +333,7 @@ def _host(address: str) -> str:
 
 
 def judge_own(here: OwnSide, reached: Iterable[Reach]) -> Iterator[Finding]:
-    """Whether this machine announces itself on cards over which nobody is reached."""
+    """Yield a note if this machine announces itself on network cards over which no other machine is reached."""
     used = {name for one in reached if (name := here.card_of(one.from_host))}
     announced = {name: host for host in reversed(here.announced) if (name := here.card_of(host))}
     idle = sorted(announced.keys() - used)
@@ -346,7 +346,7 @@ def judge_own(here: OwnSide, reached: Iterable[Reach]) -> Iterator[Finding]:
 
 
 def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: OwnSide) -> Iterator[Finding]:
-    """What stands between this machine and one other."""
+    """Yield the findings about the connection between this machine and another one."""
     good = [one for one in reaches if one.member is not None and one.member.node_id == node_id]
     bad = [one for one in reaches if one not in good]
     if not good:
@@ -416,7 +416,7 @@ def _judge_setting(node_id: NodeId, card: NodeCard, its: Setting, here: OwnSide)
 
 
 async def _tensors(node_id: NodeId, reaches: Sequence[Reach], identity: Identity) -> list[Finding]:
-    """Whether its port for activations answers, at the address that does for the rest."""
+    """Return the finding about a node's port for activations, tried at the first address that its other port answered at."""
     best = next((one for one in reaches if one.member is not None and one.member.node_id == node_id), None)
     if best is None or best.setting is None or best.member is None:
         return []
@@ -431,7 +431,7 @@ async def _tensors(node_id: NodeId, reaches: Sequence[Reach], identity: Identity
 
 
 def _todo(one: Reach, who: str, option: str) -> str:
-    """What to do about a port that does not answer as it should."""
+    """Return the advice for a port that does not answer as it should."""
     port = one.address.rpartition(":")[2]
     match one.barrier:
         case Barrier.NAME:

@@ -1,4 +1,4 @@
-"""What one can chat with: an OpenAI endpoint, or an engine in this process, without a server. Synchronous, one answer at a time."""
+"""Partners for a chat: an OpenAI endpoint, or an engine in this process, without a server. Synchronous, one answer at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EndpointClient:
         Args:
             url: with or without `http://` before it and `/v1` at its end.
             api_key: sent as a bearer token.
-            ca: PEM of whom to believe that it is there; None: the authorities that this system knows.
+            ca: PEM of the certificate or authority to trust; None: the authorities that this system knows.
 
         Raises:
             EndpointError: the URL is malformed, or the file can't be used.

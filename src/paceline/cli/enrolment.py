@@ -125,7 +125,7 @@ def token(
 
 
 def _list_tokens(console: Terminal) -> None:
-    """Those that machines may still join by. Their secrets are not shown again."""
+    """List the tokens that machines can still join with. Their secrets are not shown again."""
     from paceline.node import enrolment
 
     tokens = enrolment.list_tokens(enrolment.open_folder())
@@ -239,7 +239,7 @@ app.add_typer(ca, name="ca")
 
 
 def _passphrase(file: Path | None, *, twice: bool) -> str:
-    """Of a copy of the CA. It is never an argument: other users of this machine see those."""
+    """Return the passphrase of a copy of the CA. It is never an argument, because other users of this machine can see arguments."""
     if file is not None:
         try:
             return file.read_text().rstrip("\n")
@@ -254,10 +254,10 @@ def _passphrase(file: Path | None, *, twice: bool) -> str:
 
 
 def seconds(text: str, option: str) -> float:
-    """What 90s, 30m, 1h, 2d or 1h30m is in seconds.
+    """Parse a span of time such as 90s, 30m, 1h, 2d or 1h30m into seconds.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is not such a span.
     """
     if not re.fullmatch(r"(\d{1,6}[smhd])+", text):
         raise ConfigError(f"{option} {text!r} is no span of time", "Such as 30m, 1h or 2d.")

@@ -109,11 +109,11 @@ def _kernel_bar(progress: Progress, console: Console) -> CompileProgress:
 def opening_bar(
     console: Console, model: str
 ) -> Generator[tuple[Callable[[int, int], None], Callable[[str], Callable[[int, int], None]], Callable[[Opening], None]]]:
-    """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
+    """Show how far the machines of a pipeline have loaded their layers while the block runs: bars, or lines if output is not a terminal.
 
     Yields:
-        What is told of reading the model to learn its digest and, for a part of this machine's that is named, of loading it, each in bytes done and
-        bytes in all, and what is told of the others' loading; from any thread.
+        Three callbacks, to call from any thread: one for reading the model to compute its digest; one that returns a callback for loading the named part
+        of it on this machine; and one for loading on other machines. The first two get bytes done and bytes in all.
     """
     with _bars(console) as progress:
         reads = progress.add_task(f"Reading {model} for its digest, once", total=None, visible=False)

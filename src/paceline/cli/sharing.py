@@ -39,7 +39,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         settings: of the model; None: none is loaded here.
 
     Raises:
-        UserError: something that can't be had.
+        UserError: a setting, a model or a port can't be used.
     """
     if sharing.tied:
         threading.Thread(target=_stop_at_eof, daemon=True).start()
@@ -57,7 +57,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
     from paceline.cli.models import lies_elsewhere
     from paceline.cli.up import take_port
 
-    # What is wrong is said before anything starts.
+    # Check everything before a process starts.
     read_pipeline_settings(Home.from_environment())
     api.check()
     take_port(api, Home.from_environment()).close()
@@ -140,12 +140,12 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 
 
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
-    """What a person allows."""
+    """Return the ways of running the model that the options allow."""
     from paceline.node.ways import parse_ways
 
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
     fitting = frozenset({ALONE, *drafted, *((PIPELINE, TENSOR) if pipelines.enabled and not sharing.more else ())})
-    if spread:  # pins alone may be of ranks, where that is said
+    if spread:  # pins may name tensor ranks too, if --ways says so
         fitting = frozenset({PIPELINE} if sharing.pipeline or sharing.own_layers is not None or not sharing.ways else {PIPELINE, TENSOR})
     allowed = parse_ways(sharing.ways)
     if allowed is not None and not allowed & fitting:
@@ -164,7 +164,7 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draf
 
 
 def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
-    """No node drafts for this one where that is none of the ways; prompt lookup is no way, but the engine's own."""
+    """Switch a draft of any node to prompt lookup if the ways leave out drafts. Prompt lookup stays: it is the engine's own, not a way."""
     from paceline.node.ways import parse_ways
 
     allowed = parse_ways(ways)
@@ -213,8 +213,8 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 
 def _stop_at_eof() -> None:
-    """The parent process is gone."""
-    while os.read(0, 1024):  # not through sys.stdin, whose lock the interpreter wants at its end
+    """End this process once the parent process is gone."""
+    while os.read(0, 1024):  # not sys.stdin: the interpreter wants its lock at its end
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
