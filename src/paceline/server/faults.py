@@ -29,7 +29,7 @@ from paceline.server.requests import REFUSED, TOOL_TYPES, UNION_TAGS
 
 
 class Api(Enum):
-    """Whose errors a path answers with."""
+    """API that decides the form of a path's errors."""
 
     OPENAI = auto()
     RESPONSES = auto()
@@ -106,7 +106,7 @@ class Fault:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
     partial_text: str = ""
-    """What an answer that was not streamed had before it failed."""
+    """Text that an answer without streaming had before it failed."""
     is_as_sent: bool = False
     """`param` and `message` have the field's name as the client sent it. Otherwise they have the chat's, and `body` writes the API's own."""
 

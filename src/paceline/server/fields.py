@@ -23,7 +23,7 @@ HEADER: Final = "x-paceline-ignored"
 FITTED: Final = "x-paceline-fitted"
 MAX_NAMES: Final = 40
 MAX_HEADER_BYTES: Final = 1000
-"""Of names in the header. Raising it: proxies refuse answers whose headers are long, some from 4 KiB on."""
+"""Maximum length of the names in the header. Raising it: proxies refuse answers with long headers, some from 4 KiB on."""
 MAX_NAME_LETTERS: Final = 80
 
 
@@ -33,10 +33,10 @@ class Unserved:
 
     why: str
     off: tuple[Any, ...] = ()
-    """Values that ask for what is done anyway, beside null."""
+    """Values that ask for the default behaviour, in addition to null."""
 
     def is_off(self, value: object) -> bool:
-        """Whether the value asks for nothing. `true` is not 1."""
+        """Return whether the value asks for nothing. `true` is not 1."""
         return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
 
@@ -54,7 +54,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "best_of": Unserved("Only best_of 1 is served", (1,)),
     "suffix": Unserved("Texts are filled in by /v1/completions", ("",)),
     "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
-    # Of those who serve embeddings.
+    # Fields of other servers of embeddings.
     **dict.fromkeys(("input_type", "prompt_name"), Unserved("Write the prefix that the model wants into the text")),
     # vLLM's and transformers'.
     **dict.fromkeys(("use_beam_search", "early_stopping"), Unserved("Beams are not searched here", (False,))),
@@ -100,7 +100,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "random_seed": Unserved("Send seed"),
     "safe_prompt": Unserved("The model's own is used", (False,)),
 }
-"""By name. A body whose model has a field of that name serves it."""
+"""Fields that are not served, by name. A body with a field of that name in its model serves it."""
 
 
 Body = TypeVar("Body", bound=BaseModel)

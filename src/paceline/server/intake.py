@@ -119,7 +119,7 @@ class Intake:
         return ChatPrompt(model, fitted.ids, tools, form.reading(model, tools, fitted.ids), (*fitted.changes, *media))
 
     def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt) -> Call:
-        """The call of a chat whose prompt is written; raises as `chat_of` does."""
+        """Return the call of a chat with a written prompt; raises as `chat_of` does."""
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
         if most is not None and replacing not in (None, most):
@@ -133,12 +133,12 @@ class Intake:
         return replace(call, reading=reading, requests=requests, is_turn=is_turn, fitted=prompt.fitted)
 
     def completion(self, body: bytes) -> Call:
-        """A plain completion; raises as `chat` does."""
+        """Return the call of a plain completion; raises as `chat` does."""
         asked = self.parse(CompletionRequest, body)
         return replace(self.completion_of(asked), ignored=ignored_fields(asked))
 
     def completion_of(self, asked: CompletionRequest) -> Call:
-        """A plain completion, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        """Return the call of a plain completion of any API; raises as `chat` does, but not Refusal."""
         model = self.model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
@@ -194,19 +194,19 @@ class Intake:
         return model.tokenizer.encode(text, add_special=add_special)
 
     def text_of(self, model: ServedModel, ids: list[int], field: str) -> str:
-        """What token ids spell.
+        """Return the text that token ids spell.
 
         Raises:
-            InvalidRequest: one is not the model's.
+            InvalidRequest: an id is outside the model's vocabulary.
         """
         return model.tokenizer.text_of(_in_vocabulary(ids, model.tokenizer.size, field))
 
     def model(self, name: str | None) -> ServedModel:
-        """See `find_model`; where no name is given, the first that writes text.
+        """Return the model of a name, see `find_model`; without a name, the first that writes text.
 
         Raises:
-            UnknownModel, ModelAway: as there; or no name is given, and none is served.
-            InvalidRequest: it is an encoder.
+            UnknownModel, ModelAway: as there; or no name is given, and no model is served.
+            InvalidRequest: the model is an encoder.
         """
         if name is None:
             if models := self._inference.models():
@@ -314,7 +314,7 @@ def _leg(asked: Parted, most: int | None, place: str, *, n_prompts: int) -> KvLe
             raise InvalidRequest(f"kv_transfer_params.{field}: {wrong[1]}", field=f"kv_transfer_params.{field}")
     if said.do_remote_decode:
         return KvLeg(place, is_prefill=True)
-    # Of several prompts, one's id is no other's.
+    # With several prompts the id would name all of them, so it is dropped.
     remote_id = (said.remote_request_id or "") if n_prompts == 1 else ""
     return KvLeg(place, False, said.remote_engine_id or "", address, said.tp_size or 1, remote_id)
 
@@ -326,7 +326,7 @@ def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:
 
 
 def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
-    """What clients are told is served: this machine's own first, its aliases last, each name once."""
+    """Return the models that clients see: this machine's own first, its aliases last, each name once."""
     models = inference.models()
     return [*(model for model in models if model.name not in aliases), *(replace(models[0], name=name) for name in aliases if models)]
 

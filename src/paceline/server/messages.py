@@ -70,7 +70,7 @@ def refused(what: str) -> PydanticCustomError:
 
 
 def off(what: str, *offs: object) -> BeforeValidator:
-    """Of a field that is refused, unless its value, one of `offs` or null, asks for nothing: it is then null."""
+    """Return a validator that refuses a field, unless its value, one of `offs` or null, asks for nothing. The value becomes null."""
 
     def check(value: object) -> None:
         if value is not None and not any(type(value) is type(one) and value == one for one in offs):
@@ -80,7 +80,7 @@ def off(what: str, *offs: object) -> BeforeValidator:
 
 
 def only_types(why: str, *served: str) -> BeforeValidator:
-    """Of an object that is refused where its `type` is none of these. `why` has it as `{kind}`."""
+    """Return a validator that refuses an object with another `type` than these. `why` has the type as `{kind}`."""
 
     def check(value: object) -> object:
         if isinstance(kind := kind_of(value), str) and kind not in served:
@@ -265,7 +265,7 @@ class Message(Thinker):
 
 
 def check_messages(messages: Sequence[Message]) -> str | None:
-    """What is wrong with them together: the first field at fault and why; None: nothing."""
+    """Check messages together. Returns the first field at fault and the reason; None: they are valid."""
     known = set[str]()
     for place, message in enumerate(messages):
         at = f"messages[{place}]"
@@ -322,11 +322,11 @@ class Arguments(Enum):
     """How a template is given the arguments of calls."""
 
     AS_READ = auto()
-    """As an object; what is not one stays text."""
+    """An object; other text stays text."""
     OBJECTS = auto()
-    """As an object, always: text that is not one, as of a call that was cut, becomes the assistant's."""
+    """Always an object; other text, as in a call that was cut, becomes the assistant's."""
     TEXT = auto()
-    """As the text that the model wrote."""
+    """The text that the model wrote."""
 
 
 def messages_for_template(messages: Sequence[Message], arguments: Arguments = Arguments.AS_READ) -> list[dict[str, Any]]:

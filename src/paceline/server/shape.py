@@ -23,7 +23,7 @@ class Reader(Protocol):
         ...
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
-        """What the answer gained."""
+        """Return the parts that the answer gained."""
         ...
 
 
@@ -34,13 +34,13 @@ class Usage:
     prompt: int
     completion: int
     cached: int
-    """Of the prompts' tokens, those found in the prefix cache."""
+    """Tokens of the prompts that were found in the prefix cache."""
     first_s: float = 0.0
     """From the call's arrival to its first token."""
     whole_s: float = 0.0
     """From the call's arrival until now."""
     reasoning: int = 0
-    """Of the answers' tokens, those with which the model reasoned."""
+    """Tokens of the answers with which the model reasoned."""
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's `usage`."""
@@ -96,7 +96,7 @@ class Collected:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
     transfer: Mapping[str, object] | None = None
-    """Of a request that a router parted: what it is told of the KV."""
+    """KV transfer parameters to return to a router that split the request; None otherwise."""
 
     @property
     def has_called(self) -> bool:
@@ -144,15 +144,15 @@ class Shape(ABC):
 
     @abstractmethod
     def first_events(self) -> bytes:
-        """Events before the first text."""
+        """Return the events before the first text."""
 
     @abstractmethod
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """What choice `index` gained, and its end where it ended."""
+        """Return the event for the parts that choice `index` gained, and for its end if it ended."""
 
     @abstractmethod
     def ending(self, usage: Usage) -> bytes:
-        """The end of a stream whose choices have all ended."""
+        """Return the end of a stream, after all choices have ended."""
 
     def collected(self) -> Collected:
         """A choice of an answer that is sent whole, with nothing in it yet."""

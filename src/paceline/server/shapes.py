@@ -18,7 +18,7 @@ from paceline.server.shape import DONE, Collected, Shape, Usage, new_call_id
 
 
 class OpenAIShape(Shape):
-    """What the chat and the completion endpoint's answers share. What a stream repeats is built once; a token costs one escape."""
+    """Common part of the answers of the chat and the completion endpoint. The repeated part of a stream is built once; a token costs one escape."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]

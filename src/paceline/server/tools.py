@@ -36,11 +36,11 @@ from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, Js
 
 _LOG = logging.getLogger(__name__)
 OWN_SWITCHES: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "continue_final_message", "documents"})
-"""What templates are given here already."""
+"""Switches of a template that the server itself sets."""
 TAIL_TOKENS: Final = 64
-"""Of a prompt's end, in which it is looked for whether the model is to reason first: longer than any template's."""
+"""Tokens at a prompt's end that are searched for the beginning of reasoning: longer than any template's mark."""
 KEPT: Final = 16
-"""Models whose formats are known. Raising it: a few kilobytes each."""
+"""Number of models with a known format to keep. Raising it: a few kilobytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Tools:
     """The tools of one request."""
 
     shown: Sequence[Mapping[str, Any]]
-    """As templates take them. None where the model may call none: it would write calls all the same."""
+    """Tools as templates take them. Empty if the model may not call any, because a model that sees tools calls them all the same."""
     callable: Mapping[str, Tool]
-    """Those that may be called, by name."""
+    """Tools that may be called, by name."""
     required: bool
     """The answer has to be a call."""
     parallel: bool
@@ -87,7 +87,7 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the parameters of those that may be called."""
+        """Schemas of the parameters of the tools that may be called, by name."""
         return {name: parameters_of(tool.function) for name, tool in self.callable.items()}
 
 
@@ -113,7 +113,7 @@ def chat_of(asked: ChatCompletionRequest, tools: Tools, template: str, *, knows_
 
 
 def _continues(asked: ChatCompletionRequest) -> bool:
-    """Whether the answer goes on with the last message.
+    """Return whether the answer goes on with the last message.
 
     Raises:
         InvalidRequest: it can't, or the fields contradict one another.
@@ -145,7 +145,7 @@ class ModelFormat:
 
     @property
     def in_words(self) -> ModelFormat:
-        """Return the format for a chat whose tools were described in words."""
+        """Return the format for a chat that describes its tools in words."""
         return replace(self, described=in_words(self.described))
 
     def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:

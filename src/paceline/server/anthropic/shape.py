@@ -75,7 +75,7 @@ class MessageFaultReply(LazyModel):
 
 
 SIGNATURE = "unsigned"
-"""Of thinking: clients that find none leave the thinking out of what they send back."""
+"""Signature of thinking blocks. Clients that find no signature drop the thinking from the messages they send back."""
 _PIECES = {Content: b'{"type":"text_delta","text":', Reasoning: b'{"type":"thinking_delta","thinking":'}
 
 
@@ -109,12 +109,12 @@ class MessageShape(Shape):
         self._call = call
         self._request = call.requests[0]
         self._blocks: list[dict[str, Any]] = []
-        """Those that were begun; the last one lacks what `_pieces` has while it is open."""
+        """Blocks begun so far. The last one lacks the text in `_pieces` while it is open."""
         self._pieces: list[str] = []
         self._open: type[Part] | None = None
-        """What the block that was begun last is of."""
+        """Kind of part in the block that was begun last."""
         self._called: CalledTool | None = None
-        """The call whose arguments are being read."""
+        """Call with arguments that are still being read."""
         self._finish: FinishReason | None = None
         self._stop: StopReader | None = None
 

@@ -1,12 +1,12 @@
 """A place in a text that is still being written.
 
-Law: a reader at a cursor waits (`yield`) until what it must see is there, or the text has ended, and moves on for good: no reading depends on how
-the text was cut, and none is done twice. Looking ahead is bounded by the longest mark.
+Law: a reader at a cursor waits (`yield`) until the text it needs is there, or the text has ended, and then moves on for good. No result depends on how
+the text was cut, and nothing is read twice. Looking ahead is bounded by the longest mark.
 
-JSON as models write it: gone over as it comes, and said on at once.
+JSON as models write it is read as it comes, and passed on at once.
 
-What is said is what was written, but for two things that models get wrong in strings: control characters (a line's end, say) are escaped, and a
-backslash that escapes nothing is doubled. A value that breaks off is said as far as it goes.
+The JSON passed on is what the model wrote, except for two common mistakes in strings: control characters (such as a line break) are escaped, and a
+backslash that escapes nothing is doubled. A value that breaks off is passed on as far as it goes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Marks:
         first = "".join(sorted({text[0] for text in self.literals}))
         other = f"[^{re.escape(first + BLANKS)}]"
         self.others = re.compile(f"(?:{other}++|[{BLANKS}]++(?={other}))++" if first else r"[\s\S]+")
-        """Text in which no literal begins, up to blanks that one may follow; anything where there is no literal."""
+        """Text in which no literal begins, up to blanks that a literal may follow; any text if there are no literals."""
 
     def __or__(self, other: Marks) -> Marks:
         return Marks(self.literals | other.literals)
@@ -48,7 +48,7 @@ class Cursor:
         self._at = 0
         self._ended = self.is_cut = False
         self._held: list[str] | None = None
-        """What was taken since `hold`."""
+        """Text taken since `hold`."""
         self.looked = 0
         """Characters looked at, again or not: how much work was done."""
 
@@ -153,7 +153,7 @@ class Cursor:
         return "".join(self._held or ())
 
     def release(self) -> str:
-        """What was taken since `hold`."""
+        """Return the text taken since `hold`, and stop holding."""
         text, self._held = self.held, None
         return text
 
@@ -166,7 +166,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def json_escaped(text: str) -> str:
-    """A text as it stands in a JSON string."""
+    """Return a text as it stands in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -176,7 +176,7 @@ def decode_json_string(text: str) -> str | None:
         value = json.loads(text)
     except ValueError:
         return None
-    # Half a surrogate pair is no character, and nothing that is written from here on could hold it.
+    # Half a surrogate pair is not a character, and UTF-8 can't hold it.
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else None
 
 

@@ -105,7 +105,7 @@ def _closing(text: str) -> int | None:
 
 
 def _has_branches(text: str) -> bool:
-    """Whether an expression has a `|` outside of groups."""
+    """Return whether an expression has a `|` outside of groups."""
     depth = 0
     for _, part in _tokens(text):
         depth += (part == "(") - (part == ")")

@@ -66,7 +66,7 @@ def _calls(field: Mapping[str, Any]) -> Calls:
 
 
 def _object(field: Mapping[str, Any], opening: list[str], closing: list[str]) -> Calls:
-    """Calls whose object has the name too."""
+    """Return the format of calls written as one object that holds the name too."""
     begin, end = _text(opening), _text(closing)
     names, arguments = ["name"], ["arguments", "parameters"]
     for key, value in _leaves(field.get("transform")):
@@ -82,7 +82,7 @@ def _object(field: Mapping[str, Any], opening: list[str], closing: list[str]) ->
 def _headed(
     opening: list[str], at: int, closing: list[str], body: Body, *, delimiter: str = "", parameters: Parameters | None = None
 ) -> Calls:
-    """Calls with the name before the arguments."""
+    """Return the format of calls with the name before the arguments."""
     before, behind = _texts(opening[:at]), _texts(opening[at + 1 :])
     ends = _texts(closing)
     if not 1 <= len(before) <= 2 or len(behind) > 1 or not 1 <= len(ends) <= len(before):
@@ -143,7 +143,7 @@ def _literals(field: Mapping[str, Any], side: str) -> tuple[str, ...]:
 
 
 def _row(field: Mapping[str, Any], side: str) -> list[str]:
-    """What opens or closes a field, as texts, blanks and groups."""
+    """Return the texts, blanks and groups that open or close a field."""
     if side in field:
         return [_literals(field, side)[0]]
     return _pieces(field.get(f"{side}_pattern"))

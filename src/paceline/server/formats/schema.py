@@ -50,7 +50,8 @@ _BRANCHES: Final = frozenset({"anyOf", "oneOf", "allOf", "$ref", "if", "then", "
 _LONG: Final = 10**18
 """From here on a bound needs another one on its other side."""
 _MOST_MULTIPLE: Final = 10_000
-"""Of `multipleOf`, its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more schemas."""
+"""Largest `multipleOf`, as its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more
+schemas."""
 _MOST_RESOLVED: Final = 10_000
 """Schemas that are looked into while branches are compared and values listed: references multiply them. Raising it: such a request takes a thread longer."""
 _ENDLESS: Final = 1 << 24
@@ -78,7 +79,7 @@ def followed_schema(schema: Mapping[str, Any], at: str = "schema") -> Schema:
 
 
 class _Following:
-    """One schema, whose keywords all have the form that they must have."""
+    """One schema with valid values of all its keywords."""
 
     def __init__(self, root: Mapping[str, Any], used: frozenset[str]) -> None:
         """Args: used: names on the way of its references."""

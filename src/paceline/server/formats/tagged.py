@@ -51,7 +51,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) -> Generator[None, None, bool]:
-    """Go over an object whose keys are bare and whose strings stand between delimiters. False: it breaks off."""
+    """Read an object with bare keys, and with strings between delimiters. False: it breaks off."""
     marks, closing, in_key = Marks((delimiter,)), list[str](), False
     while c := (yield from cursor.peek()):
         if c in _CLOSING:

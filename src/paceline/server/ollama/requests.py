@@ -72,7 +72,7 @@ Think = Annotated[
 
 
 class OllamaRequest(Strict):
-    """What `/api/chat` and `/api/generate` share."""
+    """Fields that `/api/chat` and `/api/generate` share."""
 
     model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     stream: bool | None = Field(default=None, description="Default true.")
@@ -202,7 +202,7 @@ def _completed(call: Call, asked: OllamaRequest, shape: type[OllamaShape]) -> Ca
 
 
 def _shared(asked: OllamaRequest) -> dict[str, Any]:
-    """What chats and raw prompts have in common. Where an option is missing, it is missing in the inner request."""
+    """Return the inner fields that chats and raw prompts share. An option that is missing is missing in the inner request."""
     options = asked.options or Options()
     check_fields(options, "options.")
     counts = options.repeat_last_n != 0

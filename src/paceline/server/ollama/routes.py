@@ -1,4 +1,4 @@
-"""The paths of Ollama's API, and what its clients are told of the models served: figures that are known here, and nothing where they are not.
+"""The paths of Ollama's API, and the description of the served models for its clients. Figures that are not known here are left out.
 
 Models are fetched and removed at the machine, not through it. Every name has a tag, as in Ollama, since some clients look for `NAME:latest` in the
 list where a person wrote NAME. Embeddings are as `/v1/embeddings` makes them; no text is cut.
@@ -52,7 +52,7 @@ def tagged_name(name: str) -> str:
 
 
 def capabilities(form: Format) -> list[str]:
-    """What a model was made for, by its template. Tools are served to others as well, in plain text."""
+    """Return the abilities of a model, read from its template. Other models get tools as well, in plain text."""
     return ["completion", *(["tools"] if form.knows_tools else []), *(["thinking"] if form.thinking is not None else [])]
 
 
@@ -69,7 +69,7 @@ def model_details(facts: ModelFacts) -> Fields:
 
 
 def model_entry(name: str, facts: ModelFacts) -> Fields:
-    """What every list says of a model."""
+    """Return the fields of a model that every list has."""
     name = tagged_name(name)
     return {"name": name, "model": name, "size": facts.size_bytes, "digest": facts.digest, "details": model_details(facts)}
 
@@ -115,14 +115,14 @@ def show_entry(model: ServedModel, can: Sequence[str]) -> Fields:
 
 
 def _in_words(parameters: int) -> str:
-    """As Ollama writes it: 134.5M, 8.0B."""
+    """Write a number of parameters as Ollama does: 134.5M, 8.0B."""
     if parameters >= _BILLION:
         return f"{parameters / _BILLION:.1f}B"
     return f"{parameters / _MILLION:.2f}M" if parameters else ""
 
 
 VERSION = "0.13.0"
-"""The version of Ollama whose API this is: some clients ask for a least one."""
+"""Version of Ollama with this API: some clients ask for a minimum."""
 
 _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}

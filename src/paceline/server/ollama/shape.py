@@ -133,12 +133,12 @@ def rfc3339(unix_s: float) -> str:
 
 
 def line_head(model: ServedModel, now_s: float) -> Fields:
-    """What every line begins with."""
+    """Return the fields that every line begins with."""
     return {"model": model.name, "created_at": rfc3339(now_s)}
 
 
 class OllamaShape(Shape):
-    """What chats and texts share."""
+    """Common part of the shapes for chats and texts."""
 
     media_type = b"application/x-ndjson"
 

@@ -34,7 +34,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What this API knows beside the chat's."""
+    """The Responses API: turns its requests into chats, and keeps its responses."""
 
     kept: KeptResponses
     clock: Clock

@@ -50,7 +50,7 @@ class KeptItem:
     id: str
     item: AnyItem
     shown: dict[str, object]
-    """As clients are shown it."""
+    """The item as clients see it."""
     size: int
     """Bytes that it takes, about."""
 
@@ -253,7 +253,7 @@ class _Turn:
     call_id: str | None = None
 
     def takes(self, item: AnyItem) -> bool:
-        """Whether an item of the assistant's belongs to the same turn."""
+        """Return whether an item of the assistant's belongs to the same turn."""
         match item:
             case ReasoningItem():
                 return self.content is None and not self.calls
@@ -322,7 +322,7 @@ def write_messages(
                 turn.reasoning = joined([turn.reasoning, text])
             case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
-    # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
+    # Reasoning with hidden text and nothing after it says nothing.
     turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
     return WrittenConversation([turn.message() for turn in turns], [turn.origin for turn in turns])
 

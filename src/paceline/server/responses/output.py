@@ -39,11 +39,11 @@ class Output:
         self._is_cut = False
         """The call that was begun last was not read to its end."""
         self._texts: list[str] = []
-        """Of the open item."""
+        """Texts of the open item."""
         self._entries: list[object] = []
-        """The log probabilities of its tokens."""
+        """Log probabilities of the open item's tokens."""
         self._waiting: list[object] = []
-        """Of tokens whose text has not come."""
+        """Log probabilities of tokens that have no text yet."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> list[Event]:
         events: list[Event] = []

@@ -66,7 +66,7 @@ def text_of(content: str | list[InputPart | MediaPart]) -> str:
 
 
 class Item(Strict):
-    """What all items may carry."""
+    """Fields that all items may have."""
 
     id: ItemId | None = None
     status: str | None = Field(default=None, description="Ignored.")
@@ -102,7 +102,7 @@ class OutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
 
     type: Literal["reasoning"]
     summary: Parts | None = Field(default=None, description="Taken for the reasoning where there is no content.")
