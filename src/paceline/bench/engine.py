@@ -137,7 +137,7 @@ def check_plan(plan: BenchPlan) -> None:
         if count < 1:
             raise ConfigError(f"The {name} can't be {count}", "Ask for 1 or more.")
     if plan.answer_tokens < 2:
-        raise ConfigError(f"A decode rate can't be had from {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
+        raise ConfigError(f"A decode rate can't be measured with {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
     if not plan.concurrency or min(plan.concurrency) < 1:
         raise ConfigError(f"A concurrency of {min(plan.concurrency, default=0)} can't be measured", "Ask for 1 or more.")
 

@@ -209,7 +209,7 @@ def up(
     if no_model and model:
         raise ConfigError(f"--model {first} loads a model, and --no-model asked for none", "Leave one of them out.")
     if no_model and (draft != "auto" or pin_draft is not None):
-        raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
+        raise ConfigError("--draft needs a model on this machine, and --no-model loads none", "Give it where the model runs.")
     if no_model and served_name:
         why = "--served-name is another name for this machine's model, and with --no-model it has none"
         raise ConfigError(why, "Give it where the model runs.")

@@ -176,7 +176,7 @@ def _kernels(home: Home, here: str) -> Finding:
     from paceline.backends.cpu import probe
 
     name = f"{cpu.lowering_in_use()} on {usable_cores()} cores"
-    anew = f"Remove {home.kernels}, which makes them anew. Where it stays so: paceline up --device torch-cpu, and report the processor."
+    anew = f"Remove {home.kernels}, and the next start compiles them again. If that does not help: paceline up --device torch-cpu, and report the processor."
     try:
         with kernel_cache.alone():
             conform = probe.conforms(usable_cores())
@@ -357,7 +357,7 @@ def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: 
     yield Finding("port.grpc", Level.OK, node_id, f"it answers at {', '.join(one.address for one in good)}")
     for one in bad:
         why = one.why if one.member is None else f"{one.member.node_id} answers there"
-        todo = f"On {node_id}: paceline up --fleet-host {_host(best.address)}, so that nobody loses time with the others."
+        todo = f"On {node_id}: paceline up --fleet-host {_host(best.address)}, so that other machines do not try its other addresses."
         said = f"it announces {one.address}, and is not reached there: {why}"
         yield Finding("network card", Level.NOTE, node_id, said, todo)
     yield from _judge_card(node_id, best, here)
@@ -447,7 +447,7 @@ def _todo(one: Reach, who: str, option: str) -> str:
         case Barrier.STRANGER:
             return f"Another program has port {port} there, or a node of another fleet: choose another {option}, or join it to this fleet."
         case Barrier.CLOCK:
-            return "Set the clock that is wrong, here or there (timedatectl set-ntp true); a certificate that has expired is made anew by paceline join."
+            return "Set the clock that is wrong, here or there (timedatectl set-ntp true); paceline join replaces a certificate that has expired."
         case Barrier.VERSION:
             return "All machines of a fleet need Paceline of one protocol version."
         case Barrier.FAILED | None:

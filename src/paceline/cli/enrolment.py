@@ -216,7 +216,7 @@ def ca_export(
 
     enrolment.export_authority(enrolment.open_folder(), file, lambda: None if no_passphrase else _passphrase(passphrase_file, twice=True))
     having = "it" if no_passphrase else "it and the passphrase"
-    print_lines(Terminal(), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
+    print_lines(Terminal(), f"Wrote {file}. Anyone with {having} can let any machine into the fleet.")
 
 
 @ca.command("import")
@@ -231,7 +231,7 @@ def ca_import(
     print_lines(
         Terminal(),
         "The fleet's CA is on this machine now: paceline token and paceline revoke work here.",
-        "Which names are taken it knows from the members that paceline up here sees: let somebody in while all of them run.",
+        "It learns which names are taken from the members that paceline up here sees: admit machines while all members run.",
     )
 
 

@@ -126,10 +126,10 @@ def read_key(api_key: str | None, file: Path | None) -> str | None:
 
 
 WHY = {
-    "int_parsing": "is no whole number",
-    "int_from_float": "is no whole number",
+    "int_parsing": "is not an integer",
+    "int_from_float": "is not an integer",
     "int_parsing_size": "is too large a number",
-    "float_parsing": "is no number",
+    "float_parsing": "is not a number",
     "less_than_equal": "is more than {le:g}",
     "greater_than_equal": "is less than {ge:g}",
 }

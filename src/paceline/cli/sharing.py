@@ -158,7 +158,7 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draf
         return ways
     if DRAFT not in ways:
         raise ConfigError(
-            f"--pin-draft {draft_on} says who drafts, and the other options allow {', '.join(sorted(ways))} alone", "Leave one out."
+            f"--pin-draft {draft_on} needs drafts, and the other options allow only {', '.join(sorted(ways))}", "Leave one out."
         )
     return frozenset({DRAFT})
 
@@ -203,12 +203,12 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
     if draft is not None and draft not in (*DRAFTS, *propose):
         here = "Name a model to draft here" if draft == FLEET else f"Draft here, with --propose {draft} too"
         raise ConfigError(
-            f"Nobody drafts with {draft!r}: this machine is in no fleet",
+            f"No node can draft with {draft!r}: this machine is in no fleet",
             f"{here}, or make it part of a fleet: paceline init, paceline join.",
         )
     if propose and draft not in propose:
         raise ConfigError(
-            f"Nobody would have drafts of {propose[0]!r}: this machine is in no fleet", f"Have them here, with --draft {propose[0]} too."
+            f"No node can use drafts of {propose[0]!r}: this machine is in no fleet", f"Have them here, with --draft {propose[0]} too."
         )
 
 

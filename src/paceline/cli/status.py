@@ -170,7 +170,7 @@ def _show(looked: Looked, console: Console) -> None:
     for name, line in looked.sight.plans:
         console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}"), soft_wrap=True)
     for name, line in _plans(looked):
-        console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
+        console.print(Text.assemble("plan for ", (name, "bold"), f", if it were planned now: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
     for use in looked.sight.drafts:
         # Missing drafters are news only to a person who started a machine to draft, or asked for a draft model.
@@ -199,7 +199,7 @@ def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
         ago = f"{age_s / 86400:.0f} days" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h" if age_s >= 3600 else "less than an hour"
         is_old = age_s > OLD_S
         todo = ": start paceline up on the machine with the fleet's CA" if is_old else ""
-        lines.append((f"who is revoked is known here as of {ago} ago{todo}", is_old))
+        lines.append((f"the list of revoked nodes on this machine dates from {ago} ago{todo}", is_old))
     left_s = sight.certificate_ends - now
     if sight.certificate_ends and left_s < ENDS_SOON_S:
         todo = "start paceline up on the machine with the fleet's CA, which renews it"

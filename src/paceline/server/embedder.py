@@ -113,7 +113,7 @@ class Embedder:
         """
         size = sum(4 * len(given) if isinstance(given, str) else ID_BYTES * len(given) for given in inputs)
         if self._requests >= MOST_REQUESTS or (self._requests and self._held + size > MOST_HELD_BYTES):
-            raise Overloaded("Too much is to be embedded: other requests are at work or wait", "Come back later.", retry_after_s=1)
+            raise Overloaded("Too many texts are being embedded: other requests run or wait", "Try again later.", retry_after_s=1)
         self._requests += 1
         self._held += size
         try:
