@@ -1,8 +1,8 @@
 """`paceline bench speculate`: every exercise with drafts and without, one after the other, round by round, alone and sixteen at once.
 
-Law: both ways run on one engine and differ in the request's `draft` alone; each answer must be, byte for byte, what a first look without
-drafts gave; what takes turns takes them in alternating order. *Free* answers are the model's own, and those that go round in circles are left
-out and counted; *forced* ones are those that ship with the texts (`bench.exercises`). A rate counts the time in which nothing but answers is made: from the moment the last sequence has its first token until the end of all.
+Law: both runs use one engine and differ only in the request's `draft`. Each answer must equal, byte for byte, that of a first run without drafts.
+The runs alternate in order. *Free* answers are the model's own; those that repeat themselves in a loop are left out and counted. *Forced* answers ship
+with the texts (`bench.exercises`). A rate counts only the time from the moment the last sequence has its first token until the end of all.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class DraftRow:
 
 
 def prepare(tokenizer: Tokenizer, kind: ExerciseKind, batch: int, plan: DraftBenchPlan, *, forced: bool) -> list[DraftWork]:
-    """The work of one row, in pieces that run one after the other."""
+    """Return the work of one row, in pieces that run one after the other."""
     exercises = load(kind)
     count = batch if batch > 1 else len(exercises) if forced else FEW
     made: list[tuple[tuple[int, ...], int, Script | None]] = []
@@ -195,7 +195,7 @@ def prepare(tokenizer: Tokenizer, kind: ExerciseKind, batch: int, plan: DraftBen
 
 
 def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan) -> NodeSettings:
-    """For an engine with room for exactly this."""
+    """Return settings for an engine with room for exactly this plan."""
     works = [work for kind in plan.kinds for forced in (False, True) for work in prepare(tokenizer, kind, 1, plan, forced=forced)]
     # A few more, for the words in which variants differ.
     longest = 16 + max(len(prompt) + tokens for work in works for prompt, tokens in zip(work.prompts, work.max_tokens, strict=True))
@@ -203,7 +203,7 @@ def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan
 
 
 def without_loops(works: Sequence[DraftWork], looks: Sequence[Answers]) -> tuple[list[DraftWork], list[Answers], int]:
-    """The work but for the answers that go round in circles; the answers that are left; how many were left out."""
+    """Remove answers that repeat themselves in a loop. Returns the work and the answers that are left, and how many were removed."""
     kept: list[DraftWork] = []
     answers: list[Answers] = []
     left_out = 0
@@ -327,7 +327,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
 
 @contextmanager
 def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Clock) -> Generator[DraftSource]:
-    """A draft model on this machine, as `paceline up --propose` has it: in a thread of its own, asked over an event loop.
+    """Run a draft model on this machine, as `paceline up --propose` does: in a thread of its own, asked over an event loop.
 
     Raises:
         VocabularyMismatch: its tokens are others than those of the model.

@@ -1,8 +1,8 @@
-"""`paceline bench`: how fast this machine runs a model, measured at the engine.
+"""`paceline bench`: the speed of a model on this machine, measured at the engine.
 
-Law: prompts have exactly the length asked for, the end of sequence is banned so that answers do too, the prefix cache is off, prompts
-differ from run to run, nothing is drafted (`bench.drafts` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
-down slows all of them; what is shown is the median over the rounds.
+Law: prompts have exactly the length asked for, and so have answers, because the end of sequence is banned. The prefix cache is off, prompts differ from
+run to run, nothing is drafted (`bench.drafts` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that
+a machine that slows down slows all of them. The report shows the median over the rounds.
 """
 
 from __future__ import annotations

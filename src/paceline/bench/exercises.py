@@ -50,14 +50,14 @@ class Exercise:
     answer: str
 
     def prompt_ids(self, tokenizer: Tokenizer, variant: int = 0) -> tuple[int, ...]:
-        """The chat, ready for the answer. Variants differ in a few words at the beginning, so that no two sequences are alike."""
+        """Return the ids of the chat up to the answer. Variants differ in a few words at the beginning, so that no two sequences are alike."""
         chat = [{"role": message.role, "content": message.content} for message in self.messages]
         if variant:
             chat[0]["content"] += f" This is request {variant + 1}."
         return tuple(tokenizer.render_chat(chat))
 
     def answer_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The answer and its end."""
+        """Return the ids of the answer and its end token."""
         return (*tokenizer.encode_inside(self.answer), min(tokenizer.eos_ids))
 
 
@@ -75,7 +75,7 @@ def parse(kind: ExerciseKind, name: str, text: str) -> Exercise:
 
 
 def load(kind: ExerciseKind) -> list[Exercise]:
-    """All of a kind, in the order of their names."""
+    """Load all exercises of a kind, in the order of their names."""
     found = [file for file in files("paceline.bench").joinpath("texts").iterdir() if file.name.startswith(f"{kind}-")]
     return [parse(kind, file.name.removesuffix(".txt"), file.read_text("utf-8")) for file in sorted(found, key=lambda file: file.name)]
 

@@ -194,7 +194,7 @@ def _victim(kill: str, stages: Sequence[NodeId]) -> str:
 
 
 def requests(prompts: Sequence[tuple[int, ...]], answer_tokens: int) -> list[GenerationRequest]:
-    """One for each prompt: greedy ones, and ones drawn with a seed."""
+    """Return a request for each prompt: greedy ones, and ones drawn with a seed, in turns."""
     return [
         GenerationRequest(
             RequestId(f"fault-{number}"),

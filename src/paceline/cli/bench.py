@@ -45,10 +45,10 @@ Row = TypeVar("Row")
 
 
 def counts(option: str, value: str) -> tuple[int, ...]:
-    """An option's list of numbers.
+    """Read an option's list of numbers.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not such a list.
     """
     try:
         return tuple(int(part) for part in value.split(","))
@@ -79,7 +79,7 @@ def note_load(console: Console, load_average: float) -> None:
 
 
 def filled(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
-    """A table of rows: by its heading, what a column says of each."""
+    """Return a table of rows. `columns` has the heading of each column, and a function that returns a row's cell."""
     table = table_of(*columns)
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))

@@ -113,7 +113,7 @@ def run_chat(
 
 
 def _one_message(question: str | None) -> str | None:
-    """The one message to answer: the question, and behind it what is piped in. None: there is a conversation."""
+    """Return the one message to answer: the question, followed by piped input. None: there is a conversation."""
     if sys.stdin.isatty():
         return question
     piped = sys.stdin.read()
@@ -125,7 +125,7 @@ def _one_message(question: str | None) -> str | None:
 
 
 def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | None) -> RunningEndpoint | None:
-    """An endpoint of this machine that serves the model. None where there is none, or the person asked how the model is to be loaded."""
+    """Return an endpoint of this machine that serves the model. None if no endpoint does, or if the person chose settings for loading it."""
     if NodeSettings(settings.model, max_running=settings.max_running) != settings:
         return None
     home, told = Home.from_environment(), False
@@ -163,7 +163,7 @@ class _Conversation:
                 self._console.print()
 
     def _turn(self) -> bool:
-        """One message and what follows it; returns whether the chat goes on."""
+        """Handle one message. Returns whether the chat goes on."""
         text = self._asker.message()
         if text is None:
             return False
@@ -269,7 +269,7 @@ def _write(say: Say, messages: list[Message], show: Callable[[str], object]) -> 
 
 
 def _show_plain(text: str) -> None:
-    """On a terminal, nothing in it commands that; a file gets all of it."""
+    """Print text: without its control sequences on a terminal, unchanged to a file."""
     sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
 
 
@@ -288,7 +288,7 @@ class Asker:
         self._interrupted = False
 
     def message(self) -> str | None:
-        """The next message; empty where a line was given up with Ctrl-C. None: the person leaves (Ctrl-D, or Ctrl-C twice)."""
+        """Read the next message; empty if Ctrl-C cancelled the line. None: the person leaves (Ctrl-D, or Ctrl-C twice)."""
         try:
             text = read_message(self._session.prompt, ">>> ")
         except EOFError:
@@ -315,7 +315,7 @@ def _kept(path: Path) -> History:
 
 
 def read_message(read: Callable[[str], str], prompt: str) -> str:
-    """One message of one or many lines.
+    """Read one message of one or many lines.
 
     Args:
         read: reads a line after showing a prompt.

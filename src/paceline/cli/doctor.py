@@ -280,7 +280,7 @@ async def _fleet(home: Home, peers: Sequence[str], clock: Clock) -> AsyncIterato
 
 
 async def _others(identity: Identity, folder: FleetFolder, looked: Looked | None, peers: Sequence[str], clock: Clock) -> list[Finding]:
-    """Every machine that is known here, wherever it may be."""
+    """Examine every machine that is known here. Returns the findings."""
     own = identity.node_id
     cards = {} if looked is None else {card.node_id: card for card in looked.sight.view.cards}
     failing = () if looked is None else tuple(failure.address for failure in looked.sight.failures)
@@ -366,7 +366,7 @@ def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: 
 
 
 def _judge_card(node_id: NodeId, best: Reach, here: OwnSide) -> Iterator[Finding]:
-    """Which network card leads to it."""
+    """Check that this machine announces the network card that leads to the node."""
     if _host(best.address) in here.interfaces:
         return  # on this very machine
     card, announced = here.card_of(best.from_host), {here.card_of(host) for host in here.announced}

@@ -132,7 +132,7 @@ class EndpointClient:
         raise EndpointError(f"{self._url} broke off the answer before its end", "Try again.")
 
     def _text(self, data: str) -> tuple[str, str | None]:
-        """The text an event of a stream brings, empty where it brings something else, and why the answer ended, once it did."""
+        """Read an event of a stream. Returns its text, empty if it has none, and the finish reason of the answer, once it has one."""
         try:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:

@@ -60,11 +60,12 @@ class DistributedEnv:
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """The host of each rank: of `[{"host": ..., "port": ...}]`, of what `mlx.launch` is given (`"ssh"`, `"ips"`), and of what it gives each rank,
-    `[["host:port", ...], ...]`. None where the file is empty, as of a launch of one.
+    """Read the host of each rank from a file; none if the file is empty, as for a launch of one rank.
+
+    The file is `[{"host": ..., "port": ...}]`, or what `mlx.launch` reads (`"ssh"`, `"ips"`), or what it gives each rank, `[["host:port", ...], ...]`.
 
     Raises:
-        ConfigError: it can't be read, or is none of these.
+        ConfigError: it can't be read, or has none of these forms.
     """
     wanted = 'Write it like [{"host": "mac-1.local"}, {"host": "mac-2.local"}], the first rank first: paceline hostfile does.'
     try:

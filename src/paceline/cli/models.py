@@ -95,10 +95,10 @@ def ensure(ref: str, console: Console) -> None:
 
 
 def lies_elsewhere(ref: str, console: Console) -> Path | None:
-    """Where a model lies that is not among this home's, once its digest is known to all that share this home's caches. None for any other.
+    """Return the path of a model outside this home, once its digest is in the caches that homes share. None for any other model.
 
     Raises:
-        UserError: it can't be read, or run.
+        UserError: the model can't be read, or run.
     """
     from paceline.machine.capability import learn_digest
 

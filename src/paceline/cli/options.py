@@ -251,10 +251,10 @@ def tensor_speeds(text: str) -> tuple[float, ...]:
 
 
 def tensor_nodes(text: str) -> tuple[NodeId | None, ...]:
-    """The nodes that a person names for tensor ranks, None for this machine; none at all where all are here.
+    """Return the nodes that a person names for tensor ranks, with None for this machine; empty if all ranks are here.
 
     Raises:
-        ConfigError: the first is elsewhere, or a name is none.
+        ConfigError: the first rank is elsewhere, or a name is missing.
     """
     named = [part.partition("@")[1:] for part in text.split(":")]
     if named[0][0] or any(at and not name for at, name in named):

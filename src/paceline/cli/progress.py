@@ -87,7 +87,7 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
 
 
 def _kernel_bar(progress: Progress, console: Console) -> CompileProgress:
-    """A bar for the kernels, or a line at each step where none can be drawn."""
+    """Show a bar for the kernels, or a line at each step if output is not a terminal."""
     bar = progress.add_task("", total=1.0, visible=False, end_s=None)
     told_share = 0.0
 
@@ -122,7 +122,7 @@ def opening_bar(
         said = ""
 
         def say(label: str, percent: int, more: str = "") -> None:
-            """A line for each step, where no bar can be drawn."""
+            """Print a line for each step if output is not a terminal."""
             nonlocal said
             line = f"{label}, {percent // STEP_PERCENT * STEP_PERCENT} %"
             if line != said and not console.is_terminal:

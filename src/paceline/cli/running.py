@@ -280,7 +280,7 @@ class EndpointLoad:
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
-    """Every endpoint that runs here, those last that still start. Takes `RATE_S` where there is one."""
+    """Return every endpoint that runs here, and last those that still start. Takes `RATE_S` if an endpoint runs."""
     found = running(home)
     before = [_figures(one) for one in found]
     if any(before):
@@ -378,7 +378,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
 
 
 def _read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:
-    """An endpoint's /health: its status, what is wrong, and what fails though it goes on. Raises KeyError where it has no status."""
+    """Read an endpoint's /health: its status, its error, and the parts that fail while it goes on. Raises KeyError if it has no status."""
     failing = health.get("failing")
     each = failing if isinstance(failing, list) else []
     return printable(str(health["status"])), printable(str(health.get("error") or ""), 300), tuple(printable(str(one), 300) for one in each)

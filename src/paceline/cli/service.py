@@ -145,7 +145,7 @@ def _quoted(word: str, *, dollars: bool = True) -> str:
 
 
 def place(*, of_machine: bool, is_mac: bool) -> Path:
-    """Where the service's file belongs."""
+    """Return the path of the service's file."""
     if is_mac:
         return (Path("/Library/LaunchDaemons") if of_machine else Path.home() / "Library/LaunchAgents") / f"{NAME}.plist"
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")

@@ -189,7 +189,7 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
-    """In no fleet, this machine has the drafts that it makes itself, and no others."""
+    """Check the options of a machine in no fleet: it can only use drafts that it makes itself."""
     draft = None if settings is None else settings.draft
     if settings is not None and settings.tensor_on:
         raise ConfigError(

@@ -89,7 +89,7 @@ def _print(looked: list[Looked], endpoints: list[EndpointLoad], console: Console
 
 
 def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any]:
-    """The whole of it, for programs."""
+    """Return the whole status as JSON values, for programs."""
     if looked is None:
         return {"endpoints": [asdict(one) for one in endpoints]}
     view = looked.sight.view
@@ -192,7 +192,7 @@ def _show(looked: Looked, console: Console) -> None:
 
 
 def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
-    """How fresh this node's trust is, and whether a person should do something about it."""
+    """Describe how old this node's certificate and list of revoked nodes are. Each line comes with whether a person should act."""
     lines: list[tuple[str, bool]] = []
     if sight.revocations_as_of:
         age_s = max(0.0, now - sight.revocations_as_of)

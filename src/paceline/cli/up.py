@@ -93,7 +93,7 @@ class Ending:
         self._service, self._models = service, models
 
     def clients_know(self) -> None:
-        """Every stream has ended."""
+        """End the process now if a second signal came. Called when every stream has ended."""
         if self._hurried is not None:
             end_now(self._hurried)
         self._service = None
@@ -312,7 +312,7 @@ async def _plan_and_load(
 
 
 def _note_small_disk(kv_disk_bytes: int, folder: Path, console: Console) -> None:
-    """Where what is free on the disk, and what KV in `folder` takes already, are less than KV may take. Files are looked at only where little is free."""
+    """Print a note if the free space, with the KV already in `folder`, is less than KV may take. Files are counted only if little is free."""
     from paceline.store.partial import allocated_bytes
 
     free = shutil.disk_usage(nearest_folder(folder)).free

@@ -85,7 +85,7 @@ class Events:
 
 
 def open_call(inference: Inference, call: Call) -> ChunkStream:
-    """The call's chunks; those of one prompt come straight from the inference.
+    """Start a call. Returns its chunks; those of one prompt come straight from the inference.
 
     Raises:
         RequestError: as `Inference.generate` does, before the first item.
@@ -334,7 +334,7 @@ class Answer(Response):
         self._ended = True
 
     def _check_complete(self) -> None:
-        """A generation that just stops is a failure, not a short answer."""
+        """Raise an error if a choice has no end: a generation that just stops is a failure, not a short answer."""
         if self._tally.open:
             raise Refusal(server_fault("The generation ended before its answer did"))
 
@@ -388,7 +388,7 @@ def _one(several: list[GenerationChunk]) -> GenerationChunk:
 
 
 def logprobs_of(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
-    """The log probabilities that a chunk brings: the prompt's come first."""
+    """Return the log probabilities of a chunk, the prompt's first."""
     return (*chunk.prompt_logprobs, *chunk.logprobs) if chunk.prompt_logprobs else chunk.logprobs
 
 

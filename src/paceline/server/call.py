@@ -188,10 +188,10 @@ class Call:
         return replace(self, requests=tuple(replace(request, client=client) for request in self.requests))
 
     def named(self, request_id: str) -> Call:
-        """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.
+        """Return the call with named legs: the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM names them.
 
         Raises:
-            InvalidRequest: legs can't be called so.
+            InvalidRequest: the id has a colon.
         """
         if all(request.leg is None for request in self.requests):
             return self

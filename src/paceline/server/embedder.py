@@ -63,7 +63,7 @@ class TextEncoder(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def vectors(self, texts: Sequence[Ids]) -> Vectors:
-        """A row for each text. Each has a token, and at most `max_tokens`."""
+        """Return a row for each text. Each has a token, and at most `max_tokens`."""
         ...
 
 
@@ -137,7 +137,7 @@ class Embedder:
         return texts
 
     async def _run(self, encoder: TextEncoder, texts: Sequence[Ids]) -> Vectors:
-        """At most one part a worker is under way or queued, so requests take turns."""
+        """Run texts in parts. Each worker has at most one part running or queued, so requests take turns."""
         loop = asyncio.get_running_loop()
         vectors = np.empty((len(texts), encoder.dimensions), np.float32)
         left = parts_of_work(texts)

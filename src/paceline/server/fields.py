@@ -107,10 +107,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def read_body(kind: type[Body], body: bytes) -> Body:
-    """A body, checked against its model.
+    """Read a body and check it against its model.
 
     Raises:
-        Refusal: it does not fit it, or a field would change the answer that is not served.
+        Refusal: it does not fit, or has a field that would change the answer and is not served.
     """
     if not body.strip():
         raise Refusal(Fault(400, "The body is empty: send a JSON object", code="invalid_json"))
@@ -166,10 +166,10 @@ def _make_whole(fields: Any, place: tuple[int | str, ...]) -> None:
 
 
 def inner_request(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """The request that another API's comes to. What passed the checks of its own body should pass these; what does not is a client's error all the same.
+    """Make the inner request of another API's request. Its own body passed its checks, so a failure here is rare, and still the client's error.
 
     Raises:
-        Refusal: it does not pass.
+        Refusal: it does not pass the inner checks.
     """
     try:
         return kind.model_validate(fields)
@@ -218,7 +218,7 @@ def _check_closed(value: object, at: str) -> None:
 
 
 def ignored_fields(asked: BaseModel) -> tuple[str, ...]:
-    """The fields that had no effect since the server does not know them, as in `messages[].mood`. Each once; null asks for nothing."""
+    """Return the fields that had no effect because the server does not know them, as in `messages[].mood`. Each once; null asks for nothing."""
     return tuple(dict.fromkeys(name for name in _unknown(asked, "") if name not in UNSERVED))
 
 
@@ -241,7 +241,7 @@ def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def json_response(body: object, ignored: tuple[str, ...] = (), status: int = 200, *, fitted: tuple[str, ...] = ()) -> Response:
-    """An answer of JSON, or of bytes that are JSON already, with the headers of `notes`."""
+    """Return an answer of JSON, or of bytes that are JSON already, with the headers of `notes`."""
     return Response(body if isinstance(body, bytes) else json_bytes(body), status, notes(ignored, fitted), "application/json")
 
 

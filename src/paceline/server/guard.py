@@ -285,7 +285,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes, None]:
-        """The request's body, charged to the budget while the context is open.
+        """Read the request's body, charged to the budget while the context is open.
 
         Raises:
             Refusal: 413 for a body that is too long, 415 for a compressed one, 429 when all bodies together are too long.

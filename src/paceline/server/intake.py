@@ -74,7 +74,7 @@ class Intake:
         """In bytes, by fingerprint: what a name means may change."""
 
     def chat(self, body: bytes) -> Call:
-        """A chat completion.
+        """Return the call of a chat completion.
 
         Raises:
             Refusal: the body is malformed.
@@ -84,11 +84,11 @@ class Intake:
         return replace(self.chat_of(asked), ignored=ignored_fields(asked))
 
     def chat_of(self, asked: ChatCompletionRequest) -> Call:
-        """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        """Return the call of a chat of any API; raises as `chat` does, but not Refusal."""
         return self.call_of(asked, self.prompt_of(asked))
 
     def prompt_of(self, asked: ChatCompletionRequest, *, begins_turn: bool = True) -> ChatPrompt:
-        """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing.
+        """Return a chat's prompt, however long. Raises as `chat_of` does, but for a small context only if that is clear before tokenizing.
 
         Args:
             begins_turn: end with the beginning of the assistant's turn.
@@ -185,7 +185,7 @@ class Intake:
         return read_body(kind, body)
 
     def ids_of(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
-        """A text's token ids.
+        """Return a text's token ids.
 
         Raises:
             InvalidRequest, ContextOverflow: it can't be encoded, or fits no context.
@@ -300,7 +300,7 @@ class Intake:
 
 
 def _leg(asked: Parted, most: int | None, place: str, *, n_prompts: int) -> KvLeg | None:
-    """Which part of a request a router wants from this node, as vLLM's say it; None: all of it."""
+    """Return the part of a request that a router wants from this node, as vLLM's routers ask for it; None: all of it."""
     said = asked.kv_transfer_params
     if said is None or not (said.do_remote_decode or said.do_remote_prefill):
         return None
@@ -332,12 +332,13 @@ def listed_models(inference: Inference, aliases: Collection[str]) -> list[Served
 
 
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
-    """The model that a client means: by an alias of this machine's own, which no other machine's model takes from it, else by its name, else without
-    `:latest`, else without case. Of those that differ in case alone, this machine's own comes first, then the first by name: another machine
+    """Return the model that a client means: by this machine's own alias, else by its name, else without `:latest`, else without case.
+
+    Another machine's model can't take an alias. Of names that differ in case alone, this machine's own comes first, then the first by name: another machine
     that offers one keeps no client from the others.
 
     Raises:
-        UnknownModel, ModelAway: there is none.
+        UnknownModel, ModelAway: no model fits.
     """
     models = inference.models()
     if models and name in aliases:
@@ -353,7 +354,7 @@ def find_model(name: str, inference: Inference, aliases: Collection[str]) -> Ser
 
 
 def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
-    """The error for a model that is not served here now."""
+    """Return the error for a model that is not served here now."""
     if inference.expects(name):
         return ModelAway(f"No machine serves the model {name!r} at this moment", "Try again in a few seconds.")
     served = [model.name for model in inference.models()]
@@ -361,10 +362,10 @@ def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
 
 
 def _most(asked: int | None, field: str) -> int | None:
-    """How many tokens an answer may have; None, as -1 says too: as many as the context leaves.
+    """Return how many tokens an answer may have; None, for None and -1: as many as the context leaves.
 
     Raises:
-        InvalidRequest: none.
+        InvalidRequest: 0 was asked for.
     """
     if asked == 0:
         raise InvalidRequest(
@@ -388,7 +389,7 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
 
 
 def sampling_of(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: Mapping[str, float]) -> SamplingParams:
-    """The client's fields, where missing the model's own, where it has none OpenAI's defaults."""
+    """Return the client's sampling fields; missing ones come from the model's own, then from OpenAI's defaults."""
 
     def chosen(name: str, value: float | None, otherwise: float) -> float:
         return defaults.get(name, otherwise) if value is None else value

@@ -30,7 +30,7 @@ NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 
 def json_bytes(value: object) -> bytes:
-    """A value as JSON, with whole numbers of any size, which orjson does not take."""
+    """Write a value as JSON, with whole numbers of any size, which orjson does not take."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -38,7 +38,7 @@ def json_bytes(value: object) -> bytes:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is. None: it is none, or nested too deep."""
+    """Parse a text as a JSON object. None: it is something else, or nested too deep."""
     try:
         found = from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -56,7 +56,7 @@ def string_or_list(value: object) -> str:
 
 
 def kind_of(value: object) -> object:
-    """The `type` of what may be an object; None: it has none."""
+    """Return the `type` of a value that may be an object; None: it has none."""
     return cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
 
 
@@ -65,7 +65,7 @@ NOT_SERVED = "not_served"
 
 
 def refused(what: str) -> PydanticCustomError:
-    """An error that names what is not served."""
+    """Return an error that names what is not served."""
     return PydanticCustomError(NOT_SERVED, "{what}", {"what": what})
 
 
@@ -312,7 +312,7 @@ def check_media(messages: Sequence[Message]) -> None:
 
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:
-    """A tool as templates take it: what says how it is to be served is left out."""
+    """Return a tool as templates take it, without the fields about how to serve it."""
     described: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
     described["parameters"] = parameters_of(tool.function)
     return {"type": "function", "function": described}
@@ -401,7 +401,7 @@ _HEADERS = re.compile(r"(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
 
 def without_headers(messages: Sequence[Message]) -> list[Message]:
-    """The messages, the first of them without such lines, if it is a system message; without it, if it had nothing else."""
+    """Return the messages with such lines removed from the first one, if it is a system message. If nothing else is in it, the message is dropped."""
     first = messages[0]
     found = _HEADERS.match(first.text) if first.role in {"system", "developer"} else None
     if found is None:

@@ -156,7 +156,7 @@ class RequestLog:
 
 
 def _words(body: bytes) -> str:
-    """The message of an error's JSON, alone or as an event of a stream."""
+    """Return the message of an error's JSON, alone or as an event of a stream."""
     line = _LINE.search(body)
     try:
         error = json.loads(body if line is None else line[1])["error"]

@@ -32,7 +32,7 @@ FRAMING_PER_BODY_BYTE = 8
 
 
 def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
-    """A protocol class with `settings` built in, as uvicorn makes its protocols itself."""
+    """Return a protocol class with `settings` built in, because uvicorn makes its protocols itself."""
 
     class Bounded(BoundedProtocol):
         bounds = settings
@@ -68,7 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called once the connection is gone."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Its first request has its time from here on."""
+        """Start the timer of the first request."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.is_connected = True
         self._arm_arriving()
@@ -148,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of its path."""
+        """Take a piece of the request's path."""
         if not self._is_repeated:
             super().on_url(url)
 
@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._sizes.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """A request can be answered from here on."""
+        """Begin to answer the request."""
         if not self._is_repeated:
             self._in_headers = False
             super().on_headers_complete()
@@ -171,7 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Take a piece of a body."""
         self._beside_body -= len(body) * (1 + FRAMING_PER_BODY_BYTE)
         super().on_body(body)
 
@@ -182,7 +182,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is over: go on with what came meanwhile."""
+        """Go on with what came while the request was answered."""
         super().on_response_complete()
         if self.is_answering:
             return
@@ -210,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client reads slower than its tokens come; it may do so for a while."""
+        """Start a timer: a client may read slower than its tokens come, for a while."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(self.bounds.slow_reader_timeout_s, self.transport.abort)
@@ -268,7 +268,7 @@ class _UntilClose(RequestResponseCycle):
 
 
 def whole_answer(fault: Fault) -> bytes:
-    """A refusal as HTTP, after which the connection is closed."""
+    """Return a refusal as HTTP. The connection is closed after it."""
     body = fault.body()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **fault.headers}
     lines = [f"HTTP/1.1 {fault.status} ", *(f"{name}: {value}" for name, value in headers.items()), "", ""]

@@ -260,13 +260,13 @@ class ChatCompletionRequest(Parted):
 
 
 def reasoning_fields(effort: str | None, switches: Mapping[str, Any] | None, *, thinks: bool | None = None) -> dict[str, Any]:
-    """How a model is to reason, as a chat asks for it: `max`, which other APIs have, is a chat's `xhigh`. Switches of the template's own win."""
+    """Return the fields that tell a chat's model how to reason. `max`, which other APIs have, is a chat's `xhigh`. Switches of the template's own win."""
     named = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     return {"reasoning_effort": "xhigh" if effort == "max" else effort, "chat_template_kwargs": {**named, **(switches or {})} or None}
 
 
 def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[list[int]]:
-    """By hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
+    """Check texts by hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:

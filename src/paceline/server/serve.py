@@ -161,7 +161,7 @@ class Acceptor:
             self._leave(client)
 
     def _leave(self, client: _Client) -> None:
-        """It has no place any more. Idempotent."""
+        """Free the place of a client. Idempotent."""
         if client in self._clients:
             del self._clients[client]
             self._of_network[client.network] -= 1
@@ -180,7 +180,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, held: socket.socket, tls: TlsFiles | None) -> str:
-    """The base URL of what is served at a port that `bind` took."""
+    """Return the base URL of an API on a port that `bind` took."""
     shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
     return f"{'http' if tls is None else 'https'}://{shown}:{held.getsockname()[1]}"
 

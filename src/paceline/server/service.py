@@ -122,7 +122,7 @@ class ApiService:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
 
     def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
-        """The response that runs a call."""
+        """Return the response that runs a call."""
         call = call.sent_by("" if request.client is None else network_of(request.client.host))
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
@@ -175,5 +175,5 @@ WITH_KEY = "something fails; what it is, /health says to a request with the key"
 
 
 def request_id_of(request: Request) -> str:
-    """How the guard says that a request is called."""
+    """Return the request's id, which the guard set."""
     return request.scope.get("state", {}).get("request_id", "")

@@ -100,7 +100,7 @@ class TlsFiles:
 
 
 def _no_password() -> bytes:
-    """In place of asking at the terminal."""
+    """Refuse keys with a password, instead of asking for it at the terminal."""
     raise ValueError("the key has a password")
 
 

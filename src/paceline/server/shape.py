@@ -59,7 +59,7 @@ COMMENT = b": the answer goes on\n\n"
 
 
 def new_call_id() -> str:
-    """An id for a call of a tool, of the kind that every model's template takes (`messages.SHORT_ID`)."""
+    """Make an id for a call of a tool, in the form that every model's template takes (`messages.SHORT_ID`)."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
@@ -155,11 +155,11 @@ class Shape(ABC):
         """Return the end of a stream, after all choices have ended."""
 
     def collected(self) -> Collected:
-        """A choice of an answer that is sent whole, with nothing in it yet."""
+        """Return an empty choice, for an answer that is sent whole."""
         return Collected()
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
-        """The choices' readers, where it matters to the shape what else they see."""
+        """Return the choices' readers. A shape may wrap them to see more."""
         return readers
 
     @abstractmethod
@@ -167,5 +167,5 @@ class Shape(ABC):
         """The JSON of an answer that was not streamed."""
 
     def fault_event(self, fault: Fault) -> bytes:
-        """The last event of a stream that fails: its status can't change any more."""
+        """Return the last event of a stream that fails: its status can't change any more."""
         return b"data: " + fault.body() + b"\n\n"

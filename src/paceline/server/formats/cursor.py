@@ -73,7 +73,7 @@ class Cursor:
         return True
 
     def peek(self) -> Generator[None, None, str]:
-        """The character here; empty at the end."""
+        """Return the character here, without taking it; empty at the end."""
         self.looked += 1
         return self._text[self._at] if (yield from self.more()) else ""
 
@@ -98,7 +98,7 @@ class Cursor:
         return self._text[self._at + ahead] if (yield from self.more(ahead)) else ""
 
     def mark(self, marks: Marks, ahead: int = 0) -> Generator[None, None, str]:
-        """The longest literal that stands here, or some characters ahead, not gone over; empty: none does."""
+        """Return the longest literal here, or some characters ahead, without taking it; empty if there is none."""
         found, length = "", 0
         while (yield from self.more(ahead + length)):
             length += 1
@@ -144,7 +144,7 @@ class Cursor:
         return "".join(taken)
 
     def hold(self) -> None:
-        """From here on, if not from earlier on, keep what is taken, until it is clear what it is."""
+        """Keep the text taken from here on, if it is not kept already, until its kind is clear."""
         if self._held is None:
             self._held = []
 
@@ -171,7 +171,7 @@ def json_escaped(text: str) -> str:
 
 
 def decode_json_string(text: str) -> str | None:
-    """The text of a JSON string. None: it is none."""
+    """Return the text of a JSON string. None: it is not a JSON string."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -76,7 +76,7 @@ def content_grammar(
     token_id: Callable[[str], int | None],
     in_reasoning: bool,
 ) -> Grammar:
-    """The form of answers that are JSON of a schema behind their reasoning; arguments as those of `calls_grammar`."""
+    """Return the form of answers that are JSON of a schema after their reasoning. The arguments are those of `calls_grammar`."""
     lark = Lark(token_id)
     thinking = _thinking(lark, format.thinking, in_reasoning=in_reasoning, required=True)
     return Grammar(GrammarKind.FORM, lark.text(f"{thinking} {_content(lark, format.content_begin, content)}"))
@@ -219,7 +219,7 @@ class _Calls:
         return self.lark.rule(" | ".join(options))
 
     def _tag(self, before: str, key: str | None, *, string: str) -> str:
-        """A tag up to the value."""
+        """Return an expression for a tag up to the value."""
         text = before.replace("{string}", string)
         head, _, rest = text.partition("{key}")
         name = "/[A-Za-z_][A-Za-z0-9_]{0,63}/" if key is None else self.lark.quoted(key)
@@ -239,5 +239,5 @@ class _Calls:
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object: some leave out what it is of."""
+    """Return the schema of an object. Some schemas leave out the type."""
     return schema if {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {"type": "object"} | dict(schema)

@@ -44,7 +44,7 @@ class Lark:
         return self._rules.setdefault(body, f"T{len(self._rules)}")
 
     def lazy(self, body: str) -> str:
-        """A rule that matches as little text as it can."""
+        """Add a rule that matches as little text as it can. Returns its name."""
         name = self._rules.setdefault(f"{body}  ", f"l{len(self._rules)}[lazy]")
         return name.removesuffix("[lazy]")
 
@@ -83,7 +83,7 @@ class Lark:
         return json.dumps(text, ensure_ascii=False)
 
     def first_special(self, text: str) -> tuple[int, str] | None:
-        """The first special token that a text names, and what stands behind it."""
+        """Return the first special token that a text names, and the text behind it."""
         for match in _NAMED.finditer(text):
             if (token := self._token_id(match.group())) is not None:
                 return token, text[match.end() :]
@@ -96,7 +96,7 @@ class Lark:
         return self.lazy(f"{ANY} {self.quoted(mark)}")
 
     def specials(self, texts: Iterable[str]) -> list[int]:
-        """The special tokens that any of the texts names."""
+        """Return the special tokens that any of the texts names."""
         named = {match.group() for text in texts for match in _NAMED.finditer(text)}
         return sorted({token for name in named if (token := self._token_id(name)) is not None})
 

@@ -299,7 +299,7 @@ class AnswerReader:
         return begun
 
     def _string(self) -> Generator[None, None, str | None]:
-        """The text of the JSON string that stands here, gone over. None: none does."""
+        """Take the JSON string here, and return its text. None: it is not one, or breaks off."""
         if (yield from self._cursor.peek()) != '"':
             return None
         pieces: list[str] = []
@@ -309,7 +309,7 @@ class AnswerReader:
         return decode_json_string(text + '"' if special else text)
 
     def _whole_arguments(self) -> Generator[None, None, str | None]:
-        """A JSON object that stands here, gone over: itself, as JSON in a string, or null for none. None: something else stands here."""
+        """Take the arguments here: a JSON object, one as JSON in a string, or null for none. Returns the object's JSON. None: something else stands here."""
         pieces: list[str] = []
         if not (yield from read_json_value(self._cursor, pieces.append)):
             return None
@@ -319,7 +319,7 @@ class AnswerReader:
 
 
 def _name(text: str, way: Calls) -> str:
-    """The tool's name, of what is written in its place."""
+    """Return the tool's name from the text in its place."""
     for prefix in way.name_prefix:
         text = text.strip().removeprefix(prefix)
     for cut in way.name_cut:

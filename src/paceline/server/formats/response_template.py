@@ -32,7 +32,7 @@ class _Untranslated(Exception):
 
 
 def from_response_template(template: Mapping[str, Any]) -> Format | None:
-    """The description that says what the template says. None: no description does."""
+    """Translate a response template into a format. None: no format can express it."""
     fields = template.get("fields")
     if not isinstance(fields, Mapping):
         return None
@@ -122,7 +122,7 @@ def _delimiter(details: Mapping[str, Any]) -> str:
 
 
 def _leaves(transform: object) -> list[tuple[str, str]]:
-    """The texts of a transform, and their keys."""
+    """Return the texts of a transform with their keys."""
     found: list[tuple[str, str]] = []
     if isinstance(transform, Mapping):
         for key, value in cast("Mapping[str, Any]", transform).items():
@@ -131,7 +131,7 @@ def _leaves(transform: object) -> list[tuple[str, str]]:
 
 
 def _literals(field: Mapping[str, Any], side: str) -> tuple[str, ...]:
-    """The marks of which any opens or closes a field."""
+    """Return the marks, any of which opens or closes a field."""
     found = field.get(side)
     if found is None:
         return (_text(_row(field, side)),)
@@ -174,7 +174,7 @@ def _pieces(pattern: object) -> list[str]:
 
 
 def _texts(pieces: list[str]) -> list[str]:
-    """The texts of a row without its blanks, which may stand anywhere around marks."""
+    """Return the texts of a row without its blanks, which may stand anywhere around marks."""
     return [piece for piece in pieces if piece]
 
 

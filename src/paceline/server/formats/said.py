@@ -71,7 +71,7 @@ class Said:
             self._say(Reasoning, text)
 
     def begin(self, name: str, arguments: str = "") -> None:
-        """A call has begun: what was held is not content."""
+        """Begin a call: the text that was held is not content."""
         self._cursor.release()
         self._begun = CallBegun(0 if self._begun is None else self._begun.index + 1, name, is_open=True)
         if self._parallel or not self._begun.index:

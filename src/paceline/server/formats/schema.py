@@ -61,7 +61,7 @@ _ARRANGED, _CHOSEN = 400, 1000
 
 
 def followed_schema(schema: Mapping[str, Any], at: str = "schema") -> Schema:
-    """A schema in the words that are followed.
+    """Rewrite a schema to the keywords that are supported.
 
     Args:
         at: its place in the request, as errors name it.
@@ -87,7 +87,7 @@ class _Following:
         self._left = _MOST_RESOLVED
 
     def follow(self, schema: object, at: str) -> Schema | bool:
-        """A schema, or a part of one."""
+        """Rewrite a schema, or a part of one."""
         if isinstance(schema, bool):
             return schema
         given = cast("Schema", schema)
@@ -325,7 +325,7 @@ def _both(one: Schema, other: Schema) -> Schema:
 
 
 def _kinds(schema: Mapping[str, Any]) -> Sequence[str]:
-    """The types that a schema lists; all of them where it lists none."""
+    """Return the types that a schema lists; all of them if it lists none."""
     kind = schema.get("type", [name for name in TYPES if name != "integer"])
     return [kind] if isinstance(kind, str) else kind
 

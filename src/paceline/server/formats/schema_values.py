@@ -53,7 +53,7 @@ def _key(value: object) -> str:
 
 
 def values_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> list[object] | None:
-    """All values of a schema. None: they are many, or not known."""
+    """Return all values of a schema. None: they are many, or not known."""
     if schema is False:
         return []
     if deep == 0 or not isinstance(schema, Mapping):
@@ -98,7 +98,7 @@ def _of_type(values: list[object], fields: Mapping[str, Any]) -> list[object]:
 
 
 def types_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> frozenset[str]:
-    """The types that a schema's values may have; integers are numbers too unless they are listed so."""
+    """Return the types that a schema's values may have; integers are numbers too unless they are listed so."""
     if deep == 0 or not isinstance(schema, Mapping):
         return ALL_TYPES
     match resolve(cast("object", schema)):

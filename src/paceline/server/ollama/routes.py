@@ -75,18 +75,18 @@ def model_entry(name: str, facts: ModelFacts) -> Fields:
 
 
 def tag_entry(name: str, created: int, facts: ModelFacts) -> Fields:
-    """An entry of `/api/tags`."""
+    """Return an entry of `/api/tags`."""
     return {**model_entry(name, facts), "modified_at": rfc3339(created)}
 
 
 def disk_entry(model: LocalModel) -> Fields:
-    """The same of a model that is not loaded."""
+    """Return an entry of `/api/tags` for a model that is not loaded."""
     form, _, stored_as = model.format.partition(" ")
     return tag_entry(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
 
 
 def loaded_entry(model: ServedModel) -> Fields:
-    """An entry of `/api/ps`: what is served is loaded, and stays so."""
+    """Return an entry of `/api/ps`: a served model is loaded, and stays so."""
     vram = model.facts.size_bytes if model.facts.on_gpu else 0
     return {**model_entry(model.name, model.facts), "expires_at": FOREVER, "size_vram": vram, "context_length": model.max_context}
 
@@ -298,6 +298,6 @@ def _add_embeddings(app: Application, service: ApiService, refused: Documented) 
 
 
 def as_model(encoder: TextEncoder) -> ServedModel:
-    """An encoder, as the lists of models show it."""
+    """Return an encoder as the lists of models show it."""
     facts = ModelFacts(hidden=encoder.dimensions)
     return ServedModel(encoder.name, encoder.created, encoder.max_tokens, encoder.tokenizer, "", facts)

@@ -124,7 +124,7 @@ class KeptResponses:
             self._drop_old()
 
     def find(self, response_id: str) -> Kept | None:
-        """A response by its id, which counts as used by that."""
+        """Return a response by its id, and count it as used."""
         with self._lock:
             self._drop_old()
             found = self._responses.get(response_id)
@@ -135,7 +135,7 @@ class KeptResponses:
             return found[0]
 
     def item(self, item_id: str) -> KeptItem | None:
-        """An item of a kept response."""
+        """Return an item of a kept response."""
         with self._lock:
             self._drop_old()
             return self._by_id.get(item_id)
@@ -179,7 +179,7 @@ SEAL = "paceline:"
 
 
 def new_id(kind: str) -> str:
-    """An id for an item of a type, or for a response."""
+    """Make an id for an item of a type, or for a response."""
     return f"{PREFIXES.get(kind, 'resp')}_{uuid4().hex}"
 
 
@@ -189,7 +189,7 @@ def seal_reasoning(reasoning: str) -> str:
 
 
 def open_reasoning(content: str) -> str:
-    """The reasoning in an `encrypted_content`; empty where another server wrote it."""
+    """Return the reasoning in an `encrypted_content`; empty if another server wrote it."""
     if not content.startswith(SEAL):
         return ""
     try:
@@ -199,7 +199,7 @@ def open_reasoning(content: str) -> str:
 
 
 def keep_item(item: AnyItem) -> KeptItem:
-    """An item to be kept, under an id of its own where it brings none."""
+    """Make an item to keep. It gets an id if it brings none."""
     shown = shown_item(item)
     return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + _held_bytes((item, shown), set()))
 
@@ -222,7 +222,7 @@ def _held_bytes(value: object, counted: set[int]) -> int:
 
 
 def shown_item(item: AnyItem) -> dict[str, object]:
-    """An item as it is listed."""
+    """Return an item as lists show it."""
     shown: dict[str, object] = {"id": item.id or new_id(item.type), "type": item.type}
     match item:
         case MessageItem(role=role, content=content):
@@ -288,7 +288,7 @@ class WrittenConversation:
 def write_messages(
     instructions: str | None, before: Sequence[AnyItem], items: Sequence[AnyItem], *, is_list: bool = True
 ) -> WrittenConversation:
-    """A conversation's messages.
+    """Write a conversation's messages.
 
     Args:
         instructions: a system message in front.
@@ -333,7 +333,7 @@ def _parts_of(content: str | list[InputPart | MediaPart]) -> list[TextPart | Med
 
 
 def chat_request_of(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The chat that a request comes to."""
+    """Return the inner chat of a request."""
     given: dict[str, Any] = {
         **{name: getattr(asked, name) for name in SAMPLING & asked.model_fields_set},
         "messages": list(messages),

@@ -61,7 +61,7 @@ Content = Annotated[Annotated[str, Tag("as-string")] | Annotated[Parts, Tag("as-
 
 
 def text_of(content: str | list[InputPart | MediaPart]) -> str:
-    """The text of a content, its parts joined, with a note for each that is not text."""
+    """Return the text of a content, its parts joined, with a note for each part that is not text."""
     return content if isinstance(content, str) else joined([part.text for part in content])
 
 
@@ -164,7 +164,7 @@ ONLY_FUNCTIONS = only_types("Only tools of type function are served: no {kind}",
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """The name by which a model sees a function."""
+    """Return the name by which a model sees a function."""
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
