@@ -345,7 +345,7 @@ async def test_22_without_a_hub_nodes_that_have_other_files_beside_the_same_weig
     honest, evil = replace(honest, files=told.files), replace(evil, files=other.files)
     async with member(fleet, "nas", homes[0], honest) as (nas, _), member(fleet, "liar", homes[1], evil) as (liar, library):
         belongs(taker, fleet, "taker-1", liar, nas)
-        with pytest.raises(ModelNotFound, match="other files beside the same weights"):
+        with pytest.raises(ModelNotFound, match="with different other files"):
             await asyncio.to_thread(run_pull, honest.digest)
     # Nor is one that describes others than its card names.
     async with member(fleet, "liar", homes[1], replace(evil, files=told.files)) as (liar, library):

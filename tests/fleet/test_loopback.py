@@ -112,7 +112,7 @@ def test_a_revoked_node_is_refused_now_and_at_its_next_start(fleet: tuple[Machin
         until(lambda: a.sees() == b.sees() == {"a", "b"})
         assert a.sight().view.revoked == b.sight().view.revoked == ("c",)
         until(lambda: any("refused c" in line for line in a.node.said))
-        until(lambda: any("this machine (c) was revoked" in line and "To join anew" in line for line in c.node.said))
+        until(lambda: any("this machine (c) was revoked" in line and "To join again" in line for line in c.node.said))
         until(lambda: bool(FleetFolder(Home(c.home).fleet).sealed_revocations()))
         c.node.kill()
         assert "was revoked from its fleet" in c.run("up", *EMPTY, code=2)

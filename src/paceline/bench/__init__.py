@@ -1,1 +1,1 @@
-"""What `paceline bench` runs."""
+"""Benchmarks that `paceline bench` runs."""

@@ -1,8 +1,8 @@
 """`paceline bench speculate`: every exercise with drafts and without, one after the other, round by round, alone and sixteen at once.
 
-Law: both ways run on one engine and differ in the request's `draft` alone; each answer must be, byte for byte, what a first look without
-drafts gave; what takes turns takes them in alternating order. *Free* answers are the model's own, and those that go round in circles are left
-out and counted; *forced* ones are those that ship with the texts (`bench.exercises`). A rate counts the time in which nothing but answers is made: from the moment the last sequence has its first token until the end of all.
+Law: both runs use one engine and differ only in the request's `draft`. Each answer must equal, byte for byte, that of a first run without drafts.
+The runs alternate in order. *Free* answers are the model's own; those that repeat themselves in a loop are left out and counted. *Forced* answers ship
+with the texts (`bench.exercises`). A rate counts only the time from the moment the last sequence has its first token until the end of all.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LEAST_DISTINCT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DraftTally:
-    """What was done, and in what time. Adds up."""
+    """Counts and time of measured work. Tallies can be added."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     blocks: int = 0
-    """Drafts that were verified, the tokens in them, and those of them that were right."""
+    """Drafts that were verified. `drafted` counts their tokens, `accepted` those that were right."""
     drafted: int = 0
     accepted: int = 0
 
@@ -51,7 +51,7 @@ class DraftTally:
 
     @property
     def per_s(self) -> float:
-        """Tokens a second; 0 of nothing."""
+        """Tokens per second; 0 if no time was measured."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -98,26 +98,26 @@ def answer_all(
 
 
 def loops(token_ids: Sequence[int]) -> bool:
-    """Whether an answer goes round in circles: any drafter would guess it, so it says nothing."""
+    """Return whether an answer repeats itself in a loop. Any drafter guesses such an answer, so it measures nothing."""
     grams = [tuple(token_ids[start : start + GRAM]) for start in range(len(token_ids) - GRAM + 1)]
     return bool(grams) and len({*grams}) < LEAST_DISTINCT * len(grams)
 
 
 FEW = 6
-"""Prompts of a kind that are answered one at a time."""
+"""Number of prompts of a kind that are answered one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBenchPlan:
-    """What to measure."""
+    """Settings of a draft benchmark."""
 
     draft: str = "auto"
     against: str = OFF
-    """What it is compared with."""
+    """Drafting method to compare `draft` with."""
     kinds: tuple[ExerciseKind, ...] = tuple(ExerciseKind)
     batches: tuple[int, ...] = (1, 16)
     answer_tokens: int = 128
-    """Of free answers, at most."""
+    """Maximum length of an answer that is not forced, in tokens."""
     rounds: int = 3
 
     def check(self) -> None:
@@ -153,11 +153,11 @@ class DraftRow:
     batch: int
     answers: int
     left_out: int
-    """Answers that went round in circles."""
+    """Number of answers left out because they repeat themselves in a loop."""
     off_per_s: float
     on_per_s: float
     ratio: float
-    """Of the two, round by round: the median, and the extremes."""
+    """Median over the rounds of the rate with drafts divided by the rate of `against`; the next two fields are the extremes."""
     least_ratio: float
     most_ratio: float
     off: DraftTally
@@ -166,17 +166,17 @@ class DraftRow:
 
     @property
     def acceptance(self) -> float:
-        """Of the drafted tokens, what was right; 0 of none."""
+        """Share of drafted tokens that were right; 0 if none were drafted."""
         return self.on.accepted / self.on.drafted if self.on.drafted else 0.0
 
     @property
     def accepted_length(self) -> float:
-        """Right tokens in a draft, on average."""
+        """Average number of right tokens per draft; 0 without drafts."""
         return self.on.accepted / self.on.blocks if self.on.blocks else 0.0
 
 
 def prepare(tokenizer: Tokenizer, kind: ExerciseKind, batch: int, plan: DraftBenchPlan, *, forced: bool) -> list[DraftWork]:
-    """The work of one row, in pieces that run one after the other."""
+    """Return the work of one row, in pieces that run one after the other."""
     exercises = load(kind)
     count = batch if batch > 1 else len(exercises) if forced else FEW
     made: list[tuple[tuple[int, ...], int, Script | None]] = []
@@ -195,7 +195,7 @@ def prepare(tokenizer: Tokenizer, kind: ExerciseKind, batch: int, plan: DraftBen
 
 
 def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan) -> NodeSettings:
-    """For an engine with room for exactly this."""
+    """Return settings for an engine with room for exactly this plan."""
     works = [work for kind in plan.kinds for forced in (False, True) for work in prepare(tokenizer, kind, 1, plan, forced=forced)]
     # A few more, for the words in which variants differ.
     longest = 16 + max(len(prompt) + tokens for work in works for prompt, tokens in zip(work.prompts, work.max_tokens, strict=True))
@@ -203,7 +203,7 @@ def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan
 
 
 def without_loops(works: Sequence[DraftWork], looks: Sequence[Answers]) -> tuple[list[DraftWork], list[Answers], int]:
-    """The work but for the answers that go round in circles; the answers that are left; how many were left out."""
+    """Remove answers that repeat themselves in a loop. Returns the work and the answers that are left, and how many were removed."""
     kept: list[DraftWork] = []
     answers: list[Answers] = []
     left_out = 0
@@ -220,7 +220,7 @@ class RowMeter:
     """Measures rows on one engine.
 
     Args:
-        executor: speaks for itself, or as it is told.
+        executor: produces the model's own tokens, or those of the scripts it holds.
     """
 
     def __init__(self, engine: Engine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
@@ -272,7 +272,7 @@ class RowMeter:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """What was measured, and on what."""
+    """Results of a draft benchmark, with the model and machine they belong to."""
 
     model: str
     weights: str
@@ -327,7 +327,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
 
 @contextmanager
 def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Clock) -> Generator[DraftSource]:
-    """A draft model on this machine, as `paceline up --propose` has it: in a thread of its own, asked over an event loop.
+    """Run a draft model on this machine, as `paceline up --propose` does: in a thread of its own, asked over an event loop.
 
     Raises:
         VocabularyMismatch: its tokens are others than those of the model.

@@ -1,8 +1,8 @@
-"""`paceline bench`: how fast this machine runs a model, measured at the engine.
+"""`paceline bench`: the speed of a model on this machine, measured at the engine.
 
-Law: prompts have exactly the length asked for, the end of sequence is banned so that answers do too, the prefix cache is off, prompts
-differ from run to run, nothing is drafted (`bench.drafts` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
-down slows all of them; what is shown is the median over the rounds.
+Law: prompts have exactly the length asked for, and so have answers, because the end of sequence is banned. The prefix cache is off, prompts differ from
+run to run, nothing is drafted (`bench.drafts` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that
+a machine that slows down slows all of them. The report shows the median over the rounds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure."""
+    """Settings of an engine benchmark."""
 
     prompt_tokens: int = 128
     answer_tokens: int = 128
     concurrency: tuple[int, ...] = (1, 4, 16)
-    """Sequences side by side; each is measured on its own."""
+    """Numbers of concurrent sequences; each number is measured separately."""
     prefill_tokens: int = 512
     """Prompt of the run that measures prefill alone, with one token of answer."""
     rounds: int = 3
@@ -53,7 +53,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What was measured, and on what."""
+    """Results of an engine benchmark, with the model and machine they belong to."""
 
     model: str
     weights: str
@@ -63,10 +63,10 @@ class BenchReport:
     prefill_per_s: float
     rows: tuple[DecodeRow, ...]
     load_average: float
-    """Of the last minute, as the bench began: above zero, other programs took their share."""
+    """Load average of the last minute when the bench began. Above zero, other programs used the processor too."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; null where a number can't be had."""
+        """Return plain values; a number that could not be measured is null."""
         return plain(asdict(self))
 
 
@@ -137,13 +137,13 @@ def check_plan(plan: BenchPlan) -> None:
         if count < 1:
             raise ConfigError(f"The {name} can't be {count}", "Ask for 1 or more.")
     if plan.answer_tokens < 2:
-        raise ConfigError(f"A decode rate can't be had from {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
+        raise ConfigError(f"A decode rate can't be measured with {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
     if not plan.concurrency or min(plan.concurrency) < 1:
         raise ConfigError(f"A concurrency of {min(plan.concurrency, default=0)} can't be measured", "Ask for 1 or more.")
 
 
 def with_room(settings: NodeSettings, sequences: int, longest: int) -> NodeSettings:
-    """For an engine with room for exactly so many sequences of so many tokens."""
+    """Return settings for an engine with room for exactly `sequences` sequences of `longest` tokens."""
     tokens = sequences * blocks_for(longest, BLOCK_TOKENS) * BLOCK_TOKENS
     return replace(
         settings, prefix_cache=False, max_running=sequences, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0)

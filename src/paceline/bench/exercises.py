@@ -1,10 +1,11 @@
-"""The texts that drafts are measured on: chats of four kinds, each with a real answer; and an executor whose model says what it is told to.
+"""The texts that drafts are measured on, and an executor that forces a model to answer with them.
 
-A file of `texts/` is one chat: `=== role` on a line of its own begins a message, and the last one, the assistant's, is the answer. They
-were written for this, so no other licence is on them.
+The texts are chats of four kinds, each with a real answer. A file of `texts/` is one chat: `=== role` on a line of its own begins a message. The last
+message, the assistant's, is the answer. The texts were written for this purpose, so no other licence applies to them.
 
-The executor computes everything, and then raises the logit of the wanted token above all others: so the speed of a small model is measured on text that only a large one would write. A row's wanted token depends on its position alone, as a
-model's would where a draft is right; what stands behind a wrong one is not looked at.
+The executor runs the whole model, and then raises the logit of the wanted token above all others. The speed of a small model is thus measured on text
+that only a large model would write. A row's wanted token depends on its position alone, as a model's own would where a draft is right; rows behind a
+wrong token are not read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MESSAGE = re.compile(r"^=== (system|user|assistant)\n", re.MULTILINE)
 
 
 class ExerciseKind(StrEnum):
-    """What a text is. The first two repeat much of what was said before, the last one hardly anything."""
+    """Kind of a text. The first two repeat much of their earlier text, the last one hardly anything."""
 
     CODE_EDIT = "code-edit"
     AGENT = "agent"
@@ -49,14 +50,14 @@ class Exercise:
     answer: str
 
     def prompt_ids(self, tokenizer: Tokenizer, variant: int = 0) -> tuple[int, ...]:
-        """The chat, ready for the answer. Variants differ in a few words at the beginning, so that no two sequences are alike."""
+        """Return the ids of the chat up to the answer. Variants differ in a few words at the beginning, so that no two sequences are alike."""
         chat = [{"role": message.role, "content": message.content} for message in self.messages]
         if variant:
             chat[0]["content"] += f" This is request {variant + 1}."
         return tuple(tokenizer.render_chat(chat))
 
     def answer_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The answer and its end."""
+        """Return the ids of the answer and its end token."""
         return (*tokenizer.encode_inside(self.answer), min(tokenizer.eos_ids))
 
 
@@ -74,7 +75,7 @@ def parse(kind: ExerciseKind, name: str, text: str) -> Exercise:
 
 
 def load(kind: ExerciseKind) -> list[Exercise]:
-    """All of a kind, in the order of their names."""
+    """Load all exercises of a kind, in the order of their names."""
     found = [file for file in files("paceline.bench").joinpath("texts").iterdir() if file.name.startswith(f"{kind}-")]
     return [parse(kind, file.name.removesuffix(".txt"), file.read_text("utf-8")) for file in sorted(found, key=lambda file: file.name)]
 
@@ -85,19 +86,19 @@ CERTAIN = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one sequence has to say."""
+    """Forced answer of one sequence."""
 
     first_position: int
     """Where its answer begins: the length of its prompt."""
     token_ids: tuple[int, ...]
-    """With its end. What is asked for beyond it is its end again."""
+    """Forced tokens, including the end token. Positions beyond them get the end token again."""
 
     def at(self, position: int) -> int:
         return self.token_ids[min(position - self.first_position, len(self.token_ids) - 1)]
 
 
 class ForcedExecutor:
-    """An `Executor` over another. Without scripts it is that one."""
+    """An `Executor` that wraps another one. Without scripts it changes nothing."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -106,16 +107,16 @@ class ForcedExecutor:
         self._pending: deque[StepBatch] = deque()
 
     def begin(self, scripts: Sequence[Script]) -> None:
-        """Of the sequences that come from now on, in the order of their arrival; none: the model speaks for itself. Nothing may be live."""
+        """Set the scripts of the sequences that arrive from now on, in order of arrival; without scripts the model answers freely. No sequence may be live."""
         self._scripts, self._first = scripts, None
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else an executor has is the inner one's."""
+        """Forward every other attribute to the inner executor."""
         return getattr(self._inner, name)
 
     def submit(self, batch: StepBatch) -> None:
         if self._first is None and batch.steps:
-            # Ids count up in the order of arrival, and who comes first is admitted first.
+            # Ids count up in the order of arrival, and sequences are admitted in that order.
             self._first = min(step.sequence for step in batch.steps)
         self._pending.append(batch)
         self._inner.submit(batch)

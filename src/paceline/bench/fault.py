@@ -28,7 +28,7 @@ from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What to break, and when."""
+    """Settings of a fault benchmark: which node to kill, and when."""
 
     kill: str
     """A node, or `stage:N`: N counts from 1; stage 0 is this machine."""
@@ -64,17 +64,17 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """What one loss cost."""
+    """Cost of one lost machine."""
 
     streams: int
     killed: str
     gap_s: float
     """The longest silence of any stream from the kill on."""
     prefill_s: float
-    """Time to prefill the sequences that lived then, anew and on the machines that went on."""
+    """Time that the machines that remained needed to prefill the sequences that were live then."""
     replayed_tokens: int
     same_bytes: bool
-    """As of this machine alone."""
+    """The answers equal those of this machine alone."""
     before: str
     after: str
 
@@ -110,7 +110,7 @@ def run_fault_bench(
     """Break a pipeline over a local fleet, once for each number of streams.
 
     Raises:
-        UserError: there is no such pipeline, or nothing to kill.
+        UserError: the pipeline can't be built, or the node to kill does not exist.
         PacelineError: answers ended before their time.
     """
     plan.check(len(fleet.names))
@@ -194,7 +194,7 @@ def _victim(kill: str, stages: Sequence[NodeId]) -> str:
 
 
 def requests(prompts: Sequence[tuple[int, ...]], answer_tokens: int) -> list[GenerationRequest]:
-    """One for each prompt: greedy ones, and ones drawn with a seed."""
+    """Return a request for each prompt: greedy ones, and ones drawn with a seed, in turns."""
     return [
         GenerationRequest(
             RequestId(f"fault-{number}"),
@@ -209,7 +209,7 @@ def requests(prompts: Sequence[tuple[int, ...]], answer_tokens: int) -> list[Gen
 
 @dataclass(slots=True)
 class Answers:
-    """What came of requests that were asked together."""
+    """Answers to requests that were sent together."""
 
     tokens: dict[RequestId, list[int]] = field(default_factory=dict[RequestId, list[int]])
     gap_s: float = 0.0

@@ -1,8 +1,9 @@
-"""Fleets for benches, for trying, for showing and for breaking: a node inside this process, whose engine benches step themselves, without a server; and
-several nodes on one machine, in processes of their own.
+"""Fleets for benchmarks, trials, demonstrations and fault tests: a node inside this process, and several nodes on one machine in processes of their own.
 
-Laws: the node's event loop has a thread of its own, as beside an engine that serves; `close` ends it and everything on it. A local fleet leaves nothing
-behind: the nodes end with this process, however it ends, and their folder goes with them. Models and compiled kernels are this user's own.
+Benchmarks step the engine of the node inside this process themselves; it has no server.
+
+Laws: the node's event loop has its own thread, as it does next to an engine that serves; `close` ends the loop and everything on it. A local fleet
+leaves nothing behind: its nodes end with this process, however it ends, and their folder is removed. Models and compiled kernels are this user's own.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ class BenchNode:
 
     @property
     def trust(self) -> dict[NodeId, Trust]:
-        """What certificates say."""
+        """Trust of each node, as its certificate states it."""
         return self._access.trust()
 
     def wait_for_links(self, stages: Sequence[NodeId]) -> bool:
-        """Until the ways of a pipeline from here through these were measured. False where they are not in time."""
+        """Wait until the links of a pipeline from here through these nodes are measured. Returns False after `LINKS_S`."""
         way = [self.node_id, *stages, self.node_id]
         until = self._clock.monotonic() + LINKS_S
         while self._clock.monotonic() < until:
@@ -116,13 +117,13 @@ class BenchNode:
         return False
 
     def wait_for(self, names: Iterable[str], beside: Iterable[bytes] = ()) -> None:
-        """Until machines are seen that run layers for others.
+        """Wait until machines with these names are in view and run layers for others.
 
         Args:
             beside: instances that are known to be gone.
 
         Raises:
-            PlacementError: they don't come.
+            PlacementError: a machine did not appear within `SEEN_S`.
         """
         missing, gone = set(names), set(beside)
         until = self._clock.monotonic() + SEEN_S
@@ -134,10 +135,10 @@ class BenchNode:
                 self._access.wait_for_change(0.2)
 
     def build(self, settings: NodeSettings, order: PipelineOrder) -> BuiltPipeline:
-        """An engine over the fleet; close its executor before this node.
+        """Build an engine over the fleet. Close its executor before this node.
 
         Raises:
-            UserError: it can't be had, and why.
+            UserError: the pipeline can't be built; the message says why.
         """
         assert self._whole is not None, "a closed node builds nothing"
         try:
@@ -146,7 +147,7 @@ class BenchNode:
             raise PlacementError(error.message, error.hint) from error
 
     def rank_place(self, name: str) -> RankPlace:
-        """Of a tensor rank of a group that this node has."""
+        """Return the place of a tensor rank of a group that this node belongs to."""
         assert self._whole is not None, "a closed node has no groups"
         return RankPlace(NodeId(name), self._whole.fleet, self._loop.loop)
 
@@ -182,7 +183,7 @@ HOST: Final = "127.0.0.1"
 PRESET: Final = "desk,exchange_s=0.5,restamp_s=2,ttl_s=10"
 """Quick to notice: these nodes come and go."""
 END_S: Final = 5.0
-"""What nodes are given to end in order."""
+"""Seconds that nodes get to end in order."""
 _JANITOR = """
 import shutil, sys, time
 from pathlib import Path
@@ -193,17 +194,17 @@ for _ in range(50):
         break
     time.sleep(0.2)
 """
-"""Removes the folder once no process uses it any more, in whatever way they ended."""
+"""Removes the folder once no process uses it any more, however the processes ended."""
 
 
 class LocalFleet:
-    """Homes of `count` nodes, and the processes of all but the first, whose home is the orchestrator's.
+    """Homes of `count` nodes, and the processes of all but the first; the first home is the orchestrator's.
 
     Args:
         count: nodes in all.
-        threads: of each; None: the machine's, shared.
-        model: one that lies elsewhere than in this user's home, which all nodes may read.
-        device: processors' kernels that all run on; None, or another: the fastest.
+        threads: threads of each node; None: the machine's threads, shared equally.
+        model: a model outside this user's home, which all nodes may read.
+        device: processor kernels that all nodes run on; None, or another device: the fastest kernels.
     """
 
     host: Final = HOST
@@ -226,12 +227,12 @@ class LocalFleet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all nodes, the orchestrator's first."""
+        """Names of all nodes, the orchestrator's first."""
         return tuple(self.homes)
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the nodes that run."""
+        """Process ids of the nodes that run, by name."""
         return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
     def start(self, name: str) -> None:
@@ -243,10 +244,10 @@ class LocalFleet:
         self._processes[name] = _tied([*command, "--tied", *self._options], home, self._alive)
 
     def kill(self, name: str) -> None:
-        """As a power cut does: SIGKILL. Returns once the process is gone.
+        """Kill a node with SIGKILL, as a power cut would. Returns once the process is gone.
 
         Raises:
-            ConfigError: it is no process of this fleet that runs.
+            ConfigError: no running process of this fleet has that name.
         """
         if name not in self.pids:
             raise ConfigError(f"There is no node {name!r} to kill", f"There are: {', '.join(self.pids) or 'none'}.")
@@ -254,7 +255,7 @@ class LocalFleet:
         _let_go(self._processes[name])
 
     def log(self, name: str) -> str:
-        """What a node said since it was started last."""
+        """Return the log of a node since its last start."""
         return (self.homes[name] / "log").read_text(errors="replace")
 
     def close(self) -> None:
@@ -305,9 +306,9 @@ def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
 
 
 def start_janitor(root: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a process that removes a folder once this process is gone, and every other that was given the descriptor returned.
+    """Start a janitor, which removes a folder once this process and all others with the returned descriptor are gone.
 
-    One that was still starting when the folder went would make its home anew.
+    It waits for the others because a node that is still starting would create its home again after the removal.
     """
     ended, alive = os.pipe()
     try:

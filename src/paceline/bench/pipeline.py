@@ -1,7 +1,7 @@
-"""`paceline bench pipeline`: what spreading a model over machines gains and costs, at the engine, beside this machine alone.
+"""`paceline bench pipeline`: gains and costs of spreading a model over machines, measured at the engine and compared with this machine alone.
 
-Law: as for `bench.engine`; the pipeline and this machine alone, with the same threads, take turns, round by round. What computed and what waited
-is said by those who did: this machine's executor, and each stage's own reports.
+Law: as for `bench.engine`; the pipeline and this machine alone run with the same threads and take turns, round by round. Times of computing and
+waiting come from the parts that measured them: this machine's executor, and each stage's own reports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPORTED_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PipelineBenchPlan:
-    """What to measure."""
+    """Settings of a pipeline benchmark."""
 
     prompt_tokens: int = 128
     answer_tokens: int = 128
@@ -49,7 +49,7 @@ class PipelineBenchPlan:
             raise ConfigError("Nothing can be measured of that", "Ask for 1 or more of everything, and for answers of 2 tokens or more.")
 
     def settings(self, asked: NodeSettings) -> NodeSettings:
-        """For an engine with room for exactly this."""
+        """Return the settings for an engine with room for exactly this plan."""
         return with_room(asked, max(self.streams), self.prompt_tokens + self.answer_tokens)
 
 
@@ -74,32 +74,32 @@ class Split:
     """This machine's first: embedding and head are its own."""
     batches: int
     away_ms: float
-    """Of a batch, from this machine to its return, on average."""
+    """Average time of a batch from its departure from this machine to its return, in ms."""
     transfer_ms: float
-    """Of that, what no stage computed: the way, and with several batches their turn."""
+    """Share of `away_ms` in which no stage computed, in ms: the transfer and, with several batches, the wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRow:
-    """Medians over the rounds at so many streams. Rates in tokens a second."""
+    """Medians over the rounds with `streams` concurrent streams. Rates are in tokens per second."""
 
     streams: int
     pipeline_per_s: float
     alone_per_s: float
     ratio: float
-    """Of the two, round by round."""
+    """Median of the pipeline's rate divided by this machine's, round by round."""
     estimate_per_s: float
-    """What the cost model makes of the cards and the links, for exactly this pipeline."""
+    """Estimate of the cost model from the cards and links, for exactly this pipeline."""
     estimate_first_token_ms: float
     first_token: Spread
     between_tokens: Spread
     split: Split
-    """Of the round in the middle."""
+    """Split of the round with the median rate of the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineReport:
-    """What was measured, and on what."""
+    """Results of a pipeline benchmark, with the model and machine they belong to."""
 
     model: str
     summary: str
@@ -120,14 +120,14 @@ def run_pipeline_bench(
     clock: Clock,
     on_run: Callable[[str], None],
 ) -> PipelineReport:
-    """Open a pipeline that begins on this machine, and measure it beside this machine alone.
+    """Open a pipeline that begins on this machine, and measure it in comparison with this machine alone.
 
     Args:
-        node: of a fleet whose other machines are in view, or will be.
+        node: a member of a fleet with the other machines in view, now or soon.
         settings: the model, and this machine's threads.
 
     Raises:
-        UserError: there is no such pipeline.
+        UserError: the pipeline can't be built.
     """
     plan.check()
     load_average = os.getloadavg()[0]
@@ -173,10 +173,10 @@ def _measure(
 
 
 def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, streams: int) -> Estimate:
-    """What the planner would say of the pipeline that is open, from what the machines' cards say.
+    """Return the planner's estimate of the open pipeline, from the machines' cards.
 
     Raises:
-        PlacementError: it would not plan this.
+        PlacementError: the planner would not choose this pipeline.
     """
     stages = built.executor.stages
     own = LayerRange(0, stages[0].layers.start)
@@ -198,7 +198,7 @@ def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, st
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What each machine had done at some moment at which nothing was on its way."""
+    """Totals of each machine at a moment with no batch in flight."""
 
     batches: int
     own_s: float
@@ -207,7 +207,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, built: BuiltPipeline) -> Snapshot:
-        """Now. Waits for the stages' last reports."""
+        """Take a snapshot now. Waits for the stages' last reports."""
         times, route = built.executor.times, built.router.route
         sessions = () if route is None else route.sessions
         until = time.monotonic() + REPORTED_S

@@ -12,8 +12,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point. Imports the rest itself, so that a Ctrl-C in the first half second is no traceback either."""
-    # Encoders run several texts side by side. NumPy's own threads would wait for one another by spinning, on cores that kernels want.
+    """Run the command line. Imports the rest inside, so that a Ctrl-C in the first half second prints no traceback either."""
+    # NumPy's own threads would spin while they wait for one another, on cores that kernels need: encoders run several texts concurrently.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(20_000)  # objects: imports make hundreds of thousands that stay, and collecting among them is a tenth of a start
     try:

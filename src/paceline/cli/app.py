@@ -209,7 +209,7 @@ def up(
     if no_model and model:
         raise ConfigError(f"--model {first} loads a model, and --no-model asked for none", "Leave one of them out.")
     if no_model and (draft != "auto" or pin_draft is not None):
-        raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
+        raise ConfigError("--draft needs a model on this machine, and --no-model loads none", "Give it where the model runs.")
     if no_model and served_name:
         why = "--served-name is another name for this machine's model, and with --no-model it has none"
         raise ConfigError(why, "Give it where the model runs.")
@@ -426,7 +426,7 @@ def launch(
     """Be a tensor rank that `mlx.launch` starts: rank 0 serves. All other flags are those of `paceline up`."""
     from paceline.cli.launch import run_launch
 
-    # What is wrong with them is said before other hosts are waited for.
+    # Parsing the flags first reports mistakes in them before this process waits for other hosts.
     run_launch(context.args, hostfile, up_params(context, context.args)["fleet_port"])
 
 

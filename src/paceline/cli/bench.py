@@ -1,5 +1,6 @@
-"""What `paceline bench` and those below it have in common: lists of counts, word of what runs, fleets on this machine; and their reports, as JSON or for a
-person.
+"""Shared parts of `paceline bench` and its subcommands: lists of counts, progress lines, fleets on this machine, and reports.
+
+A report is printed as JSON or for a person.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ Row = TypeVar("Row")
 
 
 def counts(option: str, value: str) -> tuple[int, ...]:
-    """An option's list of numbers.
+    """Read an option's list of numbers.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not such a list.
     """
     try:
         return tuple(int(part) for part in value.split(","))
@@ -57,14 +58,14 @@ def counts(option: str, value: str) -> tuple[int, ...]:
 
 @contextmanager
 def telling() -> Generator[Tell]:
-    """What runs: a spinner on a terminal, elsewhere a line for each run, so that a minute of measuring is not a minute of silence."""
+    """Show what runs: a spinner on a terminal, elsewhere a line for each run, so that a minute of measuring is not a minute of silence."""
     console = Terminal(stderr=True)
     with interrupts_end_now(EXIT_INTERRUPTED), console.status("starting") as status:
         yield status.update if console.is_terminal else lambda run: print_lines(console, run)
 
 
 def print_report(report: R, show: Callable[[Console, R], None], *, as_json: bool) -> None:
-    """To standard output."""
+    """Print a report to standard output."""
     if as_json:
         print_json(report.as_json())
     else:
@@ -72,13 +73,13 @@ def print_report(report: R, show: Callable[[Console, R], None], *, as_json: bool
 
 
 def note_load(console: Console, load_average: float) -> None:
-    """A word where other programs ran."""
+    """Print a note if other programs were running."""
     if load_average > BUSY:
         console.print(f"note: other programs were running (load average {load_average:.1f}): this machine can do better", style="yellow")
 
 
 def filled(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
-    """A table of rows: by its heading, what a column says of each."""
+    """Return a table of rows. `columns` has the heading of each column, and a function that returns a row's cell."""
     table = table_of(*columns)
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
@@ -105,13 +106,13 @@ def show(console: Console, report: BenchReport) -> None:
 
 
 def as_configured() -> PipelineSettings:
-    """As configured, but for the switch: who asks for a pipeline wants one."""
+    """Return the pipeline settings of config.toml with `enabled` forced on."""
     return read_pipeline_settings(Home.from_environment()).overridden(enabled=True)
 
 
 @contextmanager
 def local_fleet(count: int, settings: NodeSettings) -> Generator[tuple[LocalFleet, BenchNode]]:
-    """A fleet on this machine, whose first node this process is."""
+    """Run a fleet on this machine; this process is its first node."""
     path = lies_elsewhere(settings.model, Terminal())
     local = LocalFleet(count, settings.threads, model=path)
     try:
@@ -172,10 +173,10 @@ def show_fault(console: Console, report: FaultReport) -> None:
 
 
 def exercise_kinds(asked: str) -> tuple[ExerciseKind, ...]:
-    """Those that `--kinds` names; all where it is empty.
+    """Return the kinds that `--kinds` names; all if it is empty.
 
     Raises:
-        ConfigError: it names another.
+        ConfigError: a name is not a kind.
     """
     try:
         return tuple(ExerciseKind(part.strip()) for part in asked.split(",")) if asked else tuple(ExerciseKind)

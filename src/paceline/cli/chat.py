@@ -1,9 +1,7 @@
 """`paceline chat`: a conversation in the terminal, with an endpoint of this machine, another one, or a model loaded here.
 
-Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once, and so is all of standard
-input where that is no terminal: the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
-
-At a terminal lines have a history, pasted text is one message, and what is typed during an answer is not shown in it.
+Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once. Input from a pipe or a file
+is read to its end and answered once. The answer alone goes to standard output; if it fails or is interrupted, the exit code says so.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def run_chat(
     api_key: str | None,
     tls_ca: Path | None = None,
 ) -> None:
-    """Converse until the person leaves; with a question, or input that is no terminal, answer once.
+    """Converse until the person leaves; answer once if there is a question, or if input does not come from a terminal.
 
     Args:
         url: None: an endpoint of this machine where one serves the model, else the model is loaded here.
@@ -115,7 +113,7 @@ def run_chat(
 
 
 def _one_message(question: str | None) -> str | None:
-    """The one message to answer: the question, and behind it what is piped in. None: there is a conversation."""
+    """Return the one message to answer: the question, followed by piped input. None: there is a conversation."""
     if sys.stdin.isatty():
         return question
     piped = sys.stdin.read()
@@ -127,7 +125,7 @@ def _one_message(question: str | None) -> str | None:
 
 
 def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | None) -> RunningEndpoint | None:
-    """An endpoint of this machine that serves the model. None where there is none, or the person asked how the model is to be loaded."""
+    """Return an endpoint of this machine that serves the model. None if no endpoint does, or if the person chose settings for loading it."""
     if NodeSettings(settings.model, max_running=settings.max_running) != settings:
         return None
     home, told = Home.from_environment(), False
@@ -165,7 +163,7 @@ class _Conversation:
                 self._console.print()
 
     def _turn(self) -> bool:
-        """One message and what follows it; returns whether the chat goes on."""
+        """Handle one message. Returns whether the chat goes on."""
         text = self._asker.message()
         if text is None:
             return False
@@ -235,7 +233,7 @@ class ReadingLine:
         self._is_over, self._is_shown = not sys.stderr.isatty(), False
 
     def show(self, reading: PromptReading) -> None:
-        """Write the line, in place of the one before. Does nothing once `close` was called, or if standard error is no terminal."""
+        """Write the line, in place of the one before. Does nothing after `close`, or if standard error is not a terminal."""
         if not self._is_over:
             self._is_shown = True
             share = reading.tokens_read / max(1, reading.tokens)
@@ -271,7 +269,7 @@ def _write(say: Say, messages: list[Message], show: Callable[[str], object]) -> 
 
 
 def _show_plain(text: str) -> None:
-    """On a terminal, nothing in it commands that; a file gets all of it."""
+    """Print text: without its control sequences on a terminal, unchanged to a file."""
     sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
 
 
@@ -290,7 +288,7 @@ class Asker:
         self._interrupted = False
 
     def message(self) -> str | None:
-        """The next message; empty where a line was given up with Ctrl-C. None: the person leaves (Ctrl-D, or Ctrl-C twice)."""
+        """Read the next message; empty if Ctrl-C cancelled the line. None: the person leaves (Ctrl-D, or Ctrl-C twice)."""
         try:
             text = read_message(self._session.prompt, ">>> ")
         except EOFError:
@@ -317,7 +315,7 @@ def _kept(path: Path) -> History:
 
 
 def read_message(read: Callable[[str], str], prompt: str) -> str:
-    """One message of one or many lines.
+    """Read one message of one or many lines.
 
     Args:
         read: reads a line after showing a prompt.

@@ -48,7 +48,7 @@ from paceline.net.trust.identity import Identity
 from paceline.store.home import Home
 
 LEAST_MEMORY: Final = GIB // 2
-"""What the bundled model takes with some room for KV."""
+"""Bytes that the bundled model takes, with some room for KV."""
 LEAST_DISK: Final = 2 * GIB
 """For compiled kernels and a small model."""
 CLOCK_NOTE_S, CLOCK_PROBLEM_S = 5.0, 60.0
@@ -91,10 +91,10 @@ class OwnSide:
 
 
 def run_doctor(peers: Sequence[str], *, as_json: bool) -> None:
-    """Print what was found, and end with 1 where something is wrong. Notes are nothing wrong.
+    """Print the findings. Exits with code 1 if one of them is a problem; notes do not count.
 
     Raises:
-        ConfigError: a peer is no address.
+        ConfigError: a peer is not an address.
     """
     for peer in peers:
         if not is_address(peer):
@@ -151,7 +151,7 @@ def _machine(home: Home) -> Iterator[Finding]:
 
 
 def _settings(home: Home) -> Iterator[Finding]:
-    """Of the file that a person may write, which every `paceline up` reads first."""
+    """Yield a finding about config.toml, which every `paceline up` reads first."""
     place = home.root / CONFIG_FILE
     try:
         read_settings(home)
@@ -176,7 +176,7 @@ def _kernels(home: Home, here: str) -> Finding:
     from paceline.backends.cpu import probe
 
     name = f"{cpu.lowering_in_use()} on {usable_cores()} cores"
-    anew = f"Remove {home.kernels}, which makes them anew. Where it stays so: paceline up --device torch-cpu, and report the processor."
+    anew = f"Remove {home.kernels}, and the next start compiles them again. If that does not help: paceline up --device torch-cpu, and report the processor."
     try:
         with kernel_cache.alone():
             conform = probe.conforms(usable_cores())
@@ -200,7 +200,7 @@ def _disk(home: Home) -> Finding:
 
 
 def _rdma(here: str) -> Finding:
-    """Of a Mac, for MLX's jaccl."""
+    """Return the finding about RDMA on a Mac, which MLX's jaccl uses."""
     release = platform.mac_ver()[0]
     if tuple(int(part) for part in release.split(".")[:2] if part.isdigit()) < RDMA_SINCE:
         why = f"macOS {release} has no RDMA over Thunderbolt"
@@ -237,7 +237,7 @@ def _apis(endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
 
 
 def _free(check: str, port: int, option: str) -> Iterator[Finding]:
-    """Whether `paceline up` could take a port."""
+    """Yield a note if `paceline up` could not listen on a port."""
     try:
         hold_port("", port, "paceline up", option).close()
     except ConfigError as error:
@@ -280,7 +280,7 @@ async def _fleet(home: Home, peers: Sequence[str], clock: Clock) -> AsyncIterato
 
 
 async def _others(identity: Identity, folder: FleetFolder, looked: Looked | None, peers: Sequence[str], clock: Clock) -> list[Finding]:
-    """Every machine that is known here, wherever it may be."""
+    """Examine every machine that is known here. Returns the findings."""
     own = identity.node_id
     cards = {} if looked is None else {card.node_id: card for card in looked.sight.view.cards}
     failing = () if looked is None else tuple(failure.address for failure in looked.sight.failures)
@@ -333,7 +333,7 @@ def _host(address: str) -> str:
 
 
 def judge_own(here: OwnSide, reached: Iterable[Reach]) -> Iterator[Finding]:
-    """Whether this machine announces itself on cards over which nobody is reached."""
+    """Yield a note if this machine announces itself on network cards over which no other machine is reached."""
     used = {name for one in reached if (name := here.card_of(one.from_host))}
     announced = {name: host for host in reversed(here.announced) if (name := here.card_of(host))}
     idle = sorted(announced.keys() - used)
@@ -346,7 +346,7 @@ def judge_own(here: OwnSide, reached: Iterable[Reach]) -> Iterator[Finding]:
 
 
 def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: OwnSide) -> Iterator[Finding]:
-    """What stands between this machine and one other."""
+    """Yield the findings about the connection between this machine and another one."""
     good = [one for one in reaches if one.member is not None and one.member.node_id == node_id]
     bad = [one for one in reaches if one not in good]
     if not good:
@@ -357,7 +357,7 @@ def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: 
     yield Finding("port.grpc", Level.OK, node_id, f"it answers at {', '.join(one.address for one in good)}")
     for one in bad:
         why = one.why if one.member is None else f"{one.member.node_id} answers there"
-        todo = f"On {node_id}: paceline up --fleet-host {_host(best.address)}, so that nobody loses time with the others."
+        todo = f"On {node_id}: paceline up --fleet-host {_host(best.address)}, so that other machines do not try its other addresses."
         said = f"it announces {one.address}, and is not reached there: {why}"
         yield Finding("network card", Level.NOTE, node_id, said, todo)
     yield from _judge_card(node_id, best, here)
@@ -366,7 +366,7 @@ def judge_node(node_id: NodeId, card: NodeCard, reaches: Sequence[Reach], here: 
 
 
 def _judge_card(node_id: NodeId, best: Reach, here: OwnSide) -> Iterator[Finding]:
-    """Which network card leads to it."""
+    """Check that this machine announces the network card that leads to the node."""
     if _host(best.address) in here.interfaces:
         return  # on this very machine
     card, announced = here.card_of(best.from_host), {here.card_of(host) for host in here.announced}
@@ -416,7 +416,7 @@ def _judge_setting(node_id: NodeId, card: NodeCard, its: Setting, here: OwnSide)
 
 
 async def _tensors(node_id: NodeId, reaches: Sequence[Reach], identity: Identity) -> list[Finding]:
-    """Whether its port for activations answers, at the address that does for the rest."""
+    """Return the finding about a node's port for activations, tried at the first address that its other port answered at."""
     best = next((one for one in reaches if one.member is not None and one.member.node_id == node_id), None)
     if best is None or best.setting is None or best.member is None:
         return []
@@ -431,7 +431,7 @@ async def _tensors(node_id: NodeId, reaches: Sequence[Reach], identity: Identity
 
 
 def _todo(one: Reach, who: str, option: str) -> str:
-    """What to do about a port that does not answer as it should."""
+    """Return the advice for a port that does not answer as it should."""
     port = one.address.rpartition(":")[2]
     match one.barrier:
         case Barrier.NAME:
@@ -447,7 +447,7 @@ def _todo(one: Reach, who: str, option: str) -> str:
         case Barrier.STRANGER:
             return f"Another program has port {port} there, or a node of another fleet: choose another {option}, or join it to this fleet."
         case Barrier.CLOCK:
-            return "Set the clock that is wrong, here or there (timedatectl set-ntp true); a certificate that has expired is made anew by paceline join."
+            return "Set the clock that is wrong, here or there (timedatectl set-ntp true); paceline join replaces a certificate that has expired."
         case Barrier.VERSION:
             return "All machines of a fleet need Paceline of one protocol version."
         case Barrier.FAILED | None:

@@ -1,4 +1,4 @@
-"""What one can chat with: an OpenAI endpoint, or an engine in this process, without a server. Synchronous, one answer at a time."""
+"""Partners for a chat: an OpenAI endpoint, or an engine in this process, without a server. Synchronous, one answer at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EndpointClient:
         Args:
             url: with or without `http://` before it and `/v1` at its end.
             api_key: sent as a bearer token.
-            ca: PEM of whom to believe that it is there; None: the authorities that this system knows.
+            ca: PEM of the certificate or authority to trust; None: the authorities that this system knows.
 
         Raises:
             EndpointError: the URL is malformed, or the file can't be used.
@@ -132,7 +132,7 @@ class EndpointClient:
         raise EndpointError(f"{self._url} broke off the answer before its end", "Try again.")
 
     def _text(self, data: str) -> tuple[str, str | None]:
-        """The text an event of a stream brings, empty where it brings something else, and why the answer ended, once it did."""
+        """Read an event of a stream. Returns its text, empty if it has none, and the finish reason of the answer, once it has one."""
         try:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:

@@ -125,7 +125,7 @@ def token(
 
 
 def _list_tokens(console: Terminal) -> None:
-    """Those that machines may still join by. Their secrets are not shown again."""
+    """List the tokens that machines can still join with. Their secrets are not shown again."""
     from paceline.node import enrolment
 
     tokens = enrolment.list_tokens(enrolment.open_folder())
@@ -216,7 +216,7 @@ def ca_export(
 
     enrolment.export_authority(enrolment.open_folder(), file, lambda: None if no_passphrase else _passphrase(passphrase_file, twice=True))
     having = "it" if no_passphrase else "it and the passphrase"
-    print_lines(Terminal(), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
+    print_lines(Terminal(), f"Wrote {file}. Anyone with {having} can let any machine into the fleet.")
 
 
 @ca.command("import")
@@ -231,7 +231,7 @@ def ca_import(
     print_lines(
         Terminal(),
         "The fleet's CA is on this machine now: paceline token and paceline revoke work here.",
-        "Which names are taken it knows from the members that paceline up here sees: let somebody in while all of them run.",
+        "It learns which names are taken from the members that paceline up here sees: admit machines while all members run.",
     )
 
 
@@ -239,7 +239,7 @@ app.add_typer(ca, name="ca")
 
 
 def _passphrase(file: Path | None, *, twice: bool) -> str:
-    """Of a copy of the CA. It is never an argument: other users of this machine see those."""
+    """Return the passphrase of a copy of the CA. It is never an argument, because other users of this machine can see arguments."""
     if file is not None:
         try:
             return file.read_text().rstrip("\n")
@@ -254,10 +254,10 @@ def _passphrase(file: Path | None, *, twice: bool) -> str:
 
 
 def seconds(text: str, option: str) -> float:
-    """What 90s, 30m, 1h, 2d or 1h30m is in seconds.
+    """Parse a span of time such as 90s, 30m, 1h, 2d or 1h30m into seconds.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is not such a span.
     """
     if not re.fullmatch(r"(\d{1,6}[smhd])+", text):
         raise ConfigError(f"{option} {text!r} is no span of time", "Such as 30m, 1h or 2d.")

@@ -33,9 +33,9 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 
 DRAIN_S: Final = "2"
-"""For which live answers go on at a stop, unless told otherwise: all is over within 5 s."""
+"""Seconds that live answers get at a stop, unless `--drain-s` is given: everything ends within 5 s."""
 MEET_S: Final = 120.0
-"""For the other hosts' nodes to answer. Raising it: a host that is off is said later."""
+"""Seconds that the other hosts' nodes get to answer. Raising it: a host that is off is reported later."""
 _OF_ANY_NODE: Final = {
     "--port", "-p", "--host", "--fleet-port", "--fleet-host", "--fleet-preset", "--tensor-port", "--peer", "--no-mdns", "--threads", "-t", "--device",
     "-d", "--log-level", "--api-key", "--api-key-file", "--max-revocation-age", "--drain-s",
@@ -46,13 +46,13 @@ _BARE: Final = {"--no-mdns"}
 
 @dataclass(frozen=True, slots=True)
 class DistributedEnv:
-    """What this process was started as."""
+    """Environment of a rank, as the launcher set it."""
 
     available: bool
     """It is one of several ranks."""
     rank: int = 0
     hosts: tuple[str, ...] = ("",)
-    """Of the ranks."""
+    """Hosts of the ranks, in the order of rank."""
 
     @property
     def size(self) -> int:
@@ -60,11 +60,12 @@ class DistributedEnv:
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """The host of each rank: of `[{"host": ..., "port": ...}]`, of what `mlx.launch` is given (`"ssh"`, `"ips"`), and of what it gives each rank,
-    `[["host:port", ...], ...]`. None where the file is empty, as of a launch of one.
+    """Read the host of each rank from a file; none if the file is empty, as for a launch of one rank.
+
+    The file is `[{"host": ..., "port": ...}]`, or what `mlx.launch` reads (`"ssh"`, `"ips"`), or what it gives each rank, `[["host:port", ...], ...]`.
 
     Raises:
-        ConfigError: it can't be read, or is none of these.
+        ConfigError: it can't be read, or has none of these forms.
     """
     wanted = 'Write it like [{"host": "mac-1.local"}, {"host": "mac-2.local"}], the first rank first: paceline hostfile does.'
     try:
@@ -108,14 +109,14 @@ def create_hostfile(hosts: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def validate_distributed_env(environment: Mapping[str, str] | None = None, hostfile: Path | None = None) -> DistributedEnv:
-    """What the launcher says that this process is.
+    """Read from the launcher's variables which rank this process is.
 
     Args:
         environment: default: this process's variables.
         hostfile: in place of the launcher's.
 
     Raises:
-        ConfigError: what it says makes no sense.
+        ConfigError: the variables contradict each other or the hostfile.
     """
     environment = os.environ if environment is None else environment
     of_rank, of_hosts = RING_VARIABLES
@@ -159,7 +160,7 @@ def run_launch(asked: Sequence[str], hostfile: Path | None, port: int = FLEET_PO
 
 
 def _of_any_node(asked: Sequence[str]) -> list[str]:
-    """Those options, and their values, that do not speak of a model."""
+    """Keep only the options, with their values, that a host without a model takes."""
     kept, words = list[str](), list(asked)
     while words:
         word = words.pop(0)
@@ -172,7 +173,7 @@ def _of_any_node(asked: Sequence[str]) -> list[str]:
 
 
 async def _meet(hosts: Sequence[str], port: int) -> dict[str, NodeId]:
-    """Which node of the fleet runs on each host, once it does."""
+    """Wait until the node on each host answers. Returns the node of each host."""
     home = Home.from_environment()
     identity, clock = FleetFolder(home.fleet).identity(), SystemClock()
 
@@ -191,7 +192,7 @@ async def _meet(hosts: Sequence[str], port: int) -> dict[str, NodeId]:
 
 
 def _run(options: Sequence[str]) -> int:
-    """`paceline up` as a process of this one, which is told what this one is told; its exit code, or that of a stop."""
+    """Run `paceline up` as a child process, which gets the signals that this one gets. Returns its exit code, or that of the signal."""
     told = 0
     # Its standard input ends with this process: so does it, however this one ends.
     child = subprocess.Popen(python_command("-m", "paceline", "up", "--tied", *options), stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603

@@ -96,7 +96,7 @@ def loaded_here() -> frozenset[str]:
 
 
 def _ask(one: RunningEndpoint, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    """Its answer to its owner; raises EndpointError where it can't be reached, or refuses."""
+    """Ask an endpoint as its owner. Returns its answer; raises EndpointError if the endpoint can't be reached, or refuses."""
     try:
         with one.client(wait_s=None) as client:
             answer = client.get(f"/owner/{what}") if body is None else client.post(f"/owner/{what}", json=body)

@@ -24,7 +24,7 @@ from paceline.store.selection import from_url, is_path, parse_ref
 
 
 def is_here(ref: str, home: Home) -> bool:
-    """Whether a name is of a model on this machine, or could be of nothing else."""
+    """Return whether a name means a model on this machine, or can only mean a path."""
     try:
         resolve(ref, home)
     except ModelNotFound:
@@ -33,10 +33,10 @@ def is_here(ref: str, home: Home) -> bool:
 
 
 def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
-    """A model from another machine of the fleet, on its word; None where there is no fleet, or no node has it.
+    """Fetch a model from another machine of the fleet, and trust that machine's word. Returns None without a fleet, or if no node has the model.
 
     Raises:
-        UserError: it can't be finished, or run.
+        UserError: the download can't be finished, or the model can't run.
     """
     if not home.is_in_fleet:
         return None
@@ -47,12 +47,13 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
 
 
 def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
-    """What the hub lists under a name: from the fleet, where a machine has the same files, else from the hub. What is not a hub's name is what lies
-    there.
+    """Fetch the files that the hub lists under a name: from the fleet, if a machine has the same files, else from the hub.
+
+    A name that is not a hub's name means a local path.
 
     Raises:
         NotAtHub, HubSilent: the hub does not say what the name means.
-        UserError: it can't be found, finished, or run.
+        UserError: the model can't be found, its download can't be finished, or it can't run.
     """
     from paceline.store.pull import pull
 
@@ -66,11 +67,12 @@ def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
 
 
 def ensure(ref: str, console: Console) -> None:
-    """Bring a model that is not here from the fleet, if it has it. If not, opening it says what can be done. What the hub lists under a name decides
-    which files those are; where no hub can say, the fleet's word is taken, and that is said.
+    """Fetch a model that is not on this machine from the fleet, if a machine has it. Otherwise opening the model later reports what can be done.
+
+    The hub decides which files a name means. If no hub can say, the fleet's word is trusted, and a line says so.
 
     Raises:
-        UserError: it can't be finished, or run.
+        UserError: the download can't be finished, or the model can't run.
     """
     from paceline.store.pull import list_at_hub
 
@@ -93,10 +95,10 @@ def ensure(ref: str, console: Console) -> None:
 
 
 def lies_elsewhere(ref: str, console: Console) -> Path | None:
-    """Where a model lies that is not among this home's, once its digest is known to all that share this home's caches. None for any other.
+    """Return the path of a model outside this home, once its digest is in the caches that homes share. None for any other model.
 
     Raises:
-        UserError: it can't be read, or run.
+        UserError: the model can't be read, or run.
     """
     from paceline.machine.capability import learn_digest
 
@@ -171,7 +173,7 @@ _SIZES = {
     "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024,
     "vocab_size": 1024, "max_position_embeddings": 8192, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
 }  # fmt: skip
-"""Of a model as an example of its family."""
+"""Sizes of a small model that stands for its family."""
 
 
 def run_supported(*, as_json: bool) -> None:

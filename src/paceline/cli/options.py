@@ -1,7 +1,6 @@
-"""Options that several commands have, by the panel of `--help` that they stand in; and what those of `paceline up` say of its API: where it listens, its
-key, who else may ask, and TLS.
+"""Options that several commands share, by the panel of `--help` that lists them, and the API options of `paceline up`: address, key, origins and TLS.
 
-The commands as a group: a value that an option can't take is said in a person's words, with what was given.
+The commands are a group of Typer's that reports a wrong value in plain words, together with the value.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ApiOptions:
     """With a certificate that this machine makes for itself."""
     certificate: Path | None = None
     key: Path | None = None
-    """Of a certificate that was given, in place of that."""
+    """Private key of the given certificate."""
 
     @property
     def is_encrypted(self) -> bool:
@@ -53,10 +52,10 @@ class ApiOptions:
             raise ConfigError("--tls-cert and --tls-key go together, and one of them is missing", "Give both, or --tls alone.")
 
     def tls_files(self) -> TlsFiles | None:
-        """What to serve TLS with, checked; None: there is none.
+        """Return the files to serve TLS with, checked; None without TLS.
 
         Raises:
-            ConfigError: it can't be used.
+            ConfigError: the certificate or the key can't be used.
         """
         if not self.is_encrypted:
             return None
@@ -107,10 +106,10 @@ def server_settings(
 
 
 def read_key(api_key: str | None, file: Path | None) -> str | None:
-    """A key that was given, or that a file holds: a command's arguments can be seen by all users of the machine, a file need not be.
+    """Read a key from an option or a file. All users of the machine can see a command's arguments; a file can be private.
 
     Raises:
-        ConfigError: both were given, or the file can't be read, or is no key's.
+        ConfigError: both were given, the file can't be read, or it is too long for a key.
     """
     if file is None:
         return api_key
@@ -127,10 +126,10 @@ def read_key(api_key: str | None, file: Path | None) -> str | None:
 
 
 WHY = {
-    "int_parsing": "is no whole number",
-    "int_from_float": "is no whole number",
+    "int_parsing": "is not an integer",
+    "int_from_float": "is not an integer",
     "int_parsing_size": "is too large a number",
-    "float_parsing": "is no number",
+    "float_parsing": "is not a number",
     "less_than_equal": "is more than {le:g}",
     "greater_than_equal": "is less than {ge:g}",
 }
@@ -138,13 +137,13 @@ WHY = {
 
 
 class Commands(TyperGroup):
-    """Typer's, but for what it says of wrong numbers."""
+    """Typer's group, with its own messages for wrong values."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command asked for.
 
         Raises:
-            ConfigError: an option's value is no number, or out of its range.
+            ConfigError: an option's value is not a number, or out of its range.
         """
         try:
             return super().invoke(ctx)
@@ -159,7 +158,7 @@ class Commands(TyperGroup):
 
 
 def up_params(context: typer.Context, flags: Sequence[str]) -> dict[str, Any]:
-    """What `paceline up` reads of its flags, which another command hands on; raises what it says of those that it does not take."""
+    """Parse flags as `paceline up` does, for a command that passes them on. Raises the errors of `paceline up` for flags that it does not take."""
     commands = context.find_root().command
     assert isinstance(commands, TyperGroup)
     return commands.commands["up"].make_context(context.info_name, [*flags], context.parent).params
@@ -252,10 +251,10 @@ def tensor_speeds(text: str) -> tuple[float, ...]:
 
 
 def tensor_nodes(text: str) -> tuple[NodeId | None, ...]:
-    """The nodes that a person names for tensor ranks, None for this machine; none at all where all are here.
+    """Return the nodes that a person names for tensor ranks, with None for this machine; empty if all ranks are here.
 
     Raises:
-        ConfigError: the first is elsewhere, or a name is none.
+        ConfigError: the first rank is elsewhere, or a name is missing.
     """
     named = [part.partition("@")[1:] for part in text.split(":")]
     if named[0][0] or any(at and not name for at, name in named):

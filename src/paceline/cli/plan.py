@@ -31,7 +31,7 @@ MEANINGS: Final = {
     "ranks on": "ranks: each machine has its share of every layer, and all compute a token at the same time",
     "drafting": "drafting: it guesses tokens ahead, with a smaller model; a right guess saves a step",
 }
-"""Of words in the first column."""
+"""Explanations of the words in the first column."""
 
 
 def run_plan(request: PlanRequest, seen: Seen, *, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def _row(choice: Choice) -> tuple[str, str, str, str, str]:
 
 
 def fleet_view() -> Seen:
-    """As a node that runs here sees its fleet."""
+    """Return the fleet as a node that runs here sees it."""
     home = Home.from_environment()
     missing: MembershipError | None = None
     for each in fleet_homes(home, running(home)):

@@ -87,7 +87,7 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
 
 
 def _kernel_bar(progress: Progress, console: Console) -> CompileProgress:
-    """A bar for the kernels, or a line at each step where none can be drawn."""
+    """Show a bar for the kernels, or a line at each step if output is not a terminal."""
     bar = progress.add_task("", total=1.0, visible=False, end_s=None)
     told_share = 0.0
 
@@ -109,11 +109,11 @@ def _kernel_bar(progress: Progress, console: Console) -> CompileProgress:
 def opening_bar(
     console: Console, model: str
 ) -> Generator[tuple[Callable[[int, int], None], Callable[[str], Callable[[int, int], None]], Callable[[Opening], None]]]:
-    """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
+    """Show how far the machines of a pipeline have loaded their layers while the block runs: bars, or lines if output is not a terminal.
 
     Yields:
-        What is told of reading the model to learn its digest and, for a part of this machine's that is named, of loading it, each in bytes done and
-        bytes in all, and what is told of the others' loading; from any thread.
+        Three callbacks, to call from any thread: one for reading the model to compute its digest; one that returns a callback for loading the named part
+        of it on this machine; and one for loading on other machines. The first two get bytes done and bytes in all.
     """
     with _bars(console) as progress:
         reads = progress.add_task(f"Reading {model} for its digest, once", total=None, visible=False)
@@ -122,7 +122,7 @@ def opening_bar(
         said = ""
 
         def say(label: str, percent: int, more: str = "") -> None:
-            """A line for each step, where no bar can be drawn."""
+            """Print a line for each step if output is not a terminal."""
             nonlocal said
             line = f"{label}, {percent // STEP_PERCENT * STEP_PERCENT} %"
             if line != said and not console.is_terminal:

@@ -1,6 +1,6 @@
-"""The endpoints that run on this machine for this home: what each serves, how busy it is, what it takes, and which models it has loaded.
+"""The endpoints that run on this machine for this home: the models each one serves and has loaded, its load, and its resources.
 
-Each `paceline up` leaves a note of itself while it serves. A note whose process is gone, or no longer answers as what it says, is no endpoint.
+Each `paceline up` leaves a note of itself while it serves. A note counts only if its process runs and answers as the note says.
 `cli.loaded` asks an endpoint by its note, with the owner's key in it.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWERS_S = 2.0
-"""What an endpoint on this machine has to say that it is there."""
+"""Seconds that an endpoint on this machine gets to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class RunningEndpoint:
 
     @property
     def authority(self) -> Path | None:
-        """The certificate, where there is one."""
+        """Return the path of the certificate, if there is one."""
         return Path(self.certificate) if self.certificate else None
 
     def client(self, api_key: str | None = None, wait_s: float | None = ANSWERS_S) -> httpx.Client:
-        """For short questions to it.
+        """Return a client for short requests to the endpoint.
 
         Args:
-            wait_s: for an answer; None: for as long as it takes.
+            wait_s: timeout for an answer; None: no timeout.
 
         Raises:
             OSError: its certificate can't be read any more.
@@ -96,7 +96,7 @@ def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: s
 
 
 def fleet_homes(home: Home, endpoints: Iterable[RunningEndpoint | EndpointLoad]) -> list[Home]:
-    """Of this machine's own node, and of nodes that are tried here beside it (`paceline up --local-nodes`)."""
+    """Return the homes of this machine's own node and of the nodes that `paceline up --local-nodes` runs here."""
     homes = dict.fromkeys([home, *(Home(Path(one.home)) for one in endpoints if one.home)])
     return [each for each in homes if each.is_in_fleet]
 
@@ -108,7 +108,7 @@ def starting(home: Home) -> list[RunningEndpoint]:
 
 
 def _is_held(place: Path) -> bool:
-    """Whether the process that wrote a note lives: another one may have its number by now."""
+    """Return whether the process that wrote a note lives. Its number does not prove that: another process may have it by now."""
     try:
         with place.open("rb") as note:
             fcntl.flock(note, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ def _read(place: Path) -> RunningEndpoint | None:
 
 
 def lives(process: int) -> bool:
-    """Whether it runs, whoever's it is."""
+    """Return whether a process with this id runs, under any user."""
     try:
         os.kill(process, 0)
     except OSError as error:
@@ -193,7 +193,7 @@ class KvDiskLoad:
     """KV that an endpoint keeps on the disk. Blocks are counted since it started."""
 
     n_bytes: int
-    """Of all models and processes, when it looked last."""
+    """Bytes of all models and processes, at the last look."""
     read: int
     missed: int
     """Asked for, and not there or not whole."""
@@ -225,7 +225,7 @@ class KvPeerLoad:
     leases: int = 0
     """Prompts that are computed here for others now."""
     nixl_bytes: int = 0
-    """Of what came, read out of another process's memory."""
+    """Bytes of the KV received that were read out of another process's memory."""
     failed: Mapping[str, int] = field(default_factory=dict[str, int])
     """Prompts that did not come whole from elsewhere, by how that ended."""
     liars: Sequence[str] = ()
@@ -248,13 +248,13 @@ class EndpointLoad:
     url: str
     process: int
     state: str
-    """What /health says: ok, stalled, recovering, failed, stopping."""
+    """Status that /health reports: ok, stalled, recovering, failed, stopping."""
     models: tuple[str, ...] | None = None
     """None, as are all figures, where the endpoint asks for a key that is not known here."""
     requests: int | None = None
-    """That its clients wait for, wherever they are run."""
+    """Requests that its clients wait for, on whatever machine they run."""
     client_tokens_per_s: float | None = None
-    """That its clients get."""
+    """Tokens per second that its clients get."""
     running: int | None = None
     """Sequences that this process itself runs, for its clients or for other machines'; so are all figures below."""
     waiting: int | None = None
@@ -266,21 +266,21 @@ class EndpointLoad:
     kv_used: float | None = None
     """Share of the KV blocks that live answers hold."""
     memory_bytes: int | None = None
-    """Of the process."""
+    """Memory of the process, in bytes."""
     kv_disk: KvDiskLoad | None = None
     """None: it keeps none there."""
     kv_peers: KvPeerLoad | None = None
     """None: nothing came or went."""
     home: str = ""
-    """As `RunningEndpoint` has it."""
+    """Home of the endpoint, see `RunningEndpoint`."""
     error: str = ""
-    """What /health says is wrong; empty where the status is ok."""
+    """Error that /health reports; empty if the status is ok."""
     failing: tuple[str, ...] = ()
-    """What /health names as failing, though its status may be ok."""
+    """Parts that /health reports as failing, though its status may be ok."""
 
 
 def endpoints_here(home: Home) -> list[EndpointLoad]:
-    """Every endpoint that runs here, those last that still start. Takes `RATE_S` where there is one."""
+    """Return every endpoint that runs here, and last those that still start. Takes `RATE_S` if an endpoint runs."""
     found = running(home)
     before = [_figures(one) for one in found]
     if any(before):
@@ -378,7 +378,7 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
 
 
 def _read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:
-    """An endpoint's /health: its status, what is wrong, and what fails though it goes on. Raises KeyError where it has no status."""
+    """Read an endpoint's /health: its status, its error, and the parts that fail while it goes on. Raises KeyError if it has no status."""
     failing = health.get("failing")
     each = failing if isinstance(failing, list) else []
     return printable(str(health["status"])), printable(str(health.get("error") or ""), 300), tuple(printable(str(one), 300) for one in each)

@@ -40,13 +40,13 @@ PrivateTmp=yes
 RestrictSUIDSGID=yes
 """
 STOP_S: Final = 15.0
-"""What `paceline up` may take to end, beyond `--drain-s`, before it is killed; it promises two."""
+"""Seconds that `paceline up` gets to end, beyond `--drain-s`, before it is killed. It promises two."""
 MANAGER_S: Final = 120.0
 """Seconds that systemctl or launchctl may take: a stop waits for live answers."""
 
 
 def unit(args: list[str], home: Path, drain_s: float, *, of_machine: bool, user: str = EXAMPLE_USER) -> str:
-    """Return a unit of systemd. A stop by SIGTERM is no failure; what a person must mend (exit code 2) is not tried again.
+    """Return a unit of systemd. A stop by SIGTERM does not count as a failure; an error that a person must mend (exit code 2) causes no restart.
 
     Args:
         user: runs the machine's service, which writes nothing but the home. A user's own service runs as that user.
@@ -138,14 +138,14 @@ def _from_here(arg: str) -> str:
 
 
 def _quoted(word: str, *, dollars: bool = True) -> str:
-    """As systemd reads it back."""
+    """Quote a word for systemd."""
     for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), *([("$", "$$")] if dollars else [])):
         word = word.replace(plain, escaped)
     return f'"{word}"'
 
 
 def place(*, of_machine: bool, is_mac: bool) -> Path:
-    """Where the service's file belongs."""
+    """Return the path of the service's file."""
     if is_mac:
         return (Path("/Library/LaunchDaemons") if of_machine else Path.home() / "Library/LaunchAgents") / f"{NAME}.plist"
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -262,7 +262,7 @@ def uninstall() -> None:
 
 @app.command()
 def status() -> None:
-    """Whether the service is installed, and runs. Exit code 1: it does not."""
+    """Show whether the service is installed and runs. Exit code 1: it does not."""
     is_mac = sys.platform == "darwin"
     path = place(of_machine=os.geteuid() == 0, is_mac=is_mac)
     if not path.exists():

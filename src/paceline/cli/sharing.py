@@ -39,7 +39,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
         settings: of the model; None: none is loaded here.
 
     Raises:
-        UserError: something that can't be had.
+        UserError: a setting, a model or a port can't be used.
     """
     if sharing.tied:
         threading.Thread(target=_stop_at_eof, daemon=True).start()
@@ -57,7 +57,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
     from paceline.cli.models import lies_elsewhere
     from paceline.cli.up import take_port
 
-    # What is wrong is said before anything starts.
+    # Check everything before a process starts.
     read_pipeline_settings(Home.from_environment())
     api.check()
     take_port(api, Home.from_environment()).close()
@@ -140,12 +140,12 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 
 
 def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draft_on: str | None, *, spread: bool) -> frozenset[Way]:
-    """What a person allows."""
+    """Return the ways of running the model that the options allow."""
     from paceline.node.ways import parse_ways
 
     drafted = () if draft in ("off", "ngram") else (DRAFT,)
     fitting = frozenset({ALONE, *drafted, *((PIPELINE, TENSOR) if pipelines.enabled and not sharing.more else ())})
-    if spread:  # pins alone may be of ranks, where that is said
+    if spread:  # pins may name tensor ranks too, if --ways says so
         fitting = frozenset({PIPELINE} if sharing.pipeline or sharing.own_layers is not None or not sharing.ways else {PIPELINE, TENSOR})
     allowed = parse_ways(sharing.ways)
     if allowed is not None and not allowed & fitting:
@@ -158,13 +158,13 @@ def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, draf
         return ways
     if DRAFT not in ways:
         raise ConfigError(
-            f"--pin-draft {draft_on} says who drafts, and the other options allow {', '.join(sorted(ways))} alone", "Leave one out."
+            f"--pin-draft {draft_on} needs drafts, and the other options allow only {', '.join(sorted(ways))}", "Leave one out."
         )
     return frozenset({DRAFT})
 
 
 def _without_drafts(settings: NodeSettings | None, ways: str) -> NodeSettings | None:
-    """No node drafts for this one where that is none of the ways; prompt lookup is no way, but the engine's own."""
+    """Switch a draft of any node to prompt lookup if the ways leave out drafts. Prompt lookup stays: it is the engine's own, not a way."""
     from paceline.node.ways import parse_ways
 
     allowed = parse_ways(ways)
@@ -189,7 +189,7 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
-    """In no fleet, this machine has the drafts that it makes itself, and no others."""
+    """Check the options of a machine in no fleet: it can only use drafts that it makes itself."""
     draft = None if settings is None else settings.draft
     if settings is not None and settings.tensor_on:
         raise ConfigError(
@@ -203,18 +203,18 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
     if draft is not None and draft not in (*DRAFTS, *propose):
         here = "Name a model to draft here" if draft == FLEET else f"Draft here, with --propose {draft} too"
         raise ConfigError(
-            f"Nobody drafts with {draft!r}: this machine is in no fleet",
+            f"No node can draft with {draft!r}: this machine is in no fleet",
             f"{here}, or make it part of a fleet: paceline init, paceline join.",
         )
     if propose and draft not in propose:
         raise ConfigError(
-            f"Nobody would have drafts of {propose[0]!r}: this machine is in no fleet", f"Have them here, with --draft {propose[0]} too."
+            f"No node can use drafts of {propose[0]!r}: this machine is in no fleet", f"Have them here, with --draft {propose[0]} too."
         )
 
 
 def _stop_at_eof() -> None:
-    """The parent process is gone."""
-    while os.read(0, 1024):  # not through sys.stdin, whose lock the interpreter wants at its end
+    """End this process once the parent process is gone."""
+    while os.read(0, 1024):  # not sys.stdin: the interpreter wants its lock at its end
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

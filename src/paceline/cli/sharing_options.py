@@ -32,26 +32,26 @@ class SharingOptions:
     beside: tuple[str, ...] = ()
     """Models that lie elsewhere than in this home, for others to fetch and for layers that run here."""
     drain_s: float = 30.0
-    """Of any `paceline up`: how long live answers may go on at an orderly stop."""
+    """Seconds that live answers get at an orderly stop; an option of every `paceline up`."""
     max_revocation_age: str | None = None
     embeddings: str | None = None
     """An encoder, which this machine serves alone."""
     more: tuple[str, ...] = ()
-    """Models beside the first."""
+    """Models in addition to the first."""
     on_demand: bool | None = None
-    """Whether requests have models loaded; None: where no other machine could be asked for them."""
+    """Requests may load models; None: only if no other machine could be asked for them."""
     memory_bytes: int | None = None
-    """That models may take together; None: what is free."""
+    """Memory that models may take together, in bytes; None: what is free."""
     kv_disk_bytes: int = 0
-    """Of the disk, for KV; 0: none is kept there."""
+    """Disk space for KV, in bytes; 0: no KV is kept on the disk."""
     ways: str = ""
-    """Those that the plan may choose of, as a person wrote them; empty: all."""
+    """Ways that the plan may choose from, as a person wrote them; empty: all."""
     allow_unlike: bool | None = None
     role: PrefillRole | None = None
     """None: what config.toml says."""
     threads: int | None = None
-    """Of layers for others; None: one a core."""
+    """Threads of layers that run for others; None: one per core."""
     device: Kernels | None = None
-    """What a person asked to run on; layers for others too, where it is processors' kernels. None: the fastest."""
+    """Device that a person chose. Layers for others run on it too if it is a processor's kernels. None: the fastest."""
     tensor: tuple[float, ...] = (1.0,)
     """Speeds of the processes of this machine that share each layer for others."""

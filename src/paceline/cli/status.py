@@ -1,4 +1,7 @@
-"""`paceline status`: the endpoints of this machine and how busy they are, and the fleet as this machine's node sees it: who is there, since when that is known, what they have, and who runs what."""
+"""`paceline status`: the endpoints of this machine with their load, and the fleet as this machine's node sees it.
+
+The fleet shows its nodes, since when they are known, their resources, and which nodes run which model.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
 
 
 async def _look(folders: list[FleetFolder]) -> tuple[list[Looked], MembershipError | None]:
-    """What the nodes that run see of their fleets, and why the first that does not answer does not."""
+    """Ask the running nodes for the state of their fleets. Returns also the error of the first node that does not answer."""
     found: list[Looked] = []
     missing: MembershipError | None = None
     for folder in folders:
@@ -86,7 +89,7 @@ def _print(looked: list[Looked], endpoints: list[EndpointLoad], console: Console
 
 
 def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any]:
-    """The whole of it, for programs."""
+    """Return the whole status as JSON values, for programs."""
     if looked is None:
         return {"endpoints": [asdict(one) for one in endpoints]}
     view = looked.sight.view
@@ -120,7 +123,7 @@ def _said(looked: Looked | None, endpoints: list[EndpointLoad]) -> dict[str, Any
 
 
 def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
-    """What is worth showing anew: anything but the passing of time."""
+    """Return the facts that make `--watch` print again if they change: everything but the passing of time."""
     return (
         [(one.url, one.state, one.models, one.requests, one.running, one.waiting, one.reading_tokens_read) for one in endpoints],
         [
@@ -167,10 +170,10 @@ def _show(looked: Looked, console: Console) -> None:
     for name, line in looked.sight.plans:
         console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}"), soft_wrap=True)
     for name, line in _plans(looked):
-        console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
+        console.print(Text.assemble("plan for ", (name, "bold"), f", if it were planned now: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
     for use in looked.sight.drafts:
-        # That there is no drafter is news to a person who started a machine that should, or asked for a model.
+        # Missing drafters are news only to a person who started a machine to draft, or asked for a draft model.
         if use.drafts or use.blocks or proposers or use.by != FLEET:
             print_lines(console, _drafts(use))
     for clash in view.clashes:
@@ -189,14 +192,14 @@ def _show(looked: Looked, console: Console) -> None:
 
 
 def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
-    """How fresh this node's trust is, and whether a person should do something about it."""
+    """Describe how old this node's certificate and list of revoked nodes are. Each line comes with whether a person should act."""
     lines: list[tuple[str, bool]] = []
     if sight.revocations_as_of:
         age_s = max(0.0, now - sight.revocations_as_of)
         ago = f"{age_s / 86400:.0f} days" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h" if age_s >= 3600 else "less than an hour"
         is_old = age_s > OLD_S
         todo = ": start paceline up on the machine with the fleet's CA" if is_old else ""
-        lines.append((f"who is revoked is known here as of {ago} ago{todo}", is_old))
+        lines.append((f"the list of revoked nodes on this machine dates from {ago} ago{todo}", is_old))
     left_s = sight.certificate_ends - now
     if sight.certificate_ends and left_s < ENDS_SOON_S:
         todo = "start paceline up on the machine with the fleet's CA, which renews it"
@@ -205,7 +208,7 @@ def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
 
 
 def _models(card: NodeCard) -> list[str]:
-    """Those that run, with their speed; of the others only how many."""
+    """Describe the models that run, with their speed; of the others only the number."""
     lines = [_offer(offer) for offer in card.models if offer.warm or offer.shard is not None]
     cold = sum(offer.role is Role.VERIFIER and not offer.warm for offer in card.models)
     return [*lines, *([f"{counted(cold, 'model')} on disk, not loaded"] if cold else [])]
@@ -224,7 +227,7 @@ def _offer(offer: ModelOffer) -> str:
 
 
 def _drafts(use: DraftUse) -> str:
-    """For the model that runs here: by whom, and what came of it."""
+    """Describe the drafts for the model that runs here: the drafter, and how well its drafts did."""
     who = f"{use.model_id} on {use.node_id}" if use.node_id else use.by
     parts = ["none verified yet"]
     if use.drafts and use.drafted_tokens:
@@ -249,14 +252,14 @@ def _links(view: FleetView) -> list[str]:
 
 
 def _lost(looked: Looked) -> frozenset[NodeId]:
-    """Nodes whose card is still good, and which do not answer at any of their addresses."""
+    """Return the nodes that have a valid card and answer at none of their addresses."""
     silent = {failure.address for failure in looked.sight.failures}
     cards = (card for card in looked.sight.view.cards if card.node_id != looked.sight.view.own)
     return frozenset(card.node_id for card in cards if card.addresses and silent.issuperset(card.addresses))
 
 
 def _plans(looked: Looked) -> list[tuple[str, str]]:
-    """Who would run each model that others serve, were it planned now, without nodes that do not answer."""
+    """Plan which nodes would run each model that others serve, without nodes that do not answer. Returns a line or an error for each model."""
     eligible, lost = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER), _lost(looked)
     settings, trust = read_pipeline_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
     cards = [card for card in eligible.cards if card.node_id not in lost]

@@ -1,9 +1,9 @@
-"""What a person sees and types: a console that outlives its reader, and this program's name as it is called here.
+"""Terminal output: a console that survives the end of its reader, and the name to call this program by.
 
 Ctrl-C can't always wait: Python runs signal handlers between two of the main thread's instructions, and a kernel that is being compiled can be one
 instruction for ten seconds. So while something loads, a thread of its own waits for the signal's byte and ends the process.
 
-Text that comes in pieces, broken between words at a terminal's edge.
+Streamed text is wrapped between words at the terminal's edge.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def discard(stream: IO[str]) -> None:
 
 
 def own_command() -> str:
-    """What to type for `paceline`, here: inside an environment that is not activated, a path."""
+    """Return the command to type for `paceline` here: a path inside an environment that is not activated."""
     if shutil.which("paceline") is not None:
         return "paceline"
     script = Path(sys.argv[0])
@@ -63,12 +63,12 @@ def own_command() -> str:
 
 
 def print_lines(console: Console, *lines: str, style: str | None = None, end: str = "\n") -> None:
-    """Lines as they are: with no markup that a model's or a file's name could be taken for, and broken nowhere."""
+    """Print lines unchanged: without markup, since a name of a model or a file may look like it, and without wrapping."""
     console.print(*lines, sep="\n", end=end, markup=False, soft_wrap=True, style=style)
 
 
 def print_json(value: object, *, on_one_line: bool = False) -> None:
-    """To standard output, for programs."""
+    """Print JSON to standard output, for programs."""
     print(json.dumps(value, indent=None if on_one_line else 2), flush=True)
 
 
@@ -78,11 +78,11 @@ def counted(number: int, thing: str) -> str:
 
 
 def table_of(*headings: str, left: Collection[str] = (), whole: Collection[str] = ()) -> Table:
-    """An empty table, with numbers to the right.
+    """Return an empty table that aligns numbers to the right.
 
     Args:
         left: headings of columns of words.
-        whole: headings of columns whose lines are not broken.
+        whole: headings of columns with lines that are not broken.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in headings:
@@ -110,7 +110,7 @@ LAST_WORDS_S = 0.5
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process where it stands, with the terminal as it was found; a reader that is gone, or reads no more, is no reason to stay."""
+    """End the process at once, and leave the terminal as it was found. Does not wait for a reader that is gone or reads no more."""
     try:
         speaking = threading.Thread(target=_last_words, name="paceline-last-words", daemon=True)
         speaking.start()
@@ -170,7 +170,7 @@ class WordWrap:
         """The word that was shown last may not be over: it was too wide to be held back."""
 
     def feed(self, text: str) -> str:
-        """What can be shown after a further piece."""
+        """Return the text that can be shown after a further piece."""
         shown: list[str] = []
         for part in _PARTS.findall(text):
             if not part.isspace():
@@ -189,7 +189,7 @@ class WordWrap:
         return "".join(shown)
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._placed()
 
     def _placed(self) -> str:

@@ -66,7 +66,7 @@ LOOK_S = 0.05
 
 
 class Ending:
-    """Of one process that serves. On its event loop; takes over the signals.
+    """Orderly end of one process that serves. On its event loop; takes over the signals.
 
     Args:
         drain_s: how long live answers may go on.
@@ -80,7 +80,7 @@ class Ending:
         self._models: Models[BuiltNode] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._hurried: int | None = None
-        """What the process ends with as soon as clients know: it was told a second time."""
+        """Exit code to end with as soon as clients know, after a second signal."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
@@ -93,7 +93,7 @@ class Ending:
         self._service, self._models = service, models
 
     def clients_know(self) -> None:
-        """Every stream has ended."""
+        """End the process now if a second signal came. Called when every stream has ended."""
         if self._hurried is not None:
             end_now(self._hurried)
         self._service = None
@@ -189,7 +189,7 @@ def run_up(
     console = Terminal()
     api.say_what_is_open(console)
     _note_small_disk(sharing.kv_disk_bytes, home.kv, console)
-    # Before the model, which may take minutes, and whose KV takes what memory is left.
+    # The encoder loads first: the model may take minutes, and its KV takes the memory that is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
     for name in named if asked is not None or sharing.more else ():  # before the first of them takes minutes
@@ -268,10 +268,10 @@ def _claim(home: Home, fleet: FleetSettings) -> Claim:
 
 
 def take_port(api: ApiOptions, home: Home) -> socket.socket:
-    """The API's port, held.
+    """Bind the API's port and hold it.
 
     Raises:
-        ConfigError: it can't be had; where this user's own endpoint has it, which.
+        ConfigError: the port can't be bound. If an endpoint of this user has it, the message names that endpoint.
     """
     from paceline.server.serve import bind
 
@@ -312,7 +312,7 @@ async def _plan_and_load(
 
 
 def _note_small_disk(kv_disk_bytes: int, folder: Path, console: Console) -> None:
-    """Where what is free on the disk, and what KV in `folder` takes already, are less than KV may take. Files are looked at only where little is free."""
+    """Print a note if the free space, with the KV already in `folder`, is less than KV may take. Files are counted only if little is free."""
     from paceline.store.partial import allocated_bytes
 
     free = shutil.disk_usage(nearest_folder(folder)).free
@@ -345,7 +345,7 @@ def _told_loaded(node: BuiltNode, began_s: float, console: Console) -> BuiltNode
 
 @contextmanager
 def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None]]:
-    """A bar while the block loads something, or one line where no bar can be drawn."""
+    """Show a bar while the block loads something, or one line if output is not a terminal."""
     label = f"Loading {what}"
     if not console.is_terminal:
         print_lines(console, label)
@@ -354,7 +354,7 @@ def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None
 
 
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
-    """Load an encoder; a model of that name that only the fleet has is no encoder."""
+    """Load an encoder. A model of that name that only the fleet has does not count."""
     from paceline.core.clock import SystemClock
     from paceline.machine.build import load_encoder
 

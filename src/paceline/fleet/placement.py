@@ -101,7 +101,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
         raise ImpossiblePin(f"{twice[0]} is pinned twice", "Give each machine one range of layers.")
     if len(ids) > 1 and (request.proposer is not None or not any(each.spreads for each in ways)):
         raise ImpossiblePin(
-            f"{len(ids)} machines are pinned, and only a pipeline has so many",
+            f"{len(ids)} machines are pinned, and only a pipeline can use more than one",
             "Allow a pipeline and leave out --pin-draft, or pin one machine.",
         )
     if request.proposer is not None and not any(each.drafts for each in ways):
@@ -398,7 +398,7 @@ def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, 
     if len(beside) > 1:
         listed = ", ".join(f"{node_id} {files[:DIGEST_DIGITS]}" for files, node_id in sorted(beside.items()))
         raise ModelNotFound(
-            f"the fleet's nodes have other files beside the same weights of {model[:200]!r}: {listed}",
+            f"the fleet's nodes have the same weights of {model[:200]!r} with different other files: {listed}",
             "They differ in tokenizer or template: pull it from a hub, or remove it where it is wrong",
         )
     return tuple(source for source in sources if source.files or not beside)

@@ -131,7 +131,8 @@ def pinned_machine(pin: Pin, machines: Sequence[Machine], fleet: PricedFleet) ->
         others = " or ".join(sorted({each.node_id for each in machines})[:4])
         raise ImpossiblePin(f"{why}: no link between it and {others} is measured", "Ask again in a minute, or pull the model there.")
     raise ImpossiblePin(
-        f"{pin.node_id} is pinned, but has not the same weights of {model} as the others", "Pull the model there, or pin another machine."
+        f"{pin.node_id} is pinned, but does not have the same weights of {model} as the others",
+        "Pull the model there, or pin another machine.",
     )
 
 

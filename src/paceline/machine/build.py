@@ -179,7 +179,7 @@ def build_engine(
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
     if not runner.holds_identity:
         notes.append(
-            f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
+            f"{setup.kernels} gives other bytes for other batches here: an answer may depend on concurrent requests, so nothing is drafted"
         )
 
     def beside_pool(loans: KvLoans, came: Callable[[], None]) -> ClosableKv | None:

@@ -198,7 +198,7 @@ def learn_digests(unread: Sequence[ModelLocation], home: Home, stopped: Callable
             break
         except (PacelineError, OSError) as error:
             why = str(error)
-        missing.append(f"the digest of {location.name} can't be had, and without it no other machine can share it: {why}")
+        missing.append(f"the digest of {location.name} can't be computed, and without it other machines can't share the model: {why}")
     return tuple(missing)
 
 

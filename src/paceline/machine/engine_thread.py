@@ -183,8 +183,8 @@ class EngineThread:
         try:
             return self._rebuild(), ""
         except BaseException as error:
-            logger.exception("the engine could not be built anew")
-            return None, f"; and not built anew: {type(error).__name__}: {error}"
+            logger.exception("the engine could not be rebuilt")
+            return None, f"; rebuilding it failed: {type(error).__name__}: {error}"
 
     def _is_stopped_within(self, seconds: float) -> bool:
         """With no engine."""

@@ -293,7 +293,7 @@ class EngineHost:
                 self._fail_all(f"The engine failed: {reason}. {STAYS_DOWN if is_long else COMES_BACK}", ENGINE_GONE)
                 self._changed()
             case Rebuilt():
-                logger.warning("the engine was built anew")
+                logger.warning("the engine was rebuilt")
                 self._died, self._progressed_s = None, self._clock.monotonic()
                 self._changed()
             case StepReport():

@@ -134,7 +134,9 @@ def make_room(
         context(bound_beside((), budget_bytes, gone=[*idle, *rest]))  # raises where it would not fit alone either
         busy = tuple(one.name for one in rest)
         raise NoRoom(
-            f"{settings.model} has no room beside {', '.join(busy)}", "Try again once their answers have ended.", busy=busy
+            f"{settings.model} does not fit in memory together with {', '.join(busy)}",
+            "Try again once their answers have ended.",
+            busy=busy,
         ) from error
     if error is not None and not enough:
         raise error

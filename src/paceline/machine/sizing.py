@@ -218,7 +218,7 @@ def plan_kv(
         pool_bytes = -(-kv_tokens // group_tokens) * group_tokens * token_bytes
         if pool_bytes > left:
             raise OutOfMemory(
-                f"--kv-tokens {kv_tokens} needs {human(pool_bytes)}; {human(left)} {is_free} beside the weights ({human(weights_bytes)})",
+                f"--kv-tokens {kv_tokens} needs {human(pool_bytes)}; {human(left)} {is_free} next to the weights ({human(weights_bytes)})",
                 f"Ask for {left // token_bytes // group_tokens * group_tokens} or fewer.",
             )
         affordable = kv_tokens
@@ -228,13 +228,13 @@ def plan_kv(
     if context is not None and context > affordable:
         raise OutOfMemory(
             f"A context of {context} tokens needs {human(context * token_bytes)} for KV; "
-            f"{human(affordable * token_bytes)} can be spared beside the weights ({human(weights_bytes)})",
+            f"{human(affordable * token_bytes)} can be spared next to the weights ({human(weights_bytes)})",
             f"Ask for --context {affordable} or less, or give it the memory with --kv-tokens {context}.",
         )
     granted = context if context is not None else min(spec.max_context, affordable)
     if granted < MIN_CONTEXT and context is None and kv_tokens is None:
         raise OutOfMemory(
-            f"Only {human(max(left, 0))} {is_free} beside the weights ({human(weights_bytes)}): room for {affordable} tokens",
+            f"Only {human(max(left, 0))} {is_free} next to the weights ({human(weights_bytes)}): room for {affordable} tokens",
             f"{more}, or choose a smaller model.",
         )
     tokens = kv_tokens if kv_tokens is not None else min(affordable, max(granted, max_running * min(granted, TYPICAL_TOKENS)))

@@ -323,5 +323,5 @@ class MemberOpener:
         """
         member = self.member(node_id)
         if member is None:
-            raise FleetError(f"Nothing proves who {node_id} is")
+            raise FleetError(f"No valid certificate of {node_id} is known")
         return member

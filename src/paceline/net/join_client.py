@@ -100,8 +100,8 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
     impostors = [one.address for one in tried if one.impostor]
     if impostors:
         raise JoinRefused(
-            f"Who answers at {', '.join(impostors)} is not the machine that the token is from: it shows a certificate of another CA",
-            "Somebody may be in between, or that machine is in another fleet by now. Nothing was sent. Ask for another token: paceline token",
+            f"The machine that answers at {', '.join(impostors)} did not make this token: it shows a certificate of another CA",
+            "Another machine may intercept the connection, or the right one is in another fleet. Nothing was sent. Ask for another token: paceline token",
         )
     raise Unreachable(
         "The machine that the token is from can't be reached: " + "; ".join(f"{one.address} ({one.problem})" for one in tried),

@@ -138,7 +138,7 @@ class JoinHost(JoinServiceServicer):
                     self._trouble = ""
                 except (UserError, FleetError) as error:
                     if str(error) != self._trouble:
-                        logger.warning("nobody can join: %s", error)
+                        logger.warning("no machine can join: %s", error)
                     self._trouble = str(error)
                 await asyncio.sleep(self._look_s)
         finally:

@@ -35,10 +35,10 @@ OBJECT = "paceline.event"
 
 
 class Events:
-    """What happened to a call's answers and is no part of them, as named SSE events, for clients that ask with `stream_options.include_events`.
+    """Sends notices about a call as named SSE events, to clients that set `stream_options.include_events`. They are not part of its answers.
 
-    Law: a client that does not ask sees nothing of it: no byte, no status sent early. One that asks hears of each happening once, however many
-    prompts its call has, and every event is one that OpenAI's clients can read past: it has `choices: []`, as the event with the usage.
+    Law: a client that does not ask for events sees no trace of them: no byte, no status sent early. A client that asks gets each notice once, however many
+    prompts its call has. OpenAI's clients can skip every event: it has `choices: []`, as the event with the usage has.
     """
 
     def __init__(self, call: Call) -> None:
@@ -46,16 +46,16 @@ class Events:
         self._sent: Counter[bytes] = Counter()
         self._heard: Counter[tuple[RequestId, bytes]] = Counter()
         self._reading: dict[RequestId, PromptReading] = {}
-        """Of the call's prompts, those that take long to read."""
+        """Progress of the call's prompts that take long to read."""
 
     @property
     def reading(self) -> PromptReading | None:
-        """How far the call's prompts are read, all together; None: none takes long."""
+        """Sum of the progress of all prompts that take long to read; None if there are none."""
         each = self._reading.values()
         return PromptReading(sum(one.tokens_read for one in each), sum(one.tokens for one in each)) if each else None
 
     def take(self, chunks: Sequence[GenerationChunk]) -> tuple[bytes, Sequence[GenerationChunk]]:
-        """What an item says of happenings, as events, and the item without them."""
+        """Take the notices out of an item. Returns them as events, and the item without them."""
         if self._reading:
             for chunk in chunks:
                 if not chunk.notices:
@@ -72,7 +72,7 @@ class Events:
         return told, [chunk for chunk in chunks if not chunk.notices]
 
     def _once(self, request_id: RequestId, notice: Notice) -> bytes:
-        """The event, unless another of the call's prompts was told the same."""
+        """Return a notice as an event; empty if another of the call's prompts sent the same one before."""
         call = self._call
         said = {"object": OBJECT, "event": notice.kind, "detail": dict(notice.detail)}
         base = {"id": call.id, "created": call.created, "model": call.model.name, "choices": []}
@@ -85,7 +85,7 @@ class Events:
 
 
 def open_call(inference: Inference, call: Call) -> ChunkStream:
-    """The call's chunks; those of one prompt come straight from the inference.
+    """Start a call. Returns its chunks; those of one prompt come straight from the inference.
 
     Raises:
         RequestError: as `Inference.generate` does, before the first item.
@@ -247,14 +247,14 @@ class Answer(Response):
                 raise error
 
     async def _fail(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
-        """As a status while none is sent, else as the stream's last event (without [DONE]: the answer is not complete)."""
+        """Report a failure: as a status if none is sent yet, else as the stream's last event, without [DONE] because the answer is not complete."""
         if self._started:
             await send({"type": "http.response.body", "body": self._shape.fault_event(fault), "more_body": False})
         else:
             await fault.response(api_of(scope["path"]))(scope, receive, send)
 
     async def _commented(self, send: Send) -> None:
-        """The stream, and comments where it is silent."""
+        """Send the stream, and comments while it is silent."""
         commenting = asyncio.create_task(self._comment(send))
         try:
             await self._stream(send)
@@ -334,13 +334,13 @@ class Answer(Response):
         self._ended = True
 
     def _check_complete(self) -> None:
-        """A generation that just stops is a failure, not a short answer."""
+        """Raise an error if a choice has no end: a generation that just stops is a failure, not a short answer."""
         if self._tally.open:
             raise Refusal(server_fault("The generation ended before its answer did"))
 
 
 def _ending(chunk: GenerationChunk) -> Fault:
-    """What a client is told of a sequence that ended by no doing of its own."""
+    """Return the error for a sequence that ended for a reason outside itself."""
     message = chunk.error or "The generation was aborted by the server"
     if chunk.code == FORM_NOT_FOLLOWED:
         return Fault(400, message, code=FORM_NOT_FOLLOWED)
@@ -388,7 +388,7 @@ def _one(several: list[GenerationChunk]) -> GenerationChunk:
 
 
 def logprobs_of(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
-    """The log probabilities that a chunk brings: the prompt's come first."""
+    """Return the log probabilities of a chunk, the prompt's first."""
     return (*chunk.prompt_logprobs, *chunk.logprobs) if chunk.prompt_logprobs else chunk.logprobs
 
 

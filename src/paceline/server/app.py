@@ -59,7 +59,7 @@ EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRe
 
 
 def document(app: Application, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
-    """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
+    """Return the OpenAPI document. `model` is an enumeration of the models served now, so that it lists exactly what is accepted."""
     api = app.described()
     _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *EMBEDDING_BODIES)], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
@@ -91,18 +91,18 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def service_of(app: Application) -> ApiService:
-    """The service of an application made by `create_app`."""
+    """Return the service of an application made by `create_app`."""
     return cast("ApiService", app.state.service)
 
 
 def create_app(
     inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None, models: Models[Any] | None = None
 ) -> Application:
-    """The OpenAI API over `inference`.
+    """Make the OpenAI API over `inference`.
 
     Args:
         settings: bounds and the key; the defaults where missing.
-        encoder: what makes embeddings; None: nothing does.
+        encoder: makes embeddings; None: the server makes none.
         models: this machine's own, which requests and its owner may have loaded; None: nothing is loaded on demand.
     """
     service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
@@ -157,7 +157,7 @@ def _add_faults(app: Application) -> None:
 
 
 def _of_router(app: Application, request: Request, error: HTTPException) -> Fault:
-    """The router's own refusals."""
+    """Return the router's own refusals as faults."""
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
         routes = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]

@@ -86,7 +86,7 @@ class Application(Starlette):
         return decorate
 
     def described(self) -> dict[str, Any]:
-        """The document of the routes, as FastAPI writes it."""
+        """Return the OpenAPI document of the routes, as FastAPI writes it."""
         from fastapi import FastAPI
         from fastapi.openapi.utils import get_openapi
 

@@ -94,18 +94,18 @@ class ChoiceReader:
         self._token_bytes = vocabulary.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._waiting: deque[tuple[int, str]] = deque()
-        """Tokens whose text did not come yet: how many characters are to come, and the marker that the token spells."""
+        """Tokens that wait for their text: the number of characters to come, and the marker that the token spells."""
         self._reasons = reading.in_reasoning
         self._told: bool | None = None
-        """What came of the token that waits first is reasoning. None: nothing came."""
+        """The text of the first waiting token so far is reasoning. None: no text came."""
         self.reasoning_tokens = 0
-        """With which the model reasoned."""
+        """Number of tokens with which the model reasoned."""
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
         tokens, text = chunk.token_ids, chunk.text
         is_own_end = chunk.finish_reason is FinishReason.STOP and tokens[-1:] and tokens[-1] in self._ends
         if is_own_end:
-            tokens = tokens[:-1]  # it ended the answer, and is no part of it
+            tokens = tokens[:-1]  # it ends the answer and is not part of it
         self._waiting.extend(self._expected(token) for token in tokens)
         parts: list[Part] = []
         while self._waiting:
@@ -135,7 +135,7 @@ class ChoiceReader:
             _join(parts, gained)
 
     def _count(self) -> None:
-        """Count a token whose text came."""
+        """Count a token once all its text is there."""
         self.reasoning_tokens += self._reasons if self._told is None else self._told
         self._told = None
 
@@ -156,11 +156,11 @@ def _join(parts: list[Part], more: Sequence[Part]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What any of the APIs was asked for."""
+    """A parsed request of any of the APIs."""
 
     id: str
     shape: Callable[[Call], Shape]
-    """Of its answer: what its API writes."""
+    """Factory of the shape that writes the answer as its API does."""
     model: ServedModel
     created: int
     """Unix seconds."""
@@ -171,7 +171,7 @@ class Call:
     include_usage: bool
     logprobs: bool
     reading: Reading | None = None
-    """How its answers are read; None: they are all content."""
+    """Description of how to read its answers; None: they are all content."""
     is_turn: bool = False
     """Each answer is a text of its own, and does not go on with the prompt's last one."""
     include_events: bool = False
@@ -188,10 +188,10 @@ class Call:
         return replace(self, requests=tuple(replace(request, client=client) for request in self.requests))
 
     def named(self, request_id: str) -> Call:
-        """With legs called after the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM calls them.
+        """Return the call with named legs: the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM names them.
 
         Raises:
-            InvalidRequest: legs can't be called so.
+            InvalidRequest: the id has a colon.
         """
         if all(request.leg is None for request in self.requests):
             return self
@@ -216,7 +216,7 @@ class Call:
         return ChoiceReader(self.reading, self.model.tokenizer, request, has_space=has_space)
 
     def has_space(self, place: int) -> bool:
-        """Return whether choices of a prompt begin with a token whose first space is not part of their text. A repeated prompt comes first."""
+        """Return whether choices of a prompt begin with a token that has a leading space outside their text. A repeated prompt comes first."""
         request, tokenizer = self.requests[place], self.model.tokenizer
         repeats = bool(self.echoed) and any(map(tokenizer.token_bytes, request.prompt_ids))
         return tokenizer.strips_space and (repeats or self._begins_text(request))

@@ -26,11 +26,11 @@ Ids = npt.NDArray[np.int32]
 Vectors = npt.NDArray[np.float32]
 
 MOST_REQUESTS: Final = 64
-"""At work or waiting; beyond them 429. Raising it: longer waits."""
+"""Requests that run or wait; more get 429. Raising it: longer waits."""
 MOST_HELD_BYTES: Final = 512 << 20
-"""What they hold together, about; a request that finds no other may be larger. Raising it: more memory."""
+"""Bytes that requests hold together, approximately; a request that finds no other may be larger. Raising it: more memory."""
 ID_BYTES: Final = 48
-"""Of a token id as it was read; a letter takes four at most."""
+"""Bytes that a token id holds after it is read from JSON; a letter holds four at most."""
 LETTERS_PER_TOKEN: Final = 64
 """More than texts have. A word that the vocabulary lacks is one token however long it is, and blanks are none: only a text's letters tell, before it is
 tokenized, how long that holds up all others. Raising it: longer."""
@@ -53,7 +53,7 @@ class TextEncoder(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Of one text, with what stands around it."""
+        """Maximum tokens of one text, including the tokens that the model puts around it."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class TextEncoder(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def vectors(self, texts: Sequence[Ids]) -> Vectors:
-        """A row for each text. Each has a token, and at most `max_tokens`."""
+        """Return a row for each text. Each has a token, and at most `max_tokens`."""
         ...
 
 
@@ -73,11 +73,11 @@ class Embedded:
 
     vectors: Vectors
     tokens: tuple[int, ...]
-    """Of each text, with what stands around it."""
+    """Token count of each text, including the tokens that the model puts around it."""
 
 
 class Embedder:
-    """What is served of encoders. Lives on one event loop.
+    """Embeddings service over one encoder. Lives on one event loop.
 
     Args:
         encoder: None: none is served.
@@ -92,7 +92,7 @@ class Embedder:
         self._requests = self._held = 0
 
     def is_meant(self, name: str) -> bool:
-        """Whether a client that asks for this model means the encoder."""
+        """Return whether a client that asks for this model means the encoder."""
         return self.encoder is not None and self.encoder.name.lower() == name.removesuffix(":latest").lower()
 
     def close(self) -> None:
@@ -101,19 +101,19 @@ class Embedder:
             pool.shutdown(wait=True, cancel_futures=True)
 
     async def embed(self, encoder: TextEncoder, inputs: Sequence[str | Sequence[int]], field: str = "input") -> Embedded:
-        """Vectors of texts, or of token ids, which are taken as they are.
+        """Return vectors of texts, or of token ids, which are taken as they are.
 
         Args:
             inputs: at least one.
-            field: what errors call them.
+            field: name of the field in errors.
 
         Raises:
-            InvalidRequest, ContextOverflow: one is empty, too long, or has a token that the model has not.
-            Overloaded: too much is at work or waits.
+            InvalidRequest, ContextOverflow: a text is empty, too long, or has a token outside the vocabulary.
+            Overloaded: too many requests run or wait.
         """
         size = sum(4 * len(given) if isinstance(given, str) else ID_BYTES * len(given) for given in inputs)
         if self._requests >= MOST_REQUESTS or (self._requests and self._held + size > MOST_HELD_BYTES):
-            raise Overloaded("Too much is to be embedded: other requests are at work or wait", "Come back later.", retry_after_s=1)
+            raise Overloaded("Too many texts are being embedded: other requests run or wait", "Try again later.", retry_after_s=1)
         self._requests += 1
         self._held += size
         try:
@@ -137,7 +137,7 @@ class Embedder:
         return texts
 
     async def _run(self, encoder: TextEncoder, texts: Sequence[Ids]) -> Vectors:
-        """At most one part a worker is under way or queued, so requests take turns."""
+        """Run texts in parts. Each worker has at most one part running or queued, so requests take turns."""
         loop = asyncio.get_running_loop()
         vectors = np.empty((len(texts), encoder.dimensions), np.float32)
         left = parts_of_work(texts)
@@ -194,7 +194,7 @@ def parts_of_work(texts: Sequence[Ids]) -> Iterator[slice]:
 
 
 MOST_INPUTS: Final = 2048
-"""Of one request, as at OpenAI."""
+"""Maximum number of inputs of one request, as OpenAI has it."""
 Input = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(partial(check_texts, most=MOST_INPUTS)),

@@ -85,11 +85,11 @@ def parse_embedding_body(embedder: Embedder, kind: type[Body], _: Intake, body: 
 
 
 def encoder_of(asked: EmbeddingRequest, service: ApiService) -> TextEncoder:
-    """The encoder that is asked for.
+    """Return the encoder that is asked for.
 
     Raises:
         InvalidRequest: the model answers chats, or its vectors have another length.
-        UnknownModel, ModelAway: there is none of that name.
+        UnknownModel, ModelAway: no model has that name.
     """
     encoder = service.embedder.encoder
     if encoder is None or not service.embedder.is_meant(asked.model):
@@ -106,7 +106,7 @@ def encoder_of(asked: EmbeddingRequest, service: ApiService) -> TextEncoder:
 
 
 def inputs_of(asked: EmbeddingRequest) -> list[str | list[int]]:
-    """One a text."""
+    """Return the inputs, one per text."""
     given = asked.input
     if isinstance(given, str):
         return [given]
@@ -115,7 +115,7 @@ def inputs_of(asked: EmbeddingRequest) -> list[str | list[int]]:
 
 
 def write_embeddings(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Embedded) -> bytes:
-    """The answer. Vector by vector: one call for all would hold the interpreter."""
+    """Write the answer, vector by vector: one call for all would hold the interpreter."""
     is_text = asked.encoding_format == "base64"
     parts: list[bytes] = []
     for index, vector in enumerate(embedded.vectors):
@@ -127,5 +127,5 @@ def write_embeddings(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Em
 
 
 def json_numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
-    """The shortest decimals that are read as the same float32."""
+    """Write the shortest decimals that are read as the same float32."""
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)

@@ -29,7 +29,7 @@ from paceline.server.requests import REFUSED, TOOL_TYPES, UNION_TAGS
 
 
 class Api(Enum):
-    """Whose errors a path answers with."""
+    """API that decides the form of a path's errors."""
 
     OPENAI = auto()
     RESPONSES = auto()
@@ -38,7 +38,7 @@ class Api(Enum):
 
 
 def api_of(path: str) -> Api:
-    """The API that a path belongs to; OpenAI's where it is of none."""
+    """Return the API that a path belongs to; OpenAI's if it belongs to none."""
     if path.startswith("/v1/messages"):
         return Api.ANTHROPIC
     if path.startswith("/v1/responses"):
@@ -78,7 +78,7 @@ OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
 
 
 def own_field(names: Mapping[str, str], inner: str | None) -> str | None:
-    """The name that an API has for a field of the chat, or for a place in one; None: it has none of its own."""
+    """Return the name that an API has for a field of the chat, or for a place in one; None: it has no other name."""
     if inner is None:
         return None
     found = inner
@@ -91,7 +91,7 @@ def own_field(names: Mapping[str, str], inner: str | None) -> str | None:
 
 
 def rename_field(message: str, inner: str | None, outer: str | None) -> str:
-    """A message that begins with a field's name, with another name of the field."""
+    """Replace the field's name at the beginning of a message by another one."""
     return outer + message[len(inner) :] if inner and outer and message.startswith(inner) else message
 
 
@@ -106,12 +106,12 @@ class Fault:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
     partial_text: str = ""
-    """What an answer that was not streamed had before it failed."""
+    """Text that an answer without streaming had before it failed."""
     is_as_sent: bool = False
     """`param` and `message` have the field's name as the client sent it. Otherwise they have the chat's, and `body` writes the API's own."""
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
-        """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
+        """Return the JSON of the error. A message may quote a model's files, and with them lone surrogates."""
         own = None if self.is_as_sent else own_field(OWN_NAMES.get(api, {}), self.param)
         message = rename_field(self.message, self.param, own).encode("utf-8", "replace").decode()
         partial = {"partial_text": self.partial_text} if self.partial_text else {}
@@ -127,7 +127,7 @@ class Fault:
                 return orjson.dumps({"error": message, **partial})
 
     def response(self, api: Api) -> Response:
-        """The whole HTTP answer."""
+        """Return the whole HTTP answer."""
         return Response(self.body(api), self.status, self.headers, "application/json")
 
 
@@ -139,7 +139,7 @@ class Refusal(Exception):
         self.fault = fault
 
     def with_text(self, text: str) -> Refusal:
-        """The same, with what the answer had before it failed."""
+        """Return the same refusal with the text that the answer had before it failed."""
         return Refusal(replace(self.fault, partial_text=text))
 
 
@@ -175,7 +175,7 @@ def no_machines(message: str, code: str) -> Fault:
 
 
 def fault_of_error(error: PacelineError) -> Fault:
-    """A typed error of Paceline's as a fault."""
+    """Return the fault for a typed error of Paceline's."""
     match ERROR_TABLE[kind_of(error)].http:
         case 429:
             return overloaded(str(error), getattr(error, "retry_after_s", 1))
@@ -190,7 +190,7 @@ def fault_of_error(error: PacelineError) -> Fault:
 
 
 def fault_of_mistake(error: UserError) -> Fault:
-    """A typed error as the person sees it whose it is to mend: what is a server's fault to clients of an API is a mistake in what its owner asked."""
+    """Return the fault for an error that the machine's owner reads: a mistake in the request, which API clients would see as a server's fault."""
     if isinstance(error, PlacementError) and not isinstance(error, ImpossiblePin | VocabularyMismatch):
         return fault_of_error(error)
     status, code = (404, "model_not_found") if isinstance(error, ModelNotFound) else (400, "invalid_value")
@@ -226,7 +226,7 @@ def _said_of_pattern(pattern: str) -> str:
 
 
 def fault_of_validation(error: ValidationError) -> Fault:
-    """A body that does not fit its model: the first field at fault, by name."""
+    """Return the fault for a body that does not fit its model: the first field at fault, by name."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return Fault(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
@@ -257,7 +257,7 @@ def fault_of_validation(error: ValidationError) -> Fault:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """A pydantic location as OpenAI writes it: messages[0].content."""
+    """Write a pydantic location as OpenAI does: messages[0].content."""
     name = ""
     for part in location:
         if isinstance(part, int):

@@ -23,7 +23,7 @@ HEADER: Final = "x-paceline-ignored"
 FITTED: Final = "x-paceline-fitted"
 MAX_NAMES: Final = 40
 MAX_HEADER_BYTES: Final = 1000
-"""Of names in the header. Raising it: proxies refuse answers whose headers are long, some from 4 KiB on."""
+"""Maximum length of the names in the header. Raising it: proxies refuse answers with long headers, some from 4 KiB on."""
 MAX_NAME_LETTERS: Final = 80
 
 
@@ -33,10 +33,10 @@ class Unserved:
 
     why: str
     off: tuple[Any, ...] = ()
-    """Values that ask for what is done anyway, beside null."""
+    """Values that ask for the default behaviour, in addition to null."""
 
     def is_off(self, value: object) -> bool:
-        """Whether the value asks for nothing. `true` is not 1."""
+        """Return whether the value asks for nothing. `true` is not 1."""
         return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
 
@@ -54,7 +54,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "best_of": Unserved("Only best_of 1 is served", (1,)),
     "suffix": Unserved("Texts are filled in by /v1/completions", ("",)),
     "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
-    # Of those who serve embeddings.
+    # Fields of other servers of embeddings.
     **dict.fromkeys(("input_type", "prompt_name"), Unserved("Write the prefix that the model wants into the text")),
     # vLLM's and transformers'.
     **dict.fromkeys(("use_beam_search", "early_stopping"), Unserved("Beams are not searched here", (False,))),
@@ -100,17 +100,17 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "random_seed": Unserved("Send seed"),
     "safe_prompt": Unserved("The model's own is used", (False,)),
 }
-"""By name. A body whose model has a field of that name serves it."""
+"""Fields that are not served, by name. A body with a field of that name in its model serves it."""
 
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 def read_body(kind: type[Body], body: bytes) -> Body:
-    """A body, checked against its model.
+    """Read a body and check it against its model.
 
     Raises:
-        Refusal: it does not fit it, or a field would change the answer that is not served.
+        Refusal: it does not fit, or has a field that would change the answer and is not served.
     """
     if not body.strip():
         raise Refusal(Fault(400, "The body is empty: send a JSON object", code="invalid_json"))
@@ -166,10 +166,10 @@ def _make_whole(fields: Any, place: tuple[int | str, ...]) -> None:
 
 
 def inner_request(kind: type[Body], fields: Mapping[str, Any]) -> Body:
-    """The request that another API's comes to. What passed the checks of its own body should pass these; what does not is a client's error all the same.
+    """Make the inner request of another API's request. Its own body passed its checks, so a failure here is rare, and still the client's error.
 
     Raises:
-        Refusal: it does not pass.
+        Refusal: it does not pass the inner checks.
     """
     try:
         return kind.model_validate(fields)
@@ -218,7 +218,7 @@ def _check_closed(value: object, at: str) -> None:
 
 
 def ignored_fields(asked: BaseModel) -> tuple[str, ...]:
-    """The fields that had no effect since the server does not know them, as in `messages[].mood`. Each once; null asks for nothing."""
+    """Return the fields that had no effect because the server does not know them, as in `messages[].mood`. Each once; null asks for nothing."""
     return tuple(dict.fromkeys(name for name in _unknown(asked, "") if name not in UNSERVED))
 
 
@@ -241,7 +241,7 @@ def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def json_response(body: object, ignored: tuple[str, ...] = (), status: int = 200, *, fitted: tuple[str, ...] = ()) -> Response:
-    """An answer of JSON, or of bytes that are JSON already, with the headers of `notes`."""
+    """Return an answer of JSON, or of bytes that are JSON already, with the headers of `notes`."""
     return Response(body if isinstance(body, bytes) else json_bytes(body), status, notes(ignored, fitted), "application/json")
 
 

@@ -51,7 +51,7 @@ _MILD: Final = (
     (Change.EMPTY,),
     (Change.TURNS, Change.GAPS, Change.EMPTY),
 )
-"""What most templates refuse is one thing."""
+"""Sets of changes to try first: most templates refuse one thing only."""
 _ALL: Final = (Change.IDS, Change.THOUGHTS, Change.CALLS, Change.TURNS, Change.GAPS, Change.SYSTEM, Change.EMPTY)
 
 

@@ -1,11 +1,11 @@
-"""The outermost layer, plain ASGI: who may ask, how many at once, and what was answered.
+"""The outermost layer, plain ASGI: access checks, a limit on concurrent requests, and the log of answers.
 
-/health needs no key: it says whether work advances and nothing else, and probes have no key; nor does the page at /, which asks for it.
-All else does, /metrics too (Prometheus can send one); what only the machine's owner may do asks for the owner's. No path answers a web page that was
-not allowed: a browser sends requests for any page that is open in it. What tells them apart are headers that a page can't set: Host (the name that
-the browser looked up, which its owner may have pointed at this machine), Origin and Sec-Fetch-Site (whose page it is). A page is let in where its
-origin is named in `ServerSettings.allow_origins`, or is this server's own. A body that a page could send without asking first is no JSON to us.
-Who follows a link to the page at / may come from anywhere: the other page reads nothing of it, and can't put it into a frame.
+/health needs no key: it only says whether work advances, and probes have no key. The page at / needs none either: it asks for it.
+All other paths need the key, /metrics too (Prometheus can send one); the owner's paths need the owner's key. No path answers a web page that was
+not allowed, because a browser sends requests for any page that is open in it. Headers that a page can't set tell pages apart: Host (the name that
+the browser looked up, which its owner may have pointed at this machine), Origin and Sec-Fetch-Site (the origin of the page). A page is let in if its
+origin is named in `ServerSettings.allow_origins`, or is this server's own. A body of a type that a page could send without asking first is not accepted
+as JSON. A link to the page at / may be followed from anywhere: the other page can't read it, and can't put it into a frame.
 
 Each answer has an X-Request-Id: the client's own, or one that is made here. The log has it too.
 """
@@ -39,11 +39,11 @@ PREFLIGHT_S = 600
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-"""What a client may call its request: it is written into answers and logs."""
+"""Form of a request id from a client: it is written into answers and logs."""
 
 
 def headers_of(scope: Scope) -> Headers:
-    """The headers, by name; of several with one name, their values side by side, as HTTP has it."""
+    """Return the headers, by name. Values of several headers with one name are joined by a comma, as HTTP defines it."""
     headers: Headers = {}
     for name, value in scope["headers"]:
         headers[name] = headers[name] + b", " + value if name in headers else value
@@ -51,10 +51,10 @@ def headers_of(scope: Scope) -> Headers:
 
 
 def check_origin(text: str) -> str:
-    """An origin that was given, as browsers write it.
+    """Return an origin that was given, as browsers write it.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not an origin.
     """
     origin = text.strip().lower().rstrip("/")
     if not _ORIGIN.fullmatch(origin):
@@ -63,10 +63,10 @@ def check_origin(text: str) -> str:
 
 
 def check_host(text: str) -> str:
-    """A name that was given for this machine.
+    """Return a name that was given for this machine, in lower case.
 
     Raises:
-        ConfigError: it is no name.
+        ConfigError: the text is not a host name.
     """
     name = text.strip().lower()
     if not re.fullmatch(r"[a-z0-9]([a-z0-9_.-]*[a-z0-9])?", name):
@@ -75,15 +75,15 @@ def check_host(text: str) -> str:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a body is declared as JSON. A page can't declare it so without asking first."""
+    """Return whether a body is declared as JSON. A page can't declare it so without asking first."""
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 def is_undeclared(headers: Headers) -> bool:
-    """Whether a body that says of itself nothing, or what curl says where it is told nothing, comes from a program that is no browser.
+    """Return whether a body without a type, or with curl's default type, comes from a program other than a browser.
 
-    A page can send such a body without asking. Then the browser says whose it is by Origin, which `Pages` refuses before, or by Sec-Fetch-Site or
-    Referer; and every browser, an old one too, which may say none of it, begins its name with Mozilla, which no page can change.
+    A page can send such a body without asking. Then the browser names the page's origin: by Origin, which `Pages` refuses before, or by Sec-Fetch-Site or
+    Referer. An old browser may send none of them, but every browser's name begins with Mozilla, which no page can change.
     """
     declared = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if declared not in {b"", b"application/x-www-form-urlencoded"}:
@@ -93,7 +93,7 @@ def is_undeclared(headers: Headers) -> bool:
 
 
 class Pages:
-    """Tells the pages that may use the API from those that may not."""
+    """Decides which web pages may use the API."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._origins = frozenset(origin.encode() for origin in settings.allow_origins)
@@ -101,7 +101,7 @@ class Pages:
         self._any_host = settings.api_key is not None  # a page that had its own name looked up here has no key
 
     def refusal(self, scope: Scope, headers: Headers) -> Fault | None:
-        """Why a request is not let in; None: it is."""
+        """Return the error for a request that is not let in; None if it is."""
         host = headers.get(b"host", b"")
         if not self._any_host and host and not self._is_own(host):
             return Fault(
@@ -124,7 +124,7 @@ class Pages:
         return None
 
     def sharing(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Headers of an answer that the page it goes to may read; none where no page that was named asks."""
+        """Return headers that let an allowed page read an answer; empty if the request comes from no allowed page."""
         origin = headers.get(b"origin")
         if not self._origins:
             return []
@@ -132,7 +132,7 @@ class Pages:
         return [(b"vary", b"Origin"), *(named if origin in self._origins else [])]  # pyright: ignore[reportReturnType]
 
     def preflight(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]] | None:
-        """What a named page is told that asks what it may send; None: the request is no such question."""
+        """Return the headers that answer an allowed page's question about what it may send; None: the request is not such a question."""
         wanted = headers.get(b"access-control-request-method")
         if scope["method"] != "OPTIONS" or wanted is None or headers.get(b"origin") not in self._origins:
             return None
@@ -149,7 +149,7 @@ class Pages:
         return told
 
     def _is_own(self, host: bytes) -> bool:
-        """Whether a Host header is this machine's: an address, which no page can have looked up, or a name that was given."""
+        """Return whether a Host header is this machine's: an address, which no page can have looked up, or a name that was given."""
         text = host.decode("latin-1").lower()
         name, _, _ = text.rpartition(":") if re.search(r":\d*$", text) and not text.endswith("]") else (text, "", "")
         try:
@@ -160,13 +160,13 @@ class Pages:
 
 
 def _follows_link(scope: Scope, headers: Headers) -> bool:
-    """Whether a browser opens the page at / in a tab, by a link on whatever page."""
+    """Return whether a browser opens the page at / in a tab, by a link on any page."""
     opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
     return opens and scope["method"] == "GET" and scope["path"] == "/"
 
 
 def is_owner(headers: Headers, key: str | None) -> bool:
-    """Whether a request comes from who can read this process's note in the home: its owner."""
+    """Return whether a request comes from the owner, the user that can read this process's note in the home."""
     return key is not None and _is_same(headers.get(OWNER_HEADER.encode(), b""), key)
 
 
@@ -176,14 +176,14 @@ def _is_same(sent: bytes, key: str) -> bool:
 
 
 def _sent(headers: Headers) -> bytes:
-    """The key in a request: as OpenAI's clients send it, or as Anthropic's and Azure's do."""
+    """Return the key in a request: as OpenAI's clients send it, or as Anthropic's and Azure's do."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def network_of(host: str) -> str:
-    """Which clients count as one. Of IPv6, the network of a household: it has addresses without end. An IPv4 address that came over a socket for
-    both (as ::ffff:a.b.c.d) is what it is without.
+    """Return the network that counts as one client. For IPv6 it is the network of a household, which has addresses without end. An IPv4 address that came
+    over a socket for both (as ::ffff:a.b.c.d) is treated as plain IPv4.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -258,7 +258,7 @@ class Guard:
         return self._key is None or _is_same(_sent(headers), self._key)
 
     def _answer(self, scope: Scope, headers: Headers, path: str) -> Response | None:
-        """What is answered here; None: the application answers."""
+        """Return the answer of this layer; None: the application answers."""
         fault = self._pages.refusal(scope, headers)
         if fault is None and (told := self._pages.preflight(scope, headers)) is not None:
             answer = Response(status_code=204)
@@ -281,11 +281,11 @@ class BodyReader:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self.pending_bytes = 0
-        """Held right now."""
+        """Bytes of bodies held now."""
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive) -> AsyncGenerator[bytes, None]:
-        """The request's body, charged to the budget while the context is open.
+        """Read the request's body, charged to the budget while the context is open.
 
         Raises:
             Refusal: 413 for a body that is too long, 415 for a compressed one, 429 when all bodies together are too long.

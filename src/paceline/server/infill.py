@@ -1,4 +1,4 @@
-"""Prompts whose answers go between two texts."""
+"""Prompts for answers that fill a gap between two texts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MARKS: Final = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     ("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-"""What stands before the text before, before the text behind, and before the answer. None: the text behind comes first, and the answer goes on with
+"""Marks before the text before the gap, before the text behind it, and before the answer. None: the text behind comes first, and the answer goes on with
 the text before."""
 
 
 def infill_ids(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], behind: str) -> list[list[int]]:
-    """The ids of prompts whose answers go between two texts.
+    """Return the ids of prompts for answers that fill a gap between two texts.
 
     Args:
-        prompts: ids of the texts before, with what the model wants before a text.
+        prompts: ids of the texts before, with the tokens that the model wants before a text.
 
     Raises:
         InvalidRequest: the model has no tokens for it.
@@ -43,7 +43,7 @@ def infill_ids(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], behind: s
 
 
 def _named(tokenizer: Tokenizer) -> tuple[int, int, int | None]:
-    """The marks by what they spell."""
+    """Return the marks, found by what they spell."""
 
     def one(name: str) -> int | None:
         ids = tokenizer.encode(name, add_special=False)

@@ -74,7 +74,7 @@ class Intake:
         """In bytes, by fingerprint: what a name means may change."""
 
     def chat(self, body: bytes) -> Call:
-        """A chat completion.
+        """Return the call of a chat completion.
 
         Raises:
             Refusal: the body is malformed.
@@ -84,11 +84,11 @@ class Intake:
         return replace(self.chat_of(asked), ignored=ignored_fields(asked))
 
     def chat_of(self, asked: ChatCompletionRequest) -> Call:
-        """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        """Return the call of a chat of any API; raises as `chat` does, but not Refusal."""
         return self.call_of(asked, self.prompt_of(asked))
 
     def prompt_of(self, asked: ChatCompletionRequest, *, begins_turn: bool = True) -> ChatPrompt:
-        """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing.
+        """Return a chat's prompt, however long. Raises as `chat_of` does, but for a small context only if that is clear before tokenizing.
 
         Args:
             begins_turn: end with the beginning of the assistant's turn.
@@ -119,7 +119,7 @@ class Intake:
         return ChatPrompt(model, fitted.ids, tools, form.reading(model, tools, fitted.ids), (*fitted.changes, *media))
 
     def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt) -> Call:
-        """The call of a chat whose prompt is written; raises as `chat_of` does."""
+        """Return the call of a chat with a written prompt; raises as `chat_of` does."""
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
         if most is not None and replacing not in (None, most):
@@ -133,12 +133,12 @@ class Intake:
         return replace(call, reading=reading, requests=requests, is_turn=is_turn, fitted=prompt.fitted)
 
     def completion(self, body: bytes) -> Call:
-        """A plain completion; raises as `chat` does."""
+        """Return the call of a plain completion; raises as `chat` does."""
         asked = self.parse(CompletionRequest, body)
         return replace(self.completion_of(asked), ignored=ignored_fields(asked))
 
     def completion_of(self, asked: CompletionRequest) -> Call:
-        """A plain completion, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        """Return the call of a plain completion of any API; raises as `chat` does, but not Refusal."""
         model = self.model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
@@ -185,7 +185,7 @@ class Intake:
         return read_body(kind, body)
 
     def ids_of(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
-        """A text's token ids.
+        """Return a text's token ids.
 
         Raises:
             InvalidRequest, ContextOverflow: it can't be encoded, or fits no context.
@@ -194,19 +194,19 @@ class Intake:
         return model.tokenizer.encode(text, add_special=add_special)
 
     def text_of(self, model: ServedModel, ids: list[int], field: str) -> str:
-        """What token ids spell.
+        """Return the text that token ids spell.
 
         Raises:
-            InvalidRequest: one is not the model's.
+            InvalidRequest: an id is outside the model's vocabulary.
         """
         return model.tokenizer.text_of(_in_vocabulary(ids, model.tokenizer.size, field))
 
     def model(self, name: str | None) -> ServedModel:
-        """See `find_model`; where no name is given, the first that writes text.
+        """Return the model of a name, see `find_model`; without a name, the first that writes text.
 
         Raises:
-            UnknownModel, ModelAway: as there; or no name is given, and none is served.
-            InvalidRequest: it is an encoder.
+            UnknownModel, ModelAway: as there; or no name is given, and no model is served.
+            InvalidRequest: the model is an encoder.
         """
         if name is None:
             if models := self._inference.models():
@@ -300,7 +300,7 @@ class Intake:
 
 
 def _leg(asked: Parted, most: int | None, place: str, *, n_prompts: int) -> KvLeg | None:
-    """Which part of a request a router wants from this node, as vLLM's say it; None: all of it."""
+    """Return the part of a request that a router wants from this node, as vLLM's routers ask for it; None: all of it."""
     said = asked.kv_transfer_params
     if said is None or not (said.do_remote_decode or said.do_remote_prefill):
         return None
@@ -314,7 +314,7 @@ def _leg(asked: Parted, most: int | None, place: str, *, n_prompts: int) -> KvLe
             raise InvalidRequest(f"kv_transfer_params.{field}: {wrong[1]}", field=f"kv_transfer_params.{field}")
     if said.do_remote_decode:
         return KvLeg(place, is_prefill=True)
-    # Of several prompts, one's id is no other's.
+    # With several prompts the id would name all of them, so it is dropped.
     remote_id = (said.remote_request_id or "") if n_prompts == 1 else ""
     return KvLeg(place, False, said.remote_engine_id or "", address, said.tp_size or 1, remote_id)
 
@@ -326,18 +326,19 @@ def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:
 
 
 def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
-    """What clients are told is served: this machine's own first, its aliases last, each name once."""
+    """Return the models that clients see: this machine's own first, its aliases last, each name once."""
     models = inference.models()
     return [*(model for model in models if model.name not in aliases), *(replace(models[0], name=name) for name in aliases if models)]
 
 
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
-    """The model that a client means: by an alias of this machine's own, which no other machine's model takes from it, else by its name, else without
-    `:latest`, else without case. Of those that differ in case alone, this machine's own comes first, then the first by name: another machine
+    """Return the model that a client means: by this machine's own alias, else by its name, else without `:latest`, else without case.
+
+    Another machine's model can't take an alias. Of names that differ in case alone, this machine's own comes first, then the first by name: another machine
     that offers one keeps no client from the others.
 
     Raises:
-        UnknownModel, ModelAway: there is none.
+        UnknownModel, ModelAway: no model fits.
     """
     models = inference.models()
     if models and name in aliases:
@@ -353,7 +354,7 @@ def find_model(name: str, inference: Inference, aliases: Collection[str]) -> Ser
 
 
 def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
-    """The error for a model that is not served here now."""
+    """Return the error for a model that is not served here now."""
     if inference.expects(name):
         return ModelAway(f"No machine serves the model {name!r} at this moment", "Try again in a few seconds.")
     served = [model.name for model in inference.models()]
@@ -361,10 +362,10 @@ def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
 
 
 def _most(asked: int | None, field: str) -> int | None:
-    """How many tokens an answer may have; None, as -1 says too: as many as the context leaves.
+    """Return how many tokens an answer may have; None, for None and -1: as many as the context leaves.
 
     Raises:
-        InvalidRequest: none.
+        InvalidRequest: 0 was asked for.
     """
     if asked == 0:
         raise InvalidRequest(
@@ -388,7 +389,7 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
 
 
 def sampling_of(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: Mapping[str, float]) -> SamplingParams:
-    """The client's fields, where missing the model's own, where it has none OpenAI's defaults."""
+    """Return the client's sampling fields; missing ones come from the model's own, then from OpenAI's defaults."""
 
     def chosen(name: str, value: float | None, otherwise: float) -> float:
         return defaults.get(name, otherwise) if value is None else value

@@ -35,7 +35,7 @@ class TokenTexts:
 
 
 def finite(logprob: float) -> float:
-    """A log probability JSON can hold."""
+    """Return a log probability that JSON can hold."""
     return max(LOWEST_LOGPROB, logprob)
 
 

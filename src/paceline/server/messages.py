@@ -30,7 +30,7 @@ NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 
 def json_bytes(value: object) -> bytes:
-    """A value as JSON, with whole numbers of any size, which orjson does not take."""
+    """Write a value as JSON, with whole numbers of any size, which orjson does not take."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -38,7 +38,7 @@ def json_bytes(value: object) -> bytes:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is. None: it is none, or nested too deep."""
+    """Parse a text as a JSON object. None: it is something else, or nested too deep."""
     try:
         found = from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -56,7 +56,7 @@ def string_or_list(value: object) -> str:
 
 
 def kind_of(value: object) -> object:
-    """The `type` of what may be an object; None: it has none."""
+    """Return the `type` of a value that may be an object; None: it has none."""
     return cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
 
 
@@ -65,12 +65,12 @@ NOT_SERVED = "not_served"
 
 
 def refused(what: str) -> PydanticCustomError:
-    """An error that names what is not served."""
+    """Return an error that names what is not served."""
     return PydanticCustomError(NOT_SERVED, "{what}", {"what": what})
 
 
 def off(what: str, *offs: object) -> BeforeValidator:
-    """Of a field that is refused, unless its value, one of `offs` or null, asks for nothing: it is then null."""
+    """Return a validator that refuses a field, unless its value, one of `offs` or null, asks for nothing. The value becomes null."""
 
     def check(value: object) -> None:
         if value is not None and not any(type(value) is type(one) and value == one for one in offs):
@@ -80,7 +80,7 @@ def off(what: str, *offs: object) -> BeforeValidator:
 
 
 def only_types(why: str, *served: str) -> BeforeValidator:
-    """Of an object that is refused where its `type` is none of these. `why` has it as `{kind}`."""
+    """Return a validator that refuses an object with another `type` than these. `why` has the type as `{kind}`."""
 
     def check(value: object) -> object:
         if isinstance(kind := kind_of(value), str) and kind not in served:
@@ -265,7 +265,7 @@ class Message(Thinker):
 
 
 def check_messages(messages: Sequence[Message]) -> str | None:
-    """What is wrong with them together: the first field at fault and why; None: nothing."""
+    """Check messages together. Returns the first field at fault and the reason; None: they are valid."""
     known = set[str]()
     for place, message in enumerate(messages):
         at = f"messages[{place}]"
@@ -312,7 +312,7 @@ def check_media(messages: Sequence[Message]) -> None:
 
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:
-    """A tool as templates take it: what says how it is to be served is left out."""
+    """Return a tool as templates take it, without the fields about how to serve it."""
     described: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
     described["parameters"] = parameters_of(tool.function)
     return {"type": "function", "function": described}
@@ -322,11 +322,11 @@ class Arguments(Enum):
     """How a template is given the arguments of calls."""
 
     AS_READ = auto()
-    """As an object; what is not one stays text."""
+    """An object; other text stays text."""
     OBJECTS = auto()
-    """As an object, always: text that is not one, as of a call that was cut, becomes the assistant's."""
+    """Always an object; other text, as in a call that was cut, becomes the assistant's."""
     TEXT = auto()
-    """As the text that the model wrote."""
+    """The text that the model wrote."""
 
 
 def messages_for_template(messages: Sequence[Message], arguments: Arguments = Arguments.AS_READ) -> list[dict[str, Any]]:
@@ -401,7 +401,7 @@ _HEADERS = re.compile(r"(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 
 
 def without_headers(messages: Sequence[Message]) -> list[Message]:
-    """The messages, the first of them without such lines, if it is a system message; without it, if it had nothing else."""
+    """Return the messages with such lines removed from the first one, if it is a system message. If nothing else is in it, the message is dropped."""
     first = messages[0]
     found = _HEADERS.match(first.text) if first.role in {"system", "developer"} else None
     if found is None:

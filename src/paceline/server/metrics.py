@@ -1,11 +1,11 @@
-"""What the server measures, and the Prometheus page made of it and of the engine's counters when it is scraped.
+"""Measurements of the server, and the Prometheus page made of them and of the engine's counters at each scrape.
 
 Everything runs on the event loop, so counting needs no lock: a token costs one bisection.
 
-One line for each request that was refused or failed, with the words that the client was told; at INFO, one for each other request too. Each ends with the
-request's X-Request-Id.
+The log has a line for each request that was refused or failed, with the message that the client got; at INFO, a line for each other request too. Each
+line ends with the request's X-Request-Id.
 
-Lines are bounded in a time, so that a client in a loop fills no terminal.
+Lines are limited per period, so that a client in a loop fills no terminal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Meter:
         self.answers: Counter[tuple[str, int]] = Counter()
         """HTTP answers begun, by path and status."""
         self.embedded_tokens = 0
-        """Of all texts that an encoder ran."""
+        """Tokens of all texts that an encoder ran."""
         self.disconnects = 0
         """Calls whose client went away before their end."""
         self.in_flight = 0
@@ -156,7 +156,7 @@ class RequestLog:
 
 
 def _words(body: bytes) -> str:
-    """The message of an error's JSON, alone or as an event of a stream."""
+    """Return the message of an error's JSON, alone or as an event of a stream."""
     line = _LINE.search(body)
     try:
         error = json.loads(body if line is None else line[1])["error"]

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @cache
 def _page() -> tuple[str, dict[str, str]]:
-    """The page, and headers that let a browser run its script and style, found by their hashes, and nothing else."""
+    """Return the page, and headers that let a browser run its script and style, known by their hashes, and nothing else."""
     html = (files("paceline.server") / "page.html").read_text("utf-8")
     script, style = (_hash_of(html, tag) for tag in ("script", "style"))
     policy = f"default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -52,7 +52,7 @@ def _hash_of(html: str, tag: str) -> str:
 
 
 def front_page(accept: str) -> Response:
-    """The answer to `/`: the page for browsers, a few words in JSON for programs."""
+    """Return the answer to `/`: the page for browsers, a few words in JSON for programs."""
     if "text/html" in accept:
         html, headers = _page()
         return HTMLResponse(html, headers=headers)

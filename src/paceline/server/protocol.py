@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGISendEvent
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
+"""Maximum bytes of one request outside its body. Also the limit for bytes that arrive while an earlier request is answered."""
 LAST_REQUEST_S = 0.2
 """How long an idle connection is read once the server stops. Raising it: clients far away get an answer, and a stop takes longer."""
 MOST_QUEUED = 64
@@ -32,7 +32,7 @@ FRAMING_PER_BODY_BYTE = 8
 
 
 def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
-    """A protocol class with `settings` built in, as uvicorn makes its protocols itself."""
+    """Return a protocol class with `settings` built in, because uvicorn makes its protocols itself."""
 
     class Bounded(BoundedProtocol):
         bounds = settings
@@ -57,9 +57,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_repeated = False
         """The parser reads a head that stands for one that was read."""
         self._cycles: list[Any] = []
-        """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
+        """Uvicorn's cycles, one per request, in order. Cycles with complete answers are dropped when the next request comes."""
         self._early = b""
-        """What came while a request was answered."""
+        """Bytes that arrived while a request was answered."""
         self._is_ending = False
         """The server stops: the next answer is the last."""
         self.is_connected = False
@@ -68,7 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called once the connection is gone."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Its first request has its time from here on."""
+        """Start the timer of the first request."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self.is_connected = True
         self._arm_arriving()
@@ -91,7 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.is_answering:
             self._early += data
             if len(self._early) > MAX_HEADER_BYTES:
-                self.transport.abort()  # amid an answer there is no way to say why
+                self.transport.abort()  # an answer has begun, so the reason can't be sent
             return
         self._beside_body += len(data)
         self._unset_keepalive_if_required()
@@ -114,11 +114,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm_arriving()
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. It takes an offer of another protocol (`Upgrade`) for accepted: the request would end with its headers, and its body be the
-        next one. No offer is accepted here: another parser goes on behind the headers.
+        """Feed the parser, and ignore offers of another protocol (`Upgrade`), which the parser takes for accepted.
+
+        It would end the request with its headers and read its body as the next request. No offer is accepted here, so another parser goes on behind the
+        headers.
 
         Raises:
-            HttpParserError: this is no HTTP.
+            HttpParserError: the bytes are not HTTP.
         """
         while data:
             try:
@@ -146,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of its path."""
+        """Take a piece of the request's path."""
         if not self._is_repeated:
             super().on_url(url)
 
@@ -158,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._sizes.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """A request can be answered from here on."""
+        """Begin to answer the request."""
         if not self._is_repeated:
             self._in_headers = False
             super().on_headers_complete()
@@ -169,18 +171,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Take a piece of a body."""
         self._beside_body -= len(body) * (1 + FRAMING_PER_BODY_BYTE)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is here; the next one's bytes are counted anew."""
+        """Pass on a complete request, and reset the count of bytes for the next one."""
         if not self.parser.should_upgrade():
             self._beside_body = 0
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is over: go on with what came meanwhile."""
+        """Go on with what came while the request was answered."""
         super().on_response_complete()
         if self.is_answering:
             return
@@ -208,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client reads slower than its tokens come; it may do so for a while."""
+        """Start a timer: a client may read slower than its tokens come, for a while."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(self.bounds.slow_reader_timeout_s, self.transport.abort)
@@ -231,12 +233,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request that is here to its end waits for its answer's."""
+        """True while a complete request waits for the end of its answer."""
         unanswered = self._unanswered()
         return bool(unanswered) and not unanswered[0].more_body
 
     def _is_answered_early(self) -> bool:
-        """Whether the last request was refused before its end, which is still to come: it is read and dropped."""
+        """Return whether the last request was refused before its end. The rest of it is read and dropped."""
         return bool(self._cycles) and self._cycles[-1].response_complete and self._cycles[-1].more_body
 
     def _arm_arriving(self) -> None:
@@ -266,7 +268,7 @@ class _UntilClose(RequestResponseCycle):
 
 
 def whole_answer(fault: Fault) -> bytes:
-    """A refusal as HTTP, after which the connection is closed."""
+    """Return a refusal as HTTP. The connection is closed after it."""
     body = fault.body()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **fault.headers}
     lines = [f"HTTP/1.1 {fault.status} ", *(f"{name}: {value}" for name, value in headers.items()), "", ""]

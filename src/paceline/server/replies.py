@@ -32,7 +32,7 @@ def body_of(request: type[BaseModel]) -> dict[str, Any]:
 
 
 def refusals(model: type[BaseModel], settings: ServerSettings, *only: int) -> Documented:
-    """How a route may refuse, in an API's own shape.
+    """Return the refusals that a route documents, in an API's own shape.
 
     Args:
         only: these statuses; none: all.
@@ -46,7 +46,7 @@ PARTED = "Only where a router sent a part of a request: what the other machine i
 
 
 def event_stream(data: str, event: str = "") -> dict[str, Any]:
-    """A stream, for the document. Its events have names, or, where `event` is given, those that it tells of."""
+    """Describe a stream of events for the OpenAPI document. Every event has a name; if `event` describes the named ones, others have none."""
     name = {"type": "string", "description": event} if event else {"type": "string"}
     properties = {"event": name, "data": {"type": "string", "description": data}}
     required = ["data"] if event else ["event", "data"]

@@ -1,9 +1,9 @@
 """The request bodies of the API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
 
 A field of these models is served: it does what OpenAI (or, for top_k, min_p, repetition_penalty, stop_token_ids and ignore_eos, vLLM, or, for draft,
-docs/reference/api.md) says; or harmless: clients send it, it never changes an answer here, it is ignored (user, metadata, store, service_tier,
+docs/reference/api.md) defines; or harmless: clients send it, it never changes an answer here, it is ignored (user, metadata, store, service_tier,
 safety_identifier, prompt_cache_key, prompt_cache_retention, prompt_cache_options, prediction, cache_control, a message's name).
-What becomes of all other fields is said in `server.fields`.
+`server.fields` decides about all other fields.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SamplingFields(Strict):
 
 
 class ExtendedSampling(SamplingFields):
-    """What OpenAI's and Anthropic's requests may have beyond their APIs."""
+    """Fields that OpenAI's and Anthropic's requests may have beyond their APIs."""
 
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
     draft: DraftName | None = Field(
@@ -158,7 +158,7 @@ FIRST_SERVED = "Where missing: the first one served."
 
 
 class KvTransferFields(Strict):
-    """What a router tells the two machines that share a request, in vLLM's words."""
+    """Instructions of a router to the two machines that share a request, in vLLM's words."""
 
     do_remote_decode: bool | None = Field(default=None, description="The prompt is computed here, and the answer written elsewhere.")
     do_remote_prefill: bool | None = Field(default=None, description="The answer is written here, and the prompt computed elsewhere.")
@@ -175,7 +175,7 @@ class KvTransferFields(Strict):
 
 
 class Sampling(ExtendedSampling):
-    """What chat and plain completions share."""
+    """Fields that chat and plain completions share."""
 
     model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     stream: bool | None = None
@@ -207,7 +207,7 @@ class Sampling(ExtendedSampling):
 
 
 class Parted(Sampling):
-    """What a router may send to two machines."""
+    """Fields of a request that a router may send to two machines."""
 
     kv_transfer_params: KvTransferFields | None = Field(
         default=None, description="Beyond OpenAI's, as vLLM's: from a router, which of two machines computes the prompt for the other."
@@ -251,7 +251,7 @@ class ChatCompletionRequest(Parted):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to reason; None: as it does by itself."""
+        """True if the model is to reason, False if not; None: the model's default."""
         if self.reasoning_effort is not None:
             return self.reasoning_effort != "none"
         if self.think is None and self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
@@ -260,13 +260,13 @@ class ChatCompletionRequest(Parted):
 
 
 def reasoning_fields(effort: str | None, switches: Mapping[str, Any] | None, *, thinks: bool | None = None) -> dict[str, Any]:
-    """How a model is to reason, as a chat asks for it: `max`, which other APIs have, is a chat's `xhigh`. Switches of the template's own win."""
+    """Return the fields that tell a chat's model how to reason. `max`, which other APIs have, is a chat's `xhigh`. Switches of the template's own win."""
     named = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     return {"reasoning_effort": "xhigh" if effort == "max" else effort, "chat_template_kwargs": {**named, **(switches or {})} or None}
 
 
 def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[list[int]]:
-    """By hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
+    """Check texts by hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -301,7 +301,7 @@ _ID_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": 
 
 
 def texts_schema(most: int, *, shortest: int = 0) -> dict[str, Any]:
-    """What `check_texts` takes."""
+    """Return the JSON schema of the values that `check_texts` takes."""
     text: dict[str, Any] = {"type": "string", "minLength": shortest} if shortest else {"type": "string"}
     several: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": most}
     return {"anyOf": [text, {**several, "items": text}, _ID_SCHEMA, {**several, "items": _ID_SCHEMA}]}
@@ -341,5 +341,5 @@ REFUSED = {
     "template": "The model's own template is used: send raw: true and the prompt as it is to be",
     "context": "No context is kept: send the messages so far to /api/chat",
 }
-"""Fields of messages whose only accepted value means "off", and how to say so."""
+"""Fields of messages that are accepted only with a value that means "off", and the error for any other value."""
 TOOL_TYPES = "Only tools of type function are served"

@@ -69,7 +69,7 @@ class _Client:
 
 
 class Acceptor:
-    """Of one listening socket.
+    """Accepts the connections of one listening socket.
 
     Args:
         context: None: connections are plain.
@@ -80,7 +80,7 @@ class Acceptor:
     ) -> None:
         self._listening, self._make, self._bounds, self._context = listening, make, bounds, context
         self._clients: dict[_Client, None] = {}
-        """As they came."""
+        """Clients in the order of arrival."""
         self._of_network: Counter[str] = Counter()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -151,7 +151,7 @@ class Acceptor:
             return client.protocol
 
         timeout_s = None if self._context is None else self._bounds.request_timeout_s
-        with suppress(OSError):  # TLS refuses what is no handshake
+        with suppress(OSError):  # TLS refuses a connection without a handshake
             await asyncio.get_running_loop().connect_accepted_socket(made, connection, ssl=self._context, ssl_handshake_timeout=timeout_s)
 
     def _opened(self, client: _Client, connection: socket.socket) -> None:
@@ -161,7 +161,7 @@ class Acceptor:
             self._leave(client)
 
     def _leave(self, client: _Client) -> None:
-        """It has no place any more. Idempotent."""
+        """Free the place of a client. Idempotent."""
         if client in self._clients:
             del self._clients[client]
             self._of_network[client.network] -= 1
@@ -180,7 +180,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, held: socket.socket, tls: TlsFiles | None) -> str:
-    """The base URL of what is served at a port that `bind` took."""
+    """Return the base URL of an API on a port that `bind` took."""
     shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
     return f"{'http' if tls is None else 'https'}://{shown}:{held.getsockname()[1]}"
 
@@ -243,11 +243,11 @@ async def serve(
         ws="none",
         lifespan="on",
         log_config=None,
-        log_level="error",  # what clients do wrong is told to them: a terminal is no place for it
+        log_level="error",  # clients get the errors that they cause: a terminal is the wrong place for them
         access_log=False,
         server_header=False,
         date_header=False,
-        proxy_headers=False,  # else who asks from this machine could say that it asks from elsewhere
+        proxy_headers=False,  # otherwise a client on this machine could claim another address
         backlog=BACKLOG,
         timeout_keep_alive=int(settings.idle_timeout_s),
         timeout_graceful_shutdown=GRACE_S,
@@ -277,14 +277,14 @@ BACKDATED = timedelta(days=1)
 
 
 def own_certificate(home: Home, hosts: Sequence[str], now: float) -> TlsFiles:
-    """The certificate and its key; made anew where there is none, or it ends soon, or lacks one of the names.
+    """Return the certificate and its key. Makes new ones if there are none, or if the certificate ends soon or lacks one of the names.
 
     Args:
-        hosts: names that clients use for this machine, beside its own.
+        hosts: names that clients use for this machine, in addition to its own.
         now: Unix seconds.
 
     Raises:
-        ConfigError: they can't be kept.
+        ConfigError: the files can't be kept.
     """
     from cryptography import x509  # without --tls there is nothing to sign
     from cryptography.hazmat.primitives import hashes
@@ -322,14 +322,14 @@ def own_certificate(home: Home, hosts: Sequence[str], now: float) -> TlsFiles:
 
 
 def own_names() -> set[str]:
-    """What this machine is called."""
+    """Return the names of this machine."""
     name = socket.gethostname().lower().rstrip(".")
     plain = name.isascii() and bool(name)
     return {"localhost", *((name, f"{name.partition('.')[0]}.local") if plain else ())}
 
 
 def own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Where it is reached, itself included."""
+    """Return the addresses of this machine, including loopback."""
     found = {ip.ip if isinstance(ip.ip, str) else ip.ip[0] for adapter in ifaddr.get_adapters() for ip in adapter.ips}
     return sorted({*map(ipaddress.ip_address, found | {"127.0.0.1", "::1"})}, key=lambda one: (one.version, one.packed))
 

@@ -32,15 +32,15 @@ Asked = TypeVar("Asked")
 STALLED_TIMES = 5.0
 """By what factor a step may take longer than steps like it took, before it counts as stalled."""
 INTAKE_THREADS = 4
-"""That parse bodies and wait for tokenizers, which do one text at a time each. Raising it: more models are tokenized for side by side, and what holds
-the interpreter may hold up everyone's tokens for longer."""
+"""Threads that parse bodies and wait for tokenizers, each of which runs one text at a time. Raising it: more models are tokenized for concurrently, and
+code that holds the interpreter may delay everyone's tokens for longer."""
 
 EMBEDDING_WORKERS = min(2, os.cpu_count() or 1)
 """Texts that an encoder runs side by side. Raising it: embeddings come sooner where cores are free, and answers of chats come later."""
 
 
 class ApiService:
-    """What the routes share. One an application, on one event loop."""
+    """State that the routes share. One per application, on one event loop."""
 
     def __init__(
         self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None, models: Models[Any] | None
@@ -67,7 +67,7 @@ class ApiService:
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
         self._stopping: asyncio.Future[None] | None = None
         self.is_draining = False
-        """What is under way goes on, and nothing else begins."""
+        """Live answers go on, and no new ones begin."""
 
     def stop(self) -> None:
         """End every stream and refuse new calls. Called on the event loop."""
@@ -77,7 +77,7 @@ class ApiService:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being answered."""
+        """True if no request is being answered."""
         return not self.meter.in_flight
 
     def close(self) -> None:
@@ -122,15 +122,15 @@ class ApiService:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
 
     def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
-        """The response that runs a call."""
+        """Return the response that runs a call."""
         call = call.sent_by("" if request.client is None else network_of(request.client.host))
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:
-        """What some work comes to, which is cancelled once the client is gone or the server stops.
+        """Return the result of some work, which is cancelled if the client leaves or the server stops.
 
         Raises:
-            ClientDisconnect, Refusal: it was.
+            ClientDisconnect, Refusal: the work was cancelled.
         """
         doing, gone = asyncio.create_task(work), asyncio.create_task(until_gone(request.receive))
         try:
@@ -175,5 +175,5 @@ WITH_KEY = "something fails; what it is, /health says to a request with the key"
 
 
 def request_id_of(request: Request) -> str:
-    """How the guard says that a request is called."""
+    """Return the request's id, which the guard set."""
     return request.scope.get("state", {}).get("request_id", "")

@@ -1,4 +1,4 @@
-"""What a person can set about the server, and what each tunable costs.
+"""Settings of the server, and the cost of each tunable.
 
 Bounds exist so that no client can hold memory, a connection or a KV block for as long as it likes.
 """
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 
 MIB = 1 << 20
 OWNER_HEADER = "x-paceline-owner"
-"""Of what only this machine's owner may do: the key in the note that lies in the home."""
+"""Header of the owner's requests: it has the key from the note in the home."""
 LEAST_KEY = 16
 """Letters of a key. Lowering it: keys that can be guessed."""
 LEAST_LETTERS = 6
@@ -31,7 +31,7 @@ class ServerSettings:
     owner_key: str | None = field(default=None, repr=False)
     """Asked of what only this machine's owner may do, in a header of its own; None: it is not served."""
     allow_hosts: tuple[str, ...] = ()
-    """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
+    """Names of this machine in addition to localhost, in lower case. Checked if no key is set: an evil page may have its own name looked up here."""
     allow_origins: tuple[str, ...] = ()
     """Web pages that may use the API, as `guard.check_origin` writes them."""
     served_names: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class ServerSettings:
     ways: tuple[str, ...] = ("alone",)
     """Names of ways of spreading work that a request may use."""
     uses_model_sampling: bool = True
-    """What a request leaves out of how tokens are drawn is as the model's own files say; otherwise OpenAI's defaults."""
+    """Sampling values that a request leaves out come from the model's own files; otherwise they are OpenAI's defaults."""
     keep_client_headers: bool = False
     """Render the lines that clients change from request to request (`messages.without_headers`). Setting it: their prompts have no beginning in common."""
     max_body_bytes: int = 16 * MIB
@@ -100,12 +100,12 @@ class TlsFiles:
 
 
 def _no_password() -> bytes:
-    """In place of asking at the terminal."""
+    """Refuse keys with a password, instead of asking for it at the terminal."""
     raise ValueError("the key has a password")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as reachable from elsewhere."""
+    """Return whether only this machine can reach `host`. A name other than localhost counts as reachable from elsewhere."""
     if host.lower() == "localhost":
         return True
     try:
@@ -118,7 +118,7 @@ def check_bind(host: str, api_key: str | None) -> None:
     """Refuse to open the API to a network without a key.
 
     Raises:
-        ConfigError: `host` is not loopback and there is no key, or the key can't travel in a header or can be guessed.
+        ConfigError: `host` is not loopback and no key is given, or the key can't travel in a header or can be guessed.
     """
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip() or not api_key):
         raise ConfigError("The API key is empty or has characters a header can't carry", "Use printable ASCII without spaces around it.")

@@ -23,7 +23,7 @@ class Reader(Protocol):
         ...
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
-        """What the answer gained."""
+        """Return the parts that the answer gained."""
         ...
 
 
@@ -34,13 +34,13 @@ class Usage:
     prompt: int
     completion: int
     cached: int
-    """Of the prompts' tokens, those found in the prefix cache."""
+    """Tokens of the prompts that were found in the prefix cache."""
     first_s: float = 0.0
     """From the call's arrival to its first token."""
     whole_s: float = 0.0
     """From the call's arrival until now."""
     reasoning: int = 0
-    """Of the answers' tokens, those with which the model reasoned."""
+    """Tokens of the answers with which the model reasoned."""
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's `usage`."""
@@ -59,7 +59,7 @@ COMMENT = b": the answer goes on\n\n"
 
 
 def new_call_id() -> str:
-    """An id for a call of a tool, of the kind that every model's template takes (`messages.SHORT_ID`)."""
+    """Make an id for a call of a tool, in the form that every model's template takes (`messages.SHORT_ID`)."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
@@ -96,7 +96,7 @@ class Collected:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
     transfer: Mapping[str, object] | None = None
-    """Of a request that a router parted: what it is told of the KV."""
+    """KV transfer parameters to return to a router that split the request; None otherwise."""
 
     @property
     def has_called(self) -> bool:
@@ -144,22 +144,22 @@ class Shape(ABC):
 
     @abstractmethod
     def first_events(self) -> bytes:
-        """Events before the first text."""
+        """Return the events before the first text."""
 
     @abstractmethod
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """What choice `index` gained, and its end where it ended."""
+        """Return the event for the parts that choice `index` gained, and for its end if it ended."""
 
     @abstractmethod
     def ending(self, usage: Usage) -> bytes:
-        """The end of a stream whose choices have all ended."""
+        """Return the end of a stream, after all choices have ended."""
 
     def collected(self) -> Collected:
-        """A choice of an answer that is sent whole, with nothing in it yet."""
+        """Return an empty choice, for an answer that is sent whole."""
         return Collected()
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
-        """The choices' readers, where it matters to the shape what else they see."""
+        """Return the choices' readers. A shape may wrap them to see more."""
         return readers
 
     @abstractmethod
@@ -167,5 +167,5 @@ class Shape(ABC):
         """The JSON of an answer that was not streamed."""
 
     def fault_event(self, fault: Fault) -> bytes:
-        """The last event of a stream that fails: its status can't change any more."""
+        """Return the last event of a stream that fails: its status can't change any more."""
         return b"data: " + fault.body() + b"\n\n"

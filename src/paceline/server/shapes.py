@@ -18,7 +18,7 @@ from paceline.server.shape import DONE, Collected, Shape, Usage, new_call_id
 
 
 class OpenAIShape(Shape):
-    """What the chat and the completion endpoint's answers share. What a stream repeats is built once; a token costs one escape."""
+    """Common part of the answers of the chat and the completion endpoint. The repeated part of a stream is built once; a token costs one escape."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -84,12 +84,12 @@ class ChatShape(OpenAIShape):
         self._has_called = [False] * count
 
     def first_events(self) -> bytes:
-        """One event with the role for every choice."""
+        """Return one event with the role for every choice."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
         return b"".join(self._head + choice % index + self._close for index in range(len(self._text_heads)))
 
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """A delta for each part, and the event with the finish reason after it. Logprobs come with the first delta."""
+        """Return a delta for each part, and the event with the finish reason after it. Logprobs come with the first delta."""
         out = b""
         if logprobs:
             listed = orjson.dumps(chat_logprobs(self._texts[index], logprobs))
@@ -158,14 +158,14 @@ class CompletionShape(OpenAIShape):
             self._unscored = {index: call.requests[index // call.n].prompt_ids[0] for index in range(count)}
 
     def first_events(self) -> bytes:
-        """The prompts, where they are to be repeated."""
+        """Return the prompts, if the answer repeats them."""
         return b"".join(
             head + orjson.dumps(self._call.echoed[index // self._call.n]) + self._tail
             for index, head in enumerate(self._text_heads if self._call.echoed else ())
         )
 
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """One event: the text, with the finish reason where it ended."""
+        """Return one event: the text, with the finish reason if the choice ended."""
         text = "".join([part.text for part in parts if isinstance(part, Content)])
         if finish is None and not logprobs:
             return self._text_heads[index] + orjson.dumps(text) + self._tail if text else b""

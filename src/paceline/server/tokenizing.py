@@ -69,7 +69,7 @@ class Detokenized(LazyModel):
 
 
 def tokenize(intake: Intake, body: bytes) -> Response:
-    """The tokens of a text or a chat; raises as `Intake.chat` does."""
+    """Return the tokens of a text or a chat; raises as `Intake.chat` does."""
     asked = intake.parse(TokenizeRequest, body)
     model, fitted = intake.model(asked.model), tuple[str, ...]()
     match asked.prompt, asked.content, asked.messages:
@@ -94,7 +94,7 @@ def tokenize(intake: Intake, body: bytes) -> Response:
 
 
 def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | list[int]]:
-    """The text of each token, or its bytes where they are not UTF-8. A special token is what it spells."""
+    """Return the text of each token, or its bytes if they are not UTF-8. A special token is what it spells."""
     special = {token: text for text, token in tokenizer.special_tokens.items()}
     pieces: list[str | list[int]] = []
     for token in ids:
@@ -107,7 +107,7 @@ def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | list[int]]:
 
 
 def detokenize(intake: Intake, body: bytes) -> Response:
-    """The text that tokens spell; raises as `Intake.chat` does."""
+    """Return the text that tokens spell; raises as `Intake.chat` does."""
     asked = intake.parse(DetokenizeRequest, body)
     text = intake.text_of(intake.model(asked.model), asked.tokens, "tokens")
     return json_response({"prompt": text, "content": text}, ignored_fields(asked))

@@ -36,11 +36,11 @@ from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, Js
 
 _LOG = logging.getLogger(__name__)
 OWN_SWITCHES: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "continue_final_message", "documents"})
-"""What templates are given here already."""
+"""Switches of a template that the server itself sets."""
 TAIL_TOKENS: Final = 64
-"""Of a prompt's end, in which it is looked for whether the model is to reason first: longer than any template's."""
+"""Tokens at a prompt's end that are searched for the beginning of reasoning: longer than any template's mark."""
 KEPT: Final = 16
-"""Models whose formats are known. Raising it: a few kilobytes each."""
+"""Number of models with a known format to keep. Raising it: a few kilobytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class Tools:
     """The tools of one request."""
 
     shown: Sequence[Mapping[str, Any]]
-    """As templates take them. None where the model may call none: it would write calls all the same."""
+    """Tools as templates take them. Empty if the model may not call any, because a model that sees tools calls them all the same."""
     callable: Mapping[str, Tool]
-    """Those that may be called, by name."""
+    """Tools that may be called, by name."""
     required: bool
     """The answer has to be a call."""
     parallel: bool
 
     @classmethod
     def of(cls, asked: ChatCompletionRequest) -> Tools:
-        """The tools that a request has.
+        """Return the tools of a request.
 
         Raises:
-            InvalidRequest: the choice is of none of them, or two have one name.
+            InvalidRequest: the choice names none of them, or two have one name.
         """
         tools = {tool.function.name: tool for tool in asked.tools or ()}
         if len(tools) < len(asked.tools or ()):
@@ -87,7 +87,7 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the parameters of those that may be called."""
+        """Schemas of the parameters of the tools that may be called, by name."""
         return {name: parameters_of(tool.function) for name, tool in self.callable.items()}
 
 
@@ -113,7 +113,7 @@ def chat_of(asked: ChatCompletionRequest, tools: Tools, template: str, *, knows_
 
 
 def _continues(asked: ChatCompletionRequest) -> bool:
-    """Whether the answer goes on with the last message.
+    """Return whether the answer goes on with the last message.
 
     Raises:
         InvalidRequest: it can't, or the fields contradict one another.
@@ -145,11 +145,11 @@ class ModelFormat:
 
     @property
     def in_words(self) -> ModelFormat:
-        """Return the format for a chat whose tools were described in words."""
+        """Return the format for a chat that describes its tools in words."""
         return replace(self, described=in_words(self.described))
 
     def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
-        """How the answer to a prompt is read; None where it is all content."""
+        """Return how to read the answer to a prompt; None if it is all content."""
         if not tools.callable and self.described.thinking is None and not self.described.skipped:
             return None
         tail = b"".join(self.spelled.get(token) or model.tokenizer.token_bytes(token) for token in prompt[-TAIL_TOKENS:])
@@ -196,7 +196,7 @@ def _format_of(tokenizer: Tokenizer, template: str) -> ModelFormat:
 
 
 def _markers(described: Format) -> set[str]:
-    """Every text of a format that may be a special token."""
+    """Return every text of a format that may be a special token."""
     found = set(described.skipped)
     if described.thinking is not None:
         found.update(described.thinking.open, described.thinking.close)
@@ -213,7 +213,7 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 def grammar_of(asked: Sampling) -> Grammar | None:
-    """The form that a request asks for.
+    """Return the form that a request asks for.
 
     Raises:
         InvalidRequest: more than one is asked for.
@@ -236,17 +236,17 @@ def grammar_of(asked: Sampling) -> Grammar | None:
 
 
 def _of_schema(schema: Mapping[str, Any] | None, at: str) -> Grammar:
-    """The form of JSON of a schema; where there is none, of any object."""
+    """Return the form of JSON of a schema; of any object if the schema is None."""
     return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT if schema is None else json_bytes(_followed(schema, at)).decode())
 
 
 def _followed(schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A schema as it is followed, with its place in the request: what compiles it names the place where it can't."""
+    """Return a schema as it is compiled, with its place in the request, which errors of compiling name."""
     return {"$comment": at, **followed_schema(schema, at)}
 
 
 def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading | None, special: Mapping[str, int]) -> Grammar | None:
-    """The form of a chat's answer: that asked for, behind the model's reasoning, and beside calls where it may call tools.
+    """Return the form of a chat's answer: the form asked for, after the model's reasoning, and next to calls if it may call tools.
 
     Args:
         reading: how the answer is read; None where it is all content.

@@ -124,7 +124,7 @@ def _remembered(entry: Path, size: int) -> FileSums | None:
     except OSError:
         return None
     if len(data) != SHA256_BYTES * (1 + -(-size // PIECE)):
-        logger.warning("%s is damaged and made anew", entry)
+        logger.warning("%s is damaged and will be made again", entry)
         return None
     return FileSums(size, data[:SHA256_BYTES].hex(), data[SHA256_BYTES:])
 

@@ -109,10 +109,10 @@ main()
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("up", "--port", "abc"), "error: --port: 'abc' is no whole number\nhint:  This says what it takes: "),
+        (("up", "--port", "abc"), "error: --port: 'abc' is not an integer\nhint:  This says what it takes: "),
         (("up", "--port", "99999"), "error: --port: '99999' is more than 65535\n"),
         (("up", "--drain-s", "-1"), "error: --drain-s: '-1' is less than 0\n"),
-        (("chat", "--temperature", "warm"), "error: --temperature: 'warm' is no number\n"),
+        (("chat", "--temperature", "warm"), "error: --temperature: 'warm' is not a number\n"),
     ],
 )
 def test_a_value_that_is_no_such_number_is_said_with_what_it_was(args: tuple[str, ...], words: str) -> None:

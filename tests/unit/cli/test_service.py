@@ -131,8 +131,8 @@ def test_a_file_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     ("flags", "said"),
     [
         (["--prot", "9"], "No such option: --prot"),
-        (["--port", "abc"], "--port: 'abc' is no whole number"),
-        (["--drain-s=soon"], "--drain-s: 'soon' is no number"),
+        (["--port", "abc"], "--port: 'abc' is not an integer"),
+        (["--drain-s=soon"], "--drain-s: 'soon' is not a number"),
         (["--drain-s", "inf"], "--drain-s: 'inf' is more than 86400"),
         (["--model"], "'--model' requires an argument"),
         (["surplus"], "unexpected extra argument"),

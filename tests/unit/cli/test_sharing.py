@@ -160,7 +160,7 @@ def test_the_plan_chooses_of_the_ways_that_are_left(
 @pytest.mark.parametrize(("changes", "ways"), [({}, "alone"), ({"pipeline": True}, "")])
 def test_who_drafts_where_no_node_may_draft(changes: dict[str, bool], ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.cli.sharing.fleet_settings", lambda *_, **__: FleetSettings(0, "127.0.0.1"))
-    with pytest.raises(ConfigError, match=r"--pin-draft idle says who drafts, and the other options allow (alone|pipeline) alone"):
+    with pytest.raises(ConfigError, match=r"--pin-draft idle needs drafts, and the other options allow only (alone|pipeline)"):
         run_shared(NodeSettings("nothing", draft_on=NodeId("idle")), replace(PLAIN, ways=ways, **changes), ApiOptions(), greet=False)
 
 

@@ -121,7 +121,7 @@ def test_drafts_are_shown_with_what_came_of_them() -> None:
     view = FleetView(NodeId("a"), (LiveCard(card, 1.0, 0, Trust.MEMBER),), (), ())
     used = DraftUse("ngram", drafts=20, drafted_tokens=100, accepted_tokens=50)
     asked = DraftUse("fleet", 4, 16, 4, "b", "small", blocks=9, hop_s=0.0123, failures=2)
-    lost = DraftUse("gone", trouble="Nobody in the fleet drafts with 'gone'")
+    lost = DraftUse("gone", trouble="No node in the fleet drafts with 'gone'")
     console = Console(file=io.StringIO(), width=200)
     _show(Looked("f" * 16, Sight(view, (), 0, (used, asked, lost))), console)
     assert isinstance(console.file, io.StringIO)
@@ -130,7 +130,7 @@ def test_drafts_are_shown_with_what_came_of_them() -> None:
         "drafts with small (int4, 120 tokens/s)",
         "drafts here, ngram: 50% right, 2.5 tokens a draft, 50 steps saved\n",
         "drafts here, small on b: 25% right, 1.0 tokens a draft, 4 steps saved; 9 blocks asked for, 12 ms from ask to answer; 2 failed",
-        "drafts here, gone: none verified yet; no drafts at present: Nobody in the fleet drafts with 'gone'",
+        "drafts here, gone: none verified yet; no drafts at present: No node in the fleet drafts with 'gone'",
     ):
         assert part in shown
 
@@ -140,9 +140,9 @@ def test_that_nobody_drafts_is_said_where_somebody_could(models: tuple[ModelOffe
     card = NodeCard(NodeId("b"), 1, ("b:1",), b"i", 120, 0, models=models)
     view = FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ())
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="Nobody's drafts would pay"),))), console)
+    _show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="No node's drafts would save time"),))), console)
     assert isinstance(console.file, io.StringIO)
-    assert ("Nobody's drafts would pay" in console.file.getvalue()) == bool(models)
+    assert ("No node's drafts would save time" in console.file.getvalue()) == bool(models)
 
 
 def shown_of(*endpoints: EndpointLoad) -> list[str]:

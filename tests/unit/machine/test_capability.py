@@ -260,7 +260,7 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
     shelf = LocalOffers(home, 2, local_devices(home))
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
     (missing,) = learn_digests(locations(home), home, lambda: False)
-    assert missing.startswith("the digest of org/broken can't be had, and without it no other machine can share it: ")
+    assert missing.startswith("the digest of org/broken can't be computed, and without it other machines can't share the model: ")
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
     assert shelf.unread == ()
 

@@ -33,7 +33,9 @@ async def test_a_model_that_comes_while_a_node_runs_is_read_and_one_that_could_n
         shutil.copytree(giver.models, home.models)
         node._portrait.look()  # pyright: ignore[reportPrivateUsage]  as once a minute
         await until(lambda: "could not keep anything" in caplog.text)
-        await until(lambda: any("can't be had, and without it no other machine can share it" in what for what in node.fleet.failing))
+        await until(
+            lambda: any("can't be computed, and without it other machines can't share the model" in what for what in node.fleet.failing)
+        )
         home.digests.unlink()
         await until(lambda: digest in {offer.digest for offer in card_of(node, "node").models})
         await until(lambda: node.fleet.failing == ())

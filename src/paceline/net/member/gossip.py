@@ -266,7 +266,7 @@ class GossipDriver:
                 case GossipCall():
                     self._spawn(self._call(effect))
                 case Reseal(above, reason):
-                    logger.info("announcing this node anew: %s", reason)
+                    logger.info("announcing this node again: %s", reason)
                     self._spawn(self._seal(above))
                 case Renew():
                     self._renew()

@@ -46,7 +46,7 @@ def log_news(effect: Effect) -> None:
         case Appeared(card):
             logger.info("%s is here, at %s", card.node_id, ", ".join(card.addresses))
         case Restarted(card):
-            logger.info("%s started anew", card.node_id)
+            logger.info("%s restarted", card.node_id)
         case Left(node_id):
             logger.info("%s left", node_id)
         case Expired(node_id):

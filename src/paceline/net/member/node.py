@@ -375,10 +375,10 @@ class FleetNode:
         """Hint for the owner of a revoked machine: how to join again."""
         if self._folder.has_authority:
             return (
-                "It holds the fleet's CA, whose only key may be here: first paceline ca export FILE, and paceline ca import FILE on another "
+                "It holds the fleet's CA, and maybe the only copy of its key: first paceline ca export FILE, and paceline ca import FILE on another "
                 f"member. Then stop paceline up, remove {self._folder.root}, and paceline join with a new token"
             )
-        return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
+        return f"To join again: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
 
     def _refused(self, failed: grpc.aio.AioRpcError) -> None:
         """Take the revocation of this node that came with a refusal, if there is one."""

@@ -284,6 +284,6 @@ async def look(folder: FleetFolder) -> Looked:
     except NodeUnreachable as error:
         raise MembershipError(f"The node of this machine ({identity.node_id}) does not answer", "Start it: paceline up") from error
     except FleetError as error:  # it was revoked, and knows it
-        anew = "Stop paceline up and start it again: it says how this machine can join anew"
-        raise MembershipError(f"{identity.node_id} is no member any more: {error.message}", anew) from error
+        anew = "Stop paceline up and start it again: it says how this machine can join again"
+        raise MembershipError(f"{identity.node_id} is not a member any more: {error.message}", anew) from error
     return Looked(fleet_id(identity), sight)

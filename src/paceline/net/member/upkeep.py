@@ -232,8 +232,8 @@ class TrustKeeper:
         age_s = self._clock.wall() - self.revocations_as_of
         if self._max_age_s is not None and age_s > self._max_age_s:
             raise NotTrusted(
-                f"{self._identity.node_id} last heard {age_s / 86400:.1f} days ago who was revoked, and trusts no node for longer than "
-                f"{self._max_age_s / 86400:g} days by that",
+                f"{self._identity.node_id} got the list of revoked nodes {age_s / 86400:.1f} days ago, and trusts no node if the list is older than "
+                f"{self._max_age_s / 86400:g} days",
                 "Start paceline up on the machine with the fleet's CA",
                 who=self._identity.node_id,
             )
@@ -252,7 +252,9 @@ class TrustKeeper:
             await asyncio.to_thread(self._folder.keep_list, said.sealed)
             self._kept = said.sealed
         if now - self.revocations_as_of > OLD_S and self._clock.monotonic() - self._began >= FIRST_NEWS_S:
-            self._warn("this node has not heard for 30 days who was revoked: start paceline up on the machine with the fleet's CA")
+            self._warn(
+                "the list of revoked nodes on this machine is more than 30 days old: start paceline up on the machine with the fleet's CA"
+            )
         if self._identity.member.begins_at > now:
             self._warn(
                 f"no node can be reached for this machine's clock is wrong, or the CA's was: it says {datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} "

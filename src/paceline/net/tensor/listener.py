@@ -60,7 +60,7 @@ class ExpectedStream:
         with self._changed:
             while self._receiver is None and not self._over:
                 if not self._changed.wait(max(0.0, deadline - time.perf_counter())):
-                    raise StreamStalled("Nobody has opened the tensor stream that was waited for")
+                    raise StreamStalled("No node opened the expected tensor stream in time")
             receiver, self._receiver, self._over = self._receiver, None, True
         if receiver is None:
             raise StreamClosed("The tensor stream that was waited for will not come")

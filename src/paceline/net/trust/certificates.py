@@ -134,8 +134,8 @@ class FleetRoot:
             raise NotTrusted("A CA's certificate holds a key of another kind than P-256", who="CA")
         if [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)] != [FORMAT]:
             raise IdentityError(
-                "This fleet was made by another version of Paceline, whose signatures this one does not take",
-                "Update all machines and start the fleet anew: on each, move the folder `fleet` out of PACELINE_HOME (~/.paceline); "
+                "This fleet was made by another version of Paceline, and this version does not accept its signatures",
+                "Update all machines and make the fleet again: on each, move the folder `fleet` out of PACELINE_HOME (~/.paceline); "
                 "then paceline init on one, and paceline join on the others. Models stay",
             )
         self.certificate = certificate
@@ -155,7 +155,7 @@ class FleetRoot:
             certificate.verify_directly_issued_by(certificate)
             return cls(certificate)
         except (*UNREADABLE, InvalidSignature) as error:
-            raise NotTrusted("What should be a CA's certificate is none", who="CA") from error
+            raise NotTrusted("The CA's certificate can't be read, or is not self-signed", who="CA") from error
 
     @property
     def der(self) -> bytes:
@@ -212,7 +212,7 @@ class FleetRoot:
             certificate = x509.load_der_x509_certificate(data)
             claimed, trust, key = _claimed_id(certificate), _trust(certificate), _p256(certificate)
         except UNREADABLE as error:
-            raise NotTrusted("What should be a node's certificate is none", who="unknown") from error
+            raise NotTrusted("The node's certificate can't be read", who="unknown") from error
         who = claimed or "unknown"
         try:
             certificate.verify_directly_issued_by(self.certificate)
@@ -303,7 +303,7 @@ def open_request(request: bytes) -> tuple[NodeId, PublicKey]:
         key = parsed.public_key()
         signed = parsed.is_signature_valid
     except UNREADABLE as error:
-        raise NotTrusted("What should be a certificate request is none", who="unknown") from error
+        raise NotTrusted("The certificate request can't be read", who="unknown") from error
     if len(names) != 1 or not isinstance(name := names[0], str) or not is_node_id(name):
         raise NotTrusted("A certificate request names no node", who="unknown")
     if not signed or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):

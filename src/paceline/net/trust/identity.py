@@ -104,7 +104,7 @@ class Identity:
                 "A renewed certificate begins ahead of this machine's clock: that one, or the CA's, is wrong", who=again.node_id
             )
         if again.node_id != self.node_id or again.expires_at <= self.member.expires_at:
-            raise NotTrusted("What should be a newer certificate of this node is none", who=again.node_id)
+            raise NotTrusted("The renewed certificate is for another node, or not newer", who=again.node_id)
         self.member = again
 
     @classmethod

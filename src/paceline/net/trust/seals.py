@@ -72,7 +72,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
     if not member.signed(signed.signature, SignedKind.CARD, _signed_bytes(signed.card, signed.beat)):
-        raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
+        raise NotTrusted(f"A card with the certificate of {member.node_id} was not signed by {member.node_id}", who=member.node_id)
     card = read_card(signed.card)
     if card.node_id != member.node_id:
         raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)

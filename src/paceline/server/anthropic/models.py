@@ -9,12 +9,12 @@ from starlette.requests import Request
 
 
 def is_asked(request: Request) -> bool:
-    """Whether a client of Anthropic's API sent the request."""
+    """Return whether a client of Anthropic's API sent the request."""
     return "anthropic-version" in request.headers
 
 
 def model_entry(listed: Mapping[str, object]) -> dict[str, object]:
-    """A model, from its entry in OpenAI's list."""
+    """Return a model as Anthropic's API lists it, from its entry in OpenAI's list."""
     created = listed["created"]
     at = datetime.fromtimestamp(created if isinstance(created, int) else 0, UTC)
     name = listed["id"]
@@ -22,7 +22,7 @@ def model_entry(listed: Mapping[str, object]) -> dict[str, object]:
 
 
 def models_page(listed: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """All models on one page."""
+    """Return all models on one page."""
     data = [model_entry(each) for each in listed]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"data": data, "has_more": False, **ends}

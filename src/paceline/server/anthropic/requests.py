@@ -21,7 +21,7 @@ TOOL_ID = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _served_block(value: object) -> object:
-    """A block whose type is served here."""
+    """Return a block of a served type, and refuse any other type."""
     kind = kind_of(value)
     if not isinstance(value, dict) or (isinstance(kind, str) and kind in BLOCKS):
         return cast("object", value)

@@ -1,8 +1,8 @@
-"""The paths of Anthropic's API: bodies of `/v1/messages` in, calls and counts out, by way of the chat that every API's requests become. Synchronous and in threads.
+"""The paths of Anthropic's API: requests of `/v1/messages` become chats, as those of every API do, and then calls or counts. Synchronous and in threads.
 
-Turns of one role that follow one another are one turn. Of a user's turn the results of tools come first, each as a message of its own, and its text
-behind them. A system message among the others is the user's text in <system-reminder> tags, in which clients write such notes themselves: most
-templates take a system message at the beginning alone.
+Turns of one role that follow one another are one turn. In a user's turn the results of tools come first, each as a message of its own, and then its
+text. A system message among the others becomes the user's text in <system-reminder> tags, in which clients write such notes themselves: most templates
+take a system message at the beginning alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools":
 
 
 def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
-    """The chat that is asked for, but for `max_tokens`.
+    """Return the chat of a request, without `max_tokens`.
 
     Raises:
         InvalidRequest: parts of the request don't belong together.
@@ -216,7 +216,7 @@ TOO_LONG = "prompt is too long: "
 
 
 def message_call(intake: Intake, body: bytes) -> Call:
-    """A message to be answered. Where `max_tokens` is more than the context leaves, the answer may take what it leaves.
+    """Return the call of a message request. If `max_tokens` is more than the context leaves, the answer may take what it leaves.
 
     Raises:
         Refusal: the body is malformed.

@@ -75,7 +75,7 @@ class MessageFaultReply(LazyModel):
 
 
 SIGNATURE = "unsigned"
-"""Of thinking: clients that find none leave the thinking out of what they send back."""
+"""Signature of thinking blocks. Clients that find no signature drop the thinking from the messages they send back."""
 _PIECES = {Content: b'{"type":"text_delta","text":', Reasoning: b'{"type":"thinking_delta","thinking":'}
 
 
@@ -109,12 +109,12 @@ class MessageShape(Shape):
         self._call = call
         self._request = call.requests[0]
         self._blocks: list[dict[str, Any]] = []
-        """Those that were begun; the last one lacks what `_pieces` has while it is open."""
+        """Blocks begun so far. The last one lacks the text in `_pieces` while it is open."""
         self._pieces: list[str] = []
         self._open: type[Part] | None = None
-        """What the block that was begun last is of."""
+        """Kind of part in the block that was begun last."""
         self._called: CalledTool | None = None
-        """The call whose arguments are being read."""
+        """Call with arguments that are still being read."""
         self._finish: FinishReason | None = None
         self._stop: StopReader | None = None
 
@@ -122,7 +122,7 @@ class MessageShape(Shape):
         return (b"" if reading is None else reading.comment()) + PING
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
-        """One that looks for stop sequences, where there are any."""
+        """Return a reader that looks for stop sequences, if the request has any."""
         if not self._request.stop:
             return readers
         [reader] = readers
@@ -135,7 +135,7 @@ class MessageShape(Shape):
         return _event("message_start", {"message": self._message([], usage, ended=False)})
 
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """A delta for each part, and events for the blocks that they begin and end."""
+        """Return a delta for each part, and events for the blocks that they begin and end."""
         del index, logprobs
         out = b""
         for part in parts:
@@ -153,21 +153,21 @@ class MessageShape(Shape):
         return out
 
     def _told(self, kind: type[Content | Reasoning], text: str) -> bytes:
-        """A text, or a thought, as a delta of the block that is open, or of a new one."""
+        """Return a text, or a thought, as a delta of the open block, or of a new one."""
         out = b""
         if self._open is not kind:
             out = self._begin(kind, {"type": "text", "text": ""} if kind is Content else _thinking(""))
         return out + self._delta(_PIECES[kind], text)
 
     def _argued(self, piece: CallArguments) -> bytes:
-        """The block of a call, once its arguments are whole: what came before could not be taken back if the call is cut off."""
+        """Add a piece of arguments. Returns the call's block once they are whole: an earlier block could not be taken back if the call is cut off."""
         if self._called is None:
             return b""
         self._called.add(piece)
         return b"" if piece.is_open else self._call_ended()
 
     def _call_ended(self) -> bytes:
-        """The call that was begun; as text if it was cut off, or its arguments are not an object."""
+        """Return the call that was begun as a block; as text if it was cut off, or its arguments are not an object."""
         called, self._called = self._called, None
         if called is None:
             return b""

@@ -1,12 +1,12 @@
 """A place in a text that is still being written.
 
-Law: a reader at a cursor waits (`yield`) until what it must see is there, or the text has ended, and moves on for good: no reading depends on how
-the text was cut, and none is done twice. Looking ahead is bounded by the longest mark.
+Law: a reader at a cursor waits (`yield`) until the text it needs is there, or the text has ended, and then moves on for good. No result depends on how
+the text was cut, and nothing is read twice. Looking ahead is bounded by the longest mark.
 
-JSON as models write it: gone over as it comes, and said on at once.
+JSON as models write it is read as it comes, and passed on at once.
 
-What is said is what was written, but for two things that models get wrong in strings: control characters (a line's end, say) are escaped, and a
-backslash that escapes nothing is doubled. A value that breaks off is said as far as it goes.
+The JSON passed on is what the model wrote, except for two common mistakes in strings: control characters (such as a line break) are escaped, and a
+backslash that escapes nothing is doubled. A value that breaks off is passed on as far as it goes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Marks:
         first = "".join(sorted({text[0] for text in self.literals}))
         other = f"[^{re.escape(first + BLANKS)}]"
         self.others = re.compile(f"(?:{other}++|[{BLANKS}]++(?={other}))++" if first else r"[\s\S]+")
-        """Text in which no literal begins, up to blanks that one may follow; anything where there is no literal."""
+        """Text in which no literal begins, up to blanks that a literal may follow; any text if there are no literals."""
 
     def __or__(self, other: Marks) -> Marks:
         return Marks(self.literals | other.literals)
@@ -48,7 +48,7 @@ class Cursor:
         self._at = 0
         self._ended = self.is_cut = False
         self._held: list[str] | None = None
-        """What was taken since `hold`."""
+        """Text taken since `hold`."""
         self.looked = 0
         """Characters looked at, again or not: how much work was done."""
 
@@ -73,7 +73,7 @@ class Cursor:
         return True
 
     def peek(self) -> Generator[None, None, str]:
-        """The character here; empty at the end."""
+        """Return the character here, without taking it; empty at the end."""
         self.looked += 1
         return self._text[self._at] if (yield from self.more()) else ""
 
@@ -98,7 +98,7 @@ class Cursor:
         return self._text[self._at + ahead] if (yield from self.more(ahead)) else ""
 
     def mark(self, marks: Marks, ahead: int = 0) -> Generator[None, None, str]:
-        """The longest literal that stands here, or some characters ahead, not gone over; empty: none does."""
+        """Return the longest literal here, or some characters ahead, without taking it; empty if there is none."""
         found, length = "", 0
         while (yield from self.more(ahead + length)):
             length += 1
@@ -144,7 +144,7 @@ class Cursor:
         return "".join(taken)
 
     def hold(self) -> None:
-        """From here on, if not from earlier on, keep what is taken, until it is clear what it is."""
+        """Keep the text taken from here on, if it is not kept already, until its kind is clear."""
         if self._held is None:
             self._held = []
 
@@ -153,7 +153,7 @@ class Cursor:
         return "".join(self._held or ())
 
     def release(self) -> str:
-        """What was taken since `hold`."""
+        """Return the text taken since `hold`, and stop holding."""
         text, self._held = self.held, None
         return text
 
@@ -166,17 +166,17 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def json_escaped(text: str) -> str:
-    """A text as it stands in a JSON string."""
+    """Return a text as it stands in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def decode_json_string(text: str) -> str | None:
-    """The text of a JSON string. None: it is none."""
+    """Return the text of a JSON string. None: it is not a JSON string."""
     try:
         value = json.loads(text)
     except ValueError:
         return None
-    # Half a surrogate pair is no character, and nothing that is written from here on could hold it.
+    # Half a surrogate pair is not a character, and UTF-8 can't hold it.
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else None
 
 

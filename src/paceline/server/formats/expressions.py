@@ -1,4 +1,4 @@
-"""What the rules of a grammar are made of."""
+"""Expressions that the rules of a grammar consist of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Letters:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What another rule allows."""
+    """The text that another rule allows."""
 
     name: str
 

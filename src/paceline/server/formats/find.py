@@ -15,7 +15,7 @@ from paceline.server.formats.response_template import from_response_template
 
 
 def _says_as_much(found: Format, own: Format) -> bool:
-    """Whether a bundled description has the calls and thoughts of a model's own: it has been tried, and knows what models get wrong."""
+    """Return whether a bundled description covers the calls and thoughts of a model's own. The bundled one is tested, and knows what models get wrong."""
     ways = {(way.body, mark) for way in found.calls for mark in (*way.begin, *way.open)}
     thoughts = found.thinking.open if found.thinking else ()
     return all((way.body, mark) in ways for way in own.calls for mark in (*way.begin, *way.open)) and (
@@ -24,15 +24,15 @@ def _says_as_much(found: Format, own: Format) -> bool:
 
 
 PLAIN = "hermes"
-"""What a model is asked to write whose template knows no tools."""
+"""Format to ask a model for if its template can't render tools."""
 
 
 def find_format(template: str | None, response_template: Mapping[str, Any] | None = None) -> Format:
-    """The format of a model.
+    """Return the format of a model.
 
     Args:
         template: the text of its chat template.
-        response_template: what it says itself of its answers, as transformers reads that.
+        response_template: the model's own description of its answers, as transformers reads it.
     """
     families = _families()
     plain = families[PLAIN].format
@@ -48,13 +48,13 @@ def find_format(template: str | None, response_template: Mapping[str, Any] | Non
 
 
 def in_words(found: Format) -> Format:
-    """Return the format for a chat whose tools are described in words, as `PLAIN` writes them."""
+    """Return the format for a chat that describes its tools in words, as `PLAIN` writes them."""
     plain = _families()[PLAIN].format
     return replace(found, calls=plain.calls if found.name == PLAIN else (*plain.calls, *found.calls), knows_tools=False)
 
 
 _MARK = re.compile(r"<[|｜/]?[\w▁:|｜ -]{2,40}[|｜]?>|\[[A-Z_]{3,30}\]|<[\w:]{2,30}=")
-"""What looks like a mark in a template."""
+"""Expression for a mark in a template."""
 
 
 def _call_mark(template: str) -> str:
@@ -119,7 +119,7 @@ _WORD = re.compile(r"\{[%{#]|[%}#]\}|\\.|['\"]|\btools\b", re.DOTALL)
 
 
 def _renders_tools(template: str) -> bool:
-    """Whether a template's code names `tools` outside its texts."""
+    """Return whether a template's code names `tools` outside its texts."""
     inside = quote = ""
     for match in _WORD.finditer(template):
         word = match.group()

@@ -34,7 +34,7 @@ class Parameters:
 
     open: tuple[str, ...]
     key_end: tuple[str, ...]
-    """What stands between key and value."""
+    """Texts between key and value."""
     close: tuple[str, ...]
     pad: str = ""
     """Stands on each side of a value and is not part of it. A value that begins with it is bound to its lines: it ends with it, too."""
@@ -59,7 +59,7 @@ class Written:
     heads: tuple[str, ...] = ()
     """Other texts that a model may write between name and arguments."""
     trigger: str = ""
-    """What of `begin` and `call` only calls have, where that is not their mark: from there on a text is a call."""
+    """Part of `begin` and `call` that only calls have, if that is not their mark: from it on, a text is a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class Calls:
     between: str = ""
     """Characters that may stand between calls."""
     head_end: tuple[str, ...] = ()
-    """What stands between name and arguments."""
+    """Texts between name and arguments."""
     name_prefix: tuple[str, ...] = ()
-    """What may stand before the name."""
+    """Texts that may stand before the name."""
     name_cut: tuple[str, ...] = ()
     """Where the name ends, if anything stands behind it and before `head_end`."""
     close: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Thinking:
     ended_by_calls: bool = False
     """A call ends it even if its mark is not a special token."""
     behind: str = ""
-    """What stands between it and a call, for a grammar."""
+    """Text between the reasoning and a call, for a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Header:
         return self.start, self.channel, self.constraint, self.message, *self.ends
 
     def format(self, name: str) -> Format:
-        """Return the format of a model whose messages have such heads."""
+        """Return the format of a model that writes such heads."""
         turn, thought = self.start + self.role, self.write(self.thoughts)
         call = self.write(self.calls, "json", self.tools + "{name}") + "{arguments}"
         to_tool = f" {self.recipient}{self.tools}"
@@ -176,7 +176,7 @@ class Format:
     header: Header | None = None
     """The head of each message, for models that write several in an answer."""
     content_begin: str = ""
-    """What a model writes before its content."""
+    """Text that a model writes before its content."""
     unread: str | None = None
     """The mark of the calls that the template asks for and no description knows; empty if it has no mark. None: it asks for none."""
 
@@ -189,7 +189,7 @@ class Format:
         return f"calls of tools in the form that the chat template asks for{mark} can't be read; tools are described to the model in plain text"
 
     def begins_in_reasoning(self, prompt_tail: str) -> bool:
-        """Whether the answer to this prompt begins inside an open reasoning block."""
+        """Return whether the answer to this prompt begins inside an open reasoning block."""
         tail = prompt_tail.rstrip()
         return self.thinking is not None and any(tail.endswith(mark.rstrip()) for mark in self.thinking.open)
 
@@ -213,7 +213,7 @@ class CallBegun:
     """The model calls a tool. Its arguments follow in `CallArguments` of the same index."""
 
     index: int
-    """Of the calls of this answer, from 0 on."""
+    """Index among the calls of this answer, from 0 on."""
     name: str
     is_open: bool = field(default=False, compare=False)
     """Arguments follow: if none do, the call was cut off."""

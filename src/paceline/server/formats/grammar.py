@@ -24,7 +24,7 @@ from paceline.server.formats.text_grammar import ANY, in_regex, text_terminal
 
 
 class BranchChoice(StrEnum):
-    """Whether an answer has to be calls."""
+    """Rule on calls in an answer."""
 
     AUTO = "auto"
     REQUIRED = "required"
@@ -42,13 +42,13 @@ def calls_grammar(
     in_reasoning: bool = False,
     content: Mapping[str, Any] = {},
 ) -> Grammar | None:
-    """The form of answers that call tools. None: there is none to follow.
+    """Return the form of answers that call tools; None if there is none to follow.
 
     Args:
         tools: the JSON schema of the parameters of each tool that may be called; {} where any will do.
         choice: whether the answer has to be calls.
         parallel: it may be several.
-        token_id: the special token of this name, which has no bytes in the vocabulary; None where that is no special token.
+        token_id: returns the special token of this name, which has no bytes in the vocabulary; None if the name is not that of a special token.
         in_reasoning: the prompt ended inside a reasoning block.
         content: with `OR_CONTENT` the JSON schema that the content is of.
     """
@@ -76,7 +76,7 @@ def content_grammar(
     token_id: Callable[[str], int | None],
     in_reasoning: bool,
 ) -> Grammar:
-    """The form of answers that are JSON of a schema behind their reasoning; arguments as those of `calls_grammar`."""
+    """Return the form of answers that are JSON of a schema after their reasoning. The arguments are those of `calls_grammar`."""
     lark = Lark(token_id)
     thinking = _thinking(lark, format.thinking, in_reasoning=in_reasoning, required=True)
     return Grammar(GrammarKind.FORM, lark.text(f"{thinking} {_content(lark, format.content_begin, content)}"))
@@ -106,17 +106,17 @@ class _Calls:
         head, _, rest = written.call.partition("{name}")
         self._head = head
         self.begin = written.begin + head
-        """What is written before the first name."""
+        """Text before the first name."""
         middle, _, tail = rest.partition("{arguments}")
         self._around = (middle, tail)
-        """What is written between name and arguments, and behind these."""
+        """Texts between name and arguments, and behind the arguments."""
         self._heads = (middle, *written.heads)
         """Every text that may stand between name and arguments."""
         self._named = lark.rule(" | ".join(self._call(name, schema) for name, schema in tools.items()))
         """A call behind `head`."""
 
     def all_from(self, text: str) -> str:
-        """All calls, of whose beginning this is still to be written, up to the first name."""
+        """Return an expression for all calls. `text` is the part of their beginning that is still to be written, up to the first name."""
         more = "" if self._between is None else f"({self.lark.literal(self._between + self._head)} {self._named})*"
         return f"{self.lark.literal(text)} {self._named} {more} {self.lark.literal(self._written.end)}"
 
@@ -147,7 +147,7 @@ class _Calls:
         return f"({self.lark.rule(' | '.join(options))})* {ANY}"
 
     def _rest(self, whole: str, length: int) -> str:
-        """The calls of a section, or one bare call, of whose beginning so much was written."""
+        """Return an expression for the rest of a section's calls, or of one bare call, after the first `length` characters of its beginning."""
         if whole != self._head or not self._written.begin:
             return self.all_from(whole[length:])
         return f"{self.lark.literal(whole[length:])} {self._named}"
@@ -219,7 +219,7 @@ class _Calls:
         return self.lark.rule(" | ".join(options))
 
     def _tag(self, before: str, key: str | None, *, string: str) -> str:
-        """A tag up to the value."""
+        """Return an expression for a tag up to the value."""
         text = before.replace("{string}", string)
         head, _, rest = text.partition("{key}")
         name = "/[A-Za-z_][A-Za-z0-9_]{0,63}/" if key is None else self.lark.quoted(key)
@@ -239,5 +239,5 @@ class _Calls:
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of an object: some leave out what it is of."""
+    """Return the schema of an object. Some schemas leave out the type."""
     return schema if {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {"type": "object"} | dict(schema)

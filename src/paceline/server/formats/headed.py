@@ -16,7 +16,7 @@ _MAX_WORD = 160
 
 
 def read_messages(cursor: Cursor, said: Said, header: Header, tools: frozenset[str], *, in_reasoning: bool) -> Generator[None, None, None]:
-    """Read an answer whose messages have heads.
+    """Read an answer that consists of messages with heads.
 
     Args:
         said: takes what was read.
@@ -27,7 +27,7 @@ def read_messages(cursor: Cursor, said: Said, header: Header, tools: frozenset[s
     if in_reasoning:
         yield from _read_text(cursor, header, marks, said.reasoning)
     may_begin = not in_reasoning
-    """A head may stand here whose first mark is missing."""
+    """A head may stand here without its first mark."""
     while True:
         blanks = yield from cursor.blanks()
         if not (yield from cursor.more()):
@@ -128,7 +128,7 @@ def _read_head(cursor: Cursor, header: Header, marks: Marks) -> Generator[None, 
 
 
 def _begins_head(cursor: Cursor, header: Header) -> Generator[None, None, bool]:
-    """Return whether a head stands here whose first mark is missing: it begins with a recipient, a channel or the role."""
+    """Return whether a head stands here without its first mark: it begins with a recipient, a channel or the role."""
     words = Marks((header.recipient + header.tools, header.role, header.thoughts, header.calls, header.answers))
     if not (found := (yield from cursor.mark(words))):
         return False

@@ -19,7 +19,7 @@ from paceline.server.formats.text_grammar import ANY, in_regex, text_terminal
 _BLANKS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks between the parts of JSON, as in answers of a given form."""
 _NAMED = re.compile(r"(<(?!/?｜[A-Za-z]+｜)[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\]|｜[A-Za-z]{1,30}｜)")
-"""What may be the name of a special token."""
+"""Expression for texts that may be the name of a special token."""
 
 
 class Lark:
@@ -33,7 +33,7 @@ class Lark:
         self._notes: list[str] = []
 
     def text(self, start: str) -> str:
-        """The whole grammar, whose texts are `start`."""
+        """Return the whole grammar for texts of the expression `start`."""
         recursive = (f"n{place}: {body}" for place, body in enumerate(self._recursive))
         return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._rules.items()), *recursive, *self._notes])
 
@@ -44,7 +44,7 @@ class Lark:
         return self._rules.setdefault(body, f"T{len(self._rules)}")
 
     def lazy(self, body: str) -> str:
-        """A rule that matches as little text as it can."""
+        """Add a rule that matches as little text as it can. Returns its name."""
         name = self._rules.setdefault(f"{body}  ", f"l{len(self._rules)}[lazy]")
         return name.removesuffix("[lazy]")
 
@@ -62,12 +62,12 @@ class Lark:
         return self.rule("%json " + json.dumps({**placed, "x-guidance": _BLANKS}))
 
     def note(self, schema: Mapping[str, Any], at: str) -> None:
-        """Write a schema whose strings a terminal describes into a comment: a refusal finds the keyword to blame there."""
+        """Note a schema in a comment if a terminal describes its strings: a refusal finds the keyword to blame there."""
         if at and {"pattern", "allOf"} & schema.keys():
             self._notes.append("// %json " + json.dumps({"$comment": at, **schema}))
 
     def literal(self, text: str) -> str:
-        """This text, with the special tokens that it names."""
+        """Return an expression for this text, with the special tokens that it names."""
         pieces = (piece for piece in _NAMED.split(text) if piece)
         joined: list[str | int] = []
         for piece in pieces:
@@ -83,7 +83,7 @@ class Lark:
         return json.dumps(text, ensure_ascii=False)
 
     def first_special(self, text: str) -> tuple[int, str] | None:
-        """The first special token that a text names, and what stands behind it."""
+        """Return the first special token that a text names, and the text behind it."""
         for match in _NAMED.finditer(text):
             if (token := self._token_id(match.group())) is not None:
                 return token, text[match.end() :]
@@ -96,7 +96,7 @@ class Lark:
         return self.lazy(f"{ANY} {self.quoted(mark)}")
 
     def specials(self, texts: Iterable[str]) -> list[int]:
-        """The special tokens that any of the texts names."""
+        """Return the special tokens that any of the texts names."""
         named = {match.group() for text in texts for match in _NAMED.finditer(text)}
         return sorted({token for name in named if (token := self._token_id(name)) is not None})
 
@@ -105,7 +105,7 @@ EMPTY = '""'
 _DEEP = 40
 """Values within values that are described one by one, without those behind references; schemas with deeper ones are refused."""
 _MOST = 4000
-"""Values that are described in all. Raising it: a schema whose parts refer to each other takes longer to write out, 10 us each."""
+"""Number of values described in all. Raising it: a schema with parts that refer to each other takes longer to write out, 10 us per value."""
 
 
 def lax_value(lark: Lark, schema: Mapping[str, Any], delimiter: str) -> str:

@@ -15,7 +15,7 @@ from paceline.server.formats.schema_types import resolve_reference
 from paceline.server.formats.schema_values import NOTHING, merged, values_of
 
 _MOST: Final = 1024
-"""Schemas that one is taken apart into. Raising it: schemas whose parts refer to each other take longer."""
+"""Number of schemas that one schema is split into. Raising it: schemas with parts that refer to each other take longer."""
 _MOST_REPEATS: Final = 2
 _LONGEST_NAME: Final = 64
 _MOST_TRIED: Final = 1024

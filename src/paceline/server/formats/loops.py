@@ -9,7 +9,7 @@ from paceline.server.formats.expressions import Alternation, Expression, Referen
 
 _EMPTY: Final = Sequence(())
 _LETTERS: Final = 60
-"""Of a rule that is written out within a repetition. Raising it: rules grow, and fewer repetitions stand in each other."""
+"""Maximum number of letters of a rule that is written out within a repetition. Raising it: rules grow, and fewer repetitions stand in each other."""
 
 
 def without_tail_calls(name: str, rule: Expression) -> Expression:

@@ -258,9 +258,9 @@ class GreedyReading:
         for number, automaton in enumerate(self._automata):
             alike[id(automaton)] |= 1 << number
         together = [0] * len(self._next)
-        """By lexeme: those that could stand in its place."""
+        """By lexeme: the lexemes that could stand in its place."""
         waiting = defaultdict[int, int](int)
-        """Of those, the ones that are not compared with it yet."""
+        """By lexeme: those in `together` that are not compared with it yet."""
 
         def add(ones: int, others: int) -> None:
             for one in _bits(ones):

@@ -1,13 +1,13 @@
-"""Reads arguments between tags, and says them as JSON.
+"""Reads arguments between tags, and writes them as JSON.
 
-A value may hold any text, the tags of its own format too. `_Arguments.ends_value` decides where one ends, by how it began and by what follows:
+A value may hold any text, the tags of its own format too. `_Arguments.ends_value` decides where a value ends, by how it began and by what follows:
 
 - A value that begins with the line break of its format is bound to lines: it ends with a line break and the closing tag. Others end with the tag.
 - The closing tag counts if the call goes on behind it as calls do: with another argument, the end of the call, or the end of the text. If several
   closing tags follow one another, the last ones are the real ones.
 - Without the closing tag a value ends at the opening of an argument that the tool has and the call had not, and at the end of the call.
 
-A string is said as it comes, any other value once it is whole. Where the text ends within a call, the JSON stays open.
+A string is written as it comes, any other value once it is whole. If the text ends within a call, the JSON stays open.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_parameters(
         outer: what may follow a call: the ends of a section, and what begins calls.
         schema: of the tool's parameters.
         is_special: whether a mark is a special token, which is never part of a text.
-        begin: called before anything is said.
+        begin: called before the first call of `say`.
         say: gets the JSON.
 
     Returns:
@@ -227,7 +227,7 @@ class _Arguments:
         return (yield from self._is_outside(ahead + len(found))) and (at_line or (yield from self._is_end_of_call(ahead + len(found))))
 
     def _is_end_of_call(self, ahead: int) -> Generator[None, None, bool]:
-        """Return whether the end of a call, which stands before this place, ends a value whose closing tag is missing."""
+        """Return whether the end of a call, which stands before this place, ends a value that has no closing tag."""
         behind = yield from self._cursor.behind_blanks(ahead)
         found = yield from self._cursor.mark(self._outer, behind)
         is_sure = bool(found) or (not self._in_sections and not (yield from self._cursor.at(behind)))

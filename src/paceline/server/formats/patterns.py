@@ -64,7 +64,7 @@ _ASCII = {"\\d": "[0-9]", "\\w": "[A-Za-z0-9_]"}
 
 
 def _negated(inner: str) -> str | None:
-    """An expression for the texts that do not begin with this one. None: there is none in few words."""
+    """Return an expression for the texts that do not begin with this one. None if a short one is not known."""
     if inner == "$":
         return f"^{_ANY}"
     if match := _NONE_BUT.fullmatch(inner):
@@ -82,20 +82,20 @@ def _negated(inner: str) -> str | None:
 
 
 def _other(letters: str) -> str:
-    """The letters that are not of a class."""
+    """Return a class of the letters outside a class."""
     if letters.startswith("[^"):
         return "[" + letters[2:]
     return "[^" + (letters[1:] if letters.startswith("[") else letters + "]")
 
 
 def _tokens(text: str) -> Iterator[tuple[int, str]]:
-    """Where parts of an expression begin: escaped letters, classes, and single letters."""
+    """Yield the parts of an expression, with their places: escaped letters, classes, and single letters."""
     for match in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[\s\S]", text):
         yield match.start(), match.group()
 
 
 def _closing(text: str) -> int | None:
-    """Where the group ends that a text begins with."""
+    """Return the place where the group at the beginning of a text ends."""
     depth = 0
     for place, part in _tokens(text):
         depth += (part == "(") - (part == ")")
@@ -105,7 +105,7 @@ def _closing(text: str) -> int | None:
 
 
 def _has_branches(text: str) -> bool:
-    """Whether an expression has a `|` outside of groups."""
+    """Return whether an expression has a `|` outside of groups."""
     depth = 0
     for _, part in _tokens(text):
         depth += (part == "(") - (part == ")")

@@ -24,7 +24,7 @@ _IN_WORD = re.compile(r"[^,:(){}\[\]'\"\s=]+")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _AS_JSON = {"[": "[", "(": "[", "{": "{", "]": "]", ")": "]", "}": "}"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", "'": "'", '"': '\\"', "/": "/", "\n": ""}
-"""What stands behind a backslash, and what it means as JSON."""
+"""Characters after a backslash, and their meaning in JSON."""
 _CODES = {"x": 2, "u": 4, "U": 8}
 """Hexadecimal digits of an escape."""
 _CONTROLS = {"a": "\\u0007", "v": "\\u000b"}
@@ -38,7 +38,7 @@ def read_python_arguments(cursor: Cursor, names: Sequence[str], begin: Callable[
 
     Args:
         names: the tool's arguments, in order, for values without a name.
-        begin: called before anything is said.
+        begin: called before the first call of `say`.
         say: gets the JSON.
 
     Returns:

@@ -1,11 +1,10 @@
 """Reads what a model wrote into parts: content, reasoning, calls of tools.
 
-Law: the parts, joined, are a function of the text and of nothing else: not of how it was cut. Time is linear in its length.
+Law: the joined parts depend only on the text, not on how it was cut. Time is linear in the text's length.
 
-What is no call stays content, character by character: the name of no tool that was offered, a body that breaks off before the arguments begin, a mark
-that is merely written about. A call has begun once its name and the first character of its arguments were read; what breaks off behind that leaves
-arguments that break off too. Not part of anything: the marks of calls and reasoning themselves, and blanks next to them (behind a call they stay
-where content goes on).
+Text that is not a call stays content, character by character: a name that no offered tool has, a body that breaks off before the arguments begin, a mark
+that is merely written about. A call has begun once its name and the first character of its arguments were read. If it breaks off later, its arguments
+break off too. The marks of calls and reasoning are not part of anything, nor are blanks next to them (behind a call they stay if content goes on).
 
 A mark that is a special token is never written about: if it opens nothing it is dropped, and if it opens a call it does so within reasoning too.
 A special token that no description names ends the name that it stands in, is spelled within a string, and is dropped elsewhere.
@@ -85,14 +84,14 @@ class AnswerReader:
         return self._cursor.looked
 
     def feed(self, text: str) -> list[Part]:
-        """What more text makes certain."""
+        """Add text. Returns the parts that are certain now."""
         if text:
             self._cursor.feed(text)
             next(self._reading, None)
         return self._said.take()
 
     def end(self, *, is_cut: bool = False, has_failed: bool = False) -> list[Part]:
-        """What is left once the answer has ended.
+        """End the answer. Returns the remaining parts.
 
         Args:
             is_cut: the model would have written more.
@@ -163,7 +162,7 @@ class AnswerReader:
     # ------------------------------------------------------------------------------------------------------------------ calls
 
     def _calls(self, mark: str, blanks: str, say: Text) -> Generator[None, None, str | None]:
-        """Go over the calls that a mark opens. Returns blanks behind them. None: there is no call, and the text was said, blanks first."""
+        """Read the calls that a mark opens. Returns blanks behind them. None: there are no calls, and the text became content, blanks first."""
         cursor = self._cursor
         ways = self._sections.get(mark) or self._bare.get(mark) or self._at_start[mark]
         way = None if mark in self._sections else ways[0]
@@ -300,7 +299,7 @@ class AnswerReader:
         return begun
 
     def _string(self) -> Generator[None, None, str | None]:
-        """The text of the JSON string that stands here, gone over. None: none does."""
+        """Take the JSON string here, and return its text. None: it is not one, or breaks off."""
         if (yield from self._cursor.peek()) != '"':
             return None
         pieces: list[str] = []
@@ -310,7 +309,7 @@ class AnswerReader:
         return decode_json_string(text + '"' if special else text)
 
     def _whole_arguments(self) -> Generator[None, None, str | None]:
-        """A JSON object that stands here, gone over: itself, as JSON in a string, or null for none. None: something else stands here."""
+        """Take the arguments here: a JSON object, one as JSON in a string, or null for none. Returns the object's JSON. None: something else stands here."""
         pieces: list[str] = []
         if not (yield from read_json_value(self._cursor, pieces.append)):
             return None
@@ -320,7 +319,7 @@ class AnswerReader:
 
 
 def _name(text: str, way: Calls) -> str:
-    """The tool's name, of what is written in its place."""
+    """Return the tool's name from the text in its place."""
     for prefix in way.name_prefix:
         text = text.strip().removeprefix(prefix)
     for cut in way.name_cut:

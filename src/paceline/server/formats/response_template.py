@@ -32,7 +32,7 @@ class _Untranslated(Exception):
 
 
 def from_response_template(template: Mapping[str, Any]) -> Format | None:
-    """The description that says what the template says. None: no description does."""
+    """Translate a response template into a format. None: no format can express it."""
     fields = template.get("fields")
     if not isinstance(fields, Mapping):
         return None
@@ -66,7 +66,7 @@ def _calls(field: Mapping[str, Any]) -> Calls:
 
 
 def _object(field: Mapping[str, Any], opening: list[str], closing: list[str]) -> Calls:
-    """Calls whose object has the name too."""
+    """Return the format of calls written as one object that holds the name too."""
     begin, end = _text(opening), _text(closing)
     names, arguments = ["name"], ["arguments", "parameters"]
     for key, value in _leaves(field.get("transform")):
@@ -82,7 +82,7 @@ def _object(field: Mapping[str, Any], opening: list[str], closing: list[str]) ->
 def _headed(
     opening: list[str], at: int, closing: list[str], body: Body, *, delimiter: str = "", parameters: Parameters | None = None
 ) -> Calls:
-    """Calls with the name before the arguments."""
+    """Return the format of calls with the name before the arguments."""
     before, behind = _texts(opening[:at]), _texts(opening[at + 1 :])
     ends = _texts(closing)
     if not 1 <= len(before) <= 2 or len(behind) > 1 or not 1 <= len(ends) <= len(before):
@@ -122,7 +122,7 @@ def _delimiter(details: Mapping[str, Any]) -> str:
 
 
 def _leaves(transform: object) -> list[tuple[str, str]]:
-    """The texts of a transform, and their keys."""
+    """Return the texts of a transform with their keys."""
     found: list[tuple[str, str]] = []
     if isinstance(transform, Mapping):
         for key, value in cast("Mapping[str, Any]", transform).items():
@@ -131,7 +131,7 @@ def _leaves(transform: object) -> list[tuple[str, str]]:
 
 
 def _literals(field: Mapping[str, Any], side: str) -> tuple[str, ...]:
-    """The marks of which any opens or closes a field."""
+    """Return the marks, any of which opens or closes a field."""
     found = field.get(side)
     if found is None:
         return (_text(_row(field, side)),)
@@ -143,7 +143,7 @@ def _literals(field: Mapping[str, Any], side: str) -> tuple[str, ...]:
 
 
 def _row(field: Mapping[str, Any], side: str) -> list[str]:
-    """What opens or closes a field, as texts, blanks and groups."""
+    """Return the texts, blanks and groups that open or close a field."""
     if side in field:
         return [_literals(field, side)[0]]
     return _pieces(field.get(f"{side}_pattern"))
@@ -174,7 +174,7 @@ def _pieces(pattern: object) -> list[str]:
 
 
 def _texts(pieces: list[str]) -> list[str]:
-    """The texts of a row without its blanks, which may stand anywhere around marks."""
+    """Return the texts of a row without its blanks, which may stand anywhere around marks."""
     return [piece for piece in pieces if piece]
 
 

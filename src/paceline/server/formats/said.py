@@ -9,11 +9,11 @@ from paceline.server.formats.cursor import PLAIN, SPECIAL, Cursor
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 
 _Span = type[Content] | type[Reasoning] | CallBegun
-"""What a text is part of: of a call, its arguments."""
+"""Kind of a span of text: content, reasoning, or the arguments of a call."""
 
 
 class Said:
-    """What was read, in the order of the answer."""
+    """Parts read so far, in the order of the answer."""
 
     def __init__(self, cursor: Cursor, special: Collection[str], *, parallel: bool, required: bool) -> None:
         """Collect from nothing.
@@ -31,17 +31,17 @@ class Said:
         self._is_hidden = False
         """Within the name of a special token that is not shown."""
         self._spans: list[tuple[_Span, list[str]]] = []
-        """What was read since it was last taken. Pieces, since joining each to those before it takes time in proportion to their square."""
+        """Spans read since the last `take`. Each holds pieces: joining each piece to those before it would take quadratic time."""
         self._begun: CallBegun | None = None
-        """The last one that has begun."""
+        """The last call that has begun."""
         self._whole = set[int]()
-        """Calls whose arguments are whole."""
+        """Indices of calls with whole arguments."""
         self.spoke = False
         """There was content other than blanks."""
 
     @property
     def has_called(self) -> bool:
-        """Whether a call has begun."""
+        """True once a call has begun."""
         return self._begun is not None
 
     def take(self) -> list[Part]:
@@ -71,7 +71,7 @@ class Said:
             self._say(Reasoning, text)
 
     def begin(self, name: str, arguments: str = "") -> None:
-        """A call has begun: what was held is not content."""
+        """Begin a call: the text that was held is not content."""
         self._cursor.release()
         self._begun = CallBegun(0 if self._begun is None else self._begun.index + 1, name, is_open=True)
         if self._parallel or not self._begun.index:

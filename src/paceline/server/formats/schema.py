@@ -50,7 +50,8 @@ _BRANCHES: Final = frozenset({"anyOf", "oneOf", "allOf", "$ref", "if", "then", "
 _LONG: Final = 10**18
 """From here on a bound needs another one on its other side."""
 _MOST_MULTIPLE: Final = 10_000
-"""Of `multipleOf`, its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more schemas."""
+"""Largest `multipleOf`, as its digits without the point. Raising it: one form takes seconds to compile, while others wait; lowering it: refuses more
+schemas."""
 _MOST_RESOLVED: Final = 10_000
 """Schemas that are looked into while branches are compared and values listed: references multiply them. Raising it: such a request takes a thread longer."""
 _ENDLESS: Final = 1 << 24
@@ -60,7 +61,7 @@ _ARRANGED, _CHOSEN = 400, 1000
 
 
 def followed_schema(schema: Mapping[str, Any], at: str = "schema") -> Schema:
-    """A schema in the words that are followed.
+    """Rewrite a schema to the keywords that are supported.
 
     Args:
         at: its place in the request, as errors name it.
@@ -78,7 +79,7 @@ def followed_schema(schema: Mapping[str, Any], at: str = "schema") -> Schema:
 
 
 class _Following:
-    """One schema, whose keywords all have the form that they must have."""
+    """One schema with valid values of all its keywords."""
 
     def __init__(self, root: Mapping[str, Any], used: frozenset[str]) -> None:
         """Args: used: names on the way of its references."""
@@ -86,7 +87,7 @@ class _Following:
         self._left = _MOST_RESOLVED
 
     def follow(self, schema: object, at: str) -> Schema | bool:
-        """A schema, or a part of one."""
+        """Rewrite a schema, or a part of one."""
         if isinstance(schema, bool):
             return schema
         given = cast("Schema", schema)
@@ -324,7 +325,7 @@ def _both(one: Schema, other: Schema) -> Schema:
 
 
 def _kinds(schema: Mapping[str, Any]) -> Sequence[str]:
-    """The types that a schema lists; all of them where it lists none."""
+    """Return the types that a schema lists; all of them if it lists none."""
     kind = schema.get("type", [name for name in TYPES if name != "integer"])
     return [kind] if isinstance(kind, str) else kind
 

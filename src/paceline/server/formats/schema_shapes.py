@@ -17,9 +17,9 @@ LARGEST: Final = 9_223_372_036_854_774_784
 _DEEP: Final = 200
 """Lists and objects within one another. Raising it: what goes over a schema by recursion runs out of Python's stack."""
 _MOST_VALUES: Final = 200_000
-"""Of a schema. Raising it: a request takes a thread for seconds, for a grammar that is too long in the end."""
+"""Maximum number of values in a schema. Raising it: a request takes a thread for seconds, for a grammar that is too long in the end."""
 _MOST_BITS: Final = 4096
-"""Of an integer anywhere in a schema. Raising it far: Python writes no integer of more than 4,300 digits."""
+"""Maximum number of bits of an integer anywhere in a schema. Raising it far: Python writes no integer of more than 4,300 digits."""
 BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _UNUSED: Final = frozenset({"$defs", "definitions"})
 """Schemas in these count only if a reference leads to them."""

@@ -1,6 +1,6 @@
-"""What values a schema allows: all of them, where they are few; their types; and whether two schemas have none in common.
+"""Values that a schema allows: a list if they are few, their types, and whether two schemas have no value in common.
 
-All answers are for schemas that `schema` has put in the words that are followed. "Not known" is always a right answer.
+All answers are for schemas that `schema` has rewritten to the keywords it supports. "Not known" is always a right answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from paceline.server.formats.schema_types import ALL_TYPES, type_of
 
 Resolve = Callable[[object], Mapping[str, Any]]
-"""What a schema says, behind its references."""
+"""Function that returns a schema without its outer references."""
 _FEW: Final = 64
 """Values that are listed one by one."""
 _DEEP: Final = 8
@@ -34,11 +34,11 @@ _TOGETHER: Final = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Keywords whose meaning depends on those of the same schema."""
+"""Groups of keywords that only have a meaning together, in one schema."""
 
 
 def distinct(values: Iterable[object]) -> list[object]:
-    """The values, each once. 1 and 1.0 are the same, true and 1 are not."""
+    """Return the values, each once. 1 and 1.0 are the same, true and 1 are not."""
     return list({_key(value): value for value in values}.values())
 
 
@@ -53,7 +53,7 @@ def _key(value: object) -> str:
 
 
 def values_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> list[object] | None:
-    """All values of a schema. None: they are many, or not known."""
+    """Return all values of a schema. None: they are many, or not known."""
     if schema is False:
         return []
     if deep == 0 or not isinstance(schema, Mapping):
@@ -98,7 +98,7 @@ def _of_type(values: list[object], fields: Mapping[str, Any]) -> list[object]:
 
 
 def types_of(schema: object, resolve: Resolve, deep: int = _DEEP) -> frozenset[str]:
-    """The types that a schema's values may have; integers are numbers too unless they are listed so."""
+    """Return the types that a schema's values may have; integers are numbers too unless they are listed so."""
     if deep == 0 or not isinstance(schema, Mapping):
         return ALL_TYPES
     match resolve(cast("object", schema)):
@@ -140,14 +140,14 @@ def tell_apart(branches: Sequence[object], resolve: Resolve) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """What is known of a schema."""
+    """Facts about a schema."""
 
     schema: object
     """Kept so that no other has its id."""
     fields: Mapping[str, Any]
     kinds: frozenset[str]
     keys: frozenset[str] | None
-    """Of all its values. None: they are many, or not known."""
+    """Keys of all its values. None: they are many, or not known."""
     required: frozenset[str]
 
 

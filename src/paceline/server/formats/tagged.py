@@ -18,7 +18,7 @@ STRING = frozenset({"string"})
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a property may have; none where the schema says nothing."""
+    """Return the JSON types that a property may have; none if the schema does not say."""
     properties = schema.get("properties")
     one = cast("Mapping[str, Any]", properties).get(key) if isinstance(properties, Mapping) else None
     leaves = alternatives(schema.get("additionalProperties") if one is None else one, schema)
@@ -30,7 +30,7 @@ _PYTHONS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """A value as JSON of one of the types, or of any type where there is none. What is nothing of that is a string."""
+    """Write a value as JSON of one of the types, or of any type if `types` is empty. A value of no such type becomes a string."""
     bare = _PYTHONS.get(text.strip(), text.strip())
     try:
         value = json.loads(bare, parse_constant=float)
@@ -51,7 +51,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) -> Generator[None, None, bool]:
-    """Go over an object whose keys are bare and whose strings stand between delimiters. False: it breaks off."""
+    """Read an object with bare keys, and with strings between delimiters. False: it breaks off."""
     marks, closing, in_key = Marks((delimiter,)), list[str](), False
     while c := (yield from cursor.peek()):
         if c in _CLOSING:

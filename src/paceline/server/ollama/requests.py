@@ -49,7 +49,7 @@ class Options(SamplingFields):
 
 
 def _one_of(said: str, *texts: str, kinds: type | tuple[type, ...]) -> Any:
-    """A validator for what is one of some texts, or of a kind. A union of pydantic's would name itself in the errors."""
+    """Return a validator for one of some texts, or for values of a type. A union of pydantic's would name itself in the errors."""
 
     def check(value: object) -> object:
         if value is None or isinstance(value, kinds) or (isinstance(value, str) and value in texts):
@@ -72,7 +72,7 @@ Think = Annotated[
 
 
 class OllamaRequest(Strict):
-    """What `/api/chat` and `/api/generate` share."""
+    """Fields that `/api/chat` and `/api/generate` share."""
 
     model: ModelName | None = Field(default=None, description=FIRST_SERVED)
     stream: bool | None = Field(default=None, description="Default true.")
@@ -159,7 +159,7 @@ class LoadOnly:
 
 
 def chat_call(intake: Intake, body: bytes) -> Call | LoadOnly:
-    """A chat; raises as `Intake.chat` does."""
+    """Return the call of a chat; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaChatRequest, body)
     if not asked.messages:
         return LoadOnly.of(intake, asked, OllamaChatShape)
@@ -168,7 +168,7 @@ def chat_call(intake: Intake, body: bytes) -> Call | LoadOnly:
 
 
 def generate_call(intake: Intake, body: bytes) -> Call | LoadOnly:
-    """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
+    """Return the call of a prompt: as the only message of a chat, or raw; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaGenerateRequest, body)
     if not asked.prompt:
         return LoadOnly.of(intake, asked, OllamaTextShape)
@@ -184,7 +184,7 @@ def generate_call(intake: Intake, body: bytes) -> Call | LoadOnly:
 
 
 def name_to_show(intake: Intake, body: bytes) -> str:
-    """The model that a client wants to know about; raises as `Intake.chat` does."""
+    """Return the name of the model that a client asks about; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaShowRequest, body)
     name = asked.model or asked.name
     if name is None:
@@ -193,7 +193,7 @@ def name_to_show(intake: Intake, body: bytes) -> str:
 
 
 def _completed(call: Call, asked: OllamaRequest, shape: type[OllamaShape]) -> Call:
-    """A call, but for what is Ollama's own: `num_predict` is a bound, which may lie beyond the context."""
+    """Finish a call as Ollama's: `num_predict` is a bound, which may lie beyond the context."""
     most = None if asked.options is None else asked.options.num_predict
     requests = call.requests
     if most is not None and most > 0:
@@ -202,7 +202,7 @@ def _completed(call: Call, asked: OllamaRequest, shape: type[OllamaShape]) -> Ca
 
 
 def _shared(asked: OllamaRequest) -> dict[str, Any]:
-    """What chats and raw prompts have in common. Where an option is missing, it is missing in the inner request."""
+    """Return the inner fields that chats and raw prompts share. An option that is missing is missing in the inner request."""
     options = asked.options or Options()
     check_fields(options, "options.")
     counts = options.repeat_last_n != 0
@@ -223,7 +223,7 @@ def _shared(asked: OllamaRequest) -> dict[str, Any]:
 
 
 def _chat(asked: OllamaRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> ChatCompletionRequest:
-    """The chat that a request comes to."""
+    """Return the inner chat of a request."""
     think = asked.think
     effort, thinks = (think, None) if isinstance(think, str) else ("none" if think is False else None, think)
     fields = {**_shared(asked), **reasoning_fields(effort, None, thinks=thinks), "messages": messages, "tools": tools}

@@ -1,4 +1,4 @@
-"""The paths of Ollama's API, and what its clients are told of the models served: figures that are known here, and nothing where they are not.
+"""The paths of Ollama's API, and the description of the served models for its clients. Figures that are not known here are left out.
 
 Models are fetched and removed at the machine, not through it. Every name has a tag, as in Ollama, since some clients look for `NAME:latest` in the
 list where a person wrote NAME. Embeddings are as `/v1/embeddings` makes them; no text is cut.
@@ -52,7 +52,7 @@ def tagged_name(name: str) -> str:
 
 
 def capabilities(form: Format) -> list[str]:
-    """What a model was made for, by its template. Tools are served to others as well, in plain text."""
+    """Return the abilities of a model, read from its template. Other models get tools as well, in plain text."""
     return ["completion", *(["tools"] if form.knows_tools else []), *(["thinking"] if form.thinking is not None else [])]
 
 
@@ -69,24 +69,24 @@ def model_details(facts: ModelFacts) -> Fields:
 
 
 def model_entry(name: str, facts: ModelFacts) -> Fields:
-    """What every list says of a model."""
+    """Return the fields of a model that every list has."""
     name = tagged_name(name)
     return {"name": name, "model": name, "size": facts.size_bytes, "digest": facts.digest, "details": model_details(facts)}
 
 
 def tag_entry(name: str, created: int, facts: ModelFacts) -> Fields:
-    """An entry of `/api/tags`."""
+    """Return an entry of `/api/tags`."""
     return {**model_entry(name, facts), "modified_at": rfc3339(created)}
 
 
 def disk_entry(model: LocalModel) -> Fields:
-    """The same of a model that is not loaded."""
+    """Return an entry of `/api/tags` for a model that is not loaded."""
     form, _, stored_as = model.format.partition(" ")
     return tag_entry(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
 
 
 def loaded_entry(model: ServedModel) -> Fields:
-    """An entry of `/api/ps`: what is served is loaded, and stays so."""
+    """Return an entry of `/api/ps`: a served model is loaded, and stays so."""
     vram = model.facts.size_bytes if model.facts.on_gpu else 0
     return {**model_entry(model.name, model.facts), "expires_at": FOREVER, "size_vram": vram, "context_length": model.max_context}
 
@@ -115,14 +115,14 @@ def show_entry(model: ServedModel, can: Sequence[str]) -> Fields:
 
 
 def _in_words(parameters: int) -> str:
-    """As Ollama writes it: 134.5M, 8.0B."""
+    """Write a number of parameters as Ollama does: 134.5M, 8.0B."""
     if parameters >= _BILLION:
         return f"{parameters / _BILLION:.1f}B"
     return f"{parameters / _MILLION:.2f}M" if parameters else ""
 
 
 VERSION = "0.13.0"
-"""The version of Ollama whose API this is: some clients ask for a least one."""
+"""Version of Ollama with this API: some clients ask for a minimum."""
 
 _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
@@ -298,6 +298,6 @@ def _add_embeddings(app: Application, service: ApiService, refused: Documented) 
 
 
 def as_model(encoder: TextEncoder) -> ServedModel:
-    """An encoder, as the lists of models show it."""
+    """Return an encoder as the lists of models show it."""
     facts = ModelFacts(hidden=encoder.dimensions)
     return ServedModel(encoder.name, encoder.created, encoder.max_tokens, encoder.tokenizer, "", facts)

@@ -128,17 +128,17 @@ Fields = dict[str, object]
 
 
 def rfc3339(unix_s: float) -> str:
-    """A time as RFC 3339 writes it."""
+    """Write a time as RFC 3339 does."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def line_head(model: ServedModel, now_s: float) -> Fields:
-    """What every line begins with."""
+    """Return the fields that every line begins with."""
     return {"model": model.name, "created_at": rfc3339(now_s)}
 
 
 class OllamaShape(Shape):
-    """What chats and texts share."""
+    """Common part of the shapes for chats and texts."""
 
     media_type = b"application/x-ndjson"
 
@@ -161,11 +161,11 @@ class OllamaShape(Shape):
         return self._line(self.gained())
 
     def first_events(self) -> bytes:
-        """Nothing: a line is complete in itself."""
+        """Return nothing: a line is complete in itself."""
         return b""
 
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """A line for each part; logprobs are in the first one."""
+        """Return a line for each part; logprobs are in the first one."""
         del index
         self._finish = finish
         gained = list[Fields]()
@@ -210,7 +210,7 @@ class OllamaShape(Shape):
         return fault.body(Api.OLLAMA) + b"\n"
 
     def _close(self) -> list[Fields]:
-        """The call that is open, whole."""
+        """Close the open call, and return it."""
         if self._open is None:
             return []
         written, self._open = _written(self._open, self._calls), None
@@ -223,7 +223,7 @@ class OllamaShape(Shape):
         return json_bytes({**self._head, **fields, "done": done}) + b"\n"
 
     def _figures(self, finish: FinishReason | None, usage: Usage) -> Fields:
-        """How the answer ended, and what it took, in ns. Before the first token the prompt was run, and everything waited for."""
+        """Return how the answer ended and how long it took, in ns. The time before the first token includes all waiting."""
         first_ns, whole_ns = int(usage.first_s * 1e9), int(usage.whole_s * 1e9)
         return {
             "done_reason": str(finish),
@@ -262,7 +262,7 @@ class OllamaTextShape(OllamaShape):
 
 
 def _written(called: CalledTool, index: int) -> Fields | str:
-    """A call as Ollama has it; as text if it was cut off, or its arguments are not an object."""
+    """Return a call as Ollama writes it; as text if it was cut off, or its arguments are not an object."""
     arguments = json_object("".join(called.arguments) or "{}") if not called.is_open else None
     if arguments is None:
         return called.as_text

@@ -34,13 +34,13 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What this API knows beside the chat's."""
+    """The Responses API: turns its requests into chats, and keeps its responses."""
 
     kept: KeptResponses
     clock: Clock
 
     def call(self, intake: Intake, body: bytes) -> Call:
-        """A response; raises as `Intake.chat` does."""
+        """Return the call of a response; raises as `Intake.chat` does."""
         asked = intake.parse(ResponsesRequest, body)
         before, items, call = self._read(asked, intake.chat_of)
         kept = [one if isinstance(one, KeptItem) else keep_item(one) for one in items]
@@ -96,10 +96,10 @@ class Responses:
         return found
 
     def find(self, response_id: str) -> Kept:
-        """A kept response.
+        """Return a kept response.
 
         Raises:
-            Refusal: there is none.
+            Refusal: it is not kept.
         """
         found = self.kept.find(response_id)
         if found is None:

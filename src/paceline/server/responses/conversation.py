@@ -50,7 +50,7 @@ class KeptItem:
     id: str
     item: AnyItem
     shown: dict[str, object]
-    """As clients are shown it."""
+    """The item as clients see it."""
     size: int
     """Bytes that it takes, about."""
 
@@ -124,7 +124,7 @@ class KeptResponses:
             self._drop_old()
 
     def find(self, response_id: str) -> Kept | None:
-        """A response by its id, which counts as used by that."""
+        """Return a response by its id, and count it as used."""
         with self._lock:
             self._drop_old()
             found = self._responses.get(response_id)
@@ -135,7 +135,7 @@ class KeptResponses:
             return found[0]
 
     def item(self, item_id: str) -> KeptItem | None:
-        """An item of a kept response."""
+        """Return an item of a kept response."""
         with self._lock:
             self._drop_old()
             return self._by_id.get(item_id)
@@ -179,7 +179,7 @@ SEAL = "paceline:"
 
 
 def new_id(kind: str) -> str:
-    """An id for an item of a type, or for a response."""
+    """Make an id for an item of a type, or for a response."""
     return f"{PREFIXES.get(kind, 'resp')}_{uuid4().hex}"
 
 
@@ -189,7 +189,7 @@ def seal_reasoning(reasoning: str) -> str:
 
 
 def open_reasoning(content: str) -> str:
-    """The reasoning in an `encrypted_content`; empty where another server wrote it."""
+    """Return the reasoning in an `encrypted_content`; empty if another server wrote it."""
     if not content.startswith(SEAL):
         return ""
     try:
@@ -199,7 +199,7 @@ def open_reasoning(content: str) -> str:
 
 
 def keep_item(item: AnyItem) -> KeptItem:
-    """An item to be kept, under an id of its own where it brings none."""
+    """Make an item to keep. It gets an id if it brings none."""
     shown = shown_item(item)
     return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + _held_bytes((item, shown), set()))
 
@@ -222,7 +222,7 @@ def _held_bytes(value: object, counted: set[int]) -> int:
 
 
 def shown_item(item: AnyItem) -> dict[str, object]:
-    """An item as it is listed."""
+    """Return an item as lists show it."""
     shown: dict[str, object] = {"id": item.id or new_id(item.type), "type": item.type}
     match item:
         case MessageItem(role=role, content=content):
@@ -253,7 +253,7 @@ class _Turn:
     call_id: str | None = None
 
     def takes(self, item: AnyItem) -> bool:
-        """Whether an item of the assistant's belongs to the same turn."""
+        """Return whether an item of the assistant's belongs to the same turn."""
         match item:
             case ReasoningItem():
                 return self.content is None and not self.calls
@@ -288,7 +288,7 @@ class WrittenConversation:
 def write_messages(
     instructions: str | None, before: Sequence[AnyItem], items: Sequence[AnyItem], *, is_list: bool = True
 ) -> WrittenConversation:
-    """A conversation's messages.
+    """Write a conversation's messages.
 
     Args:
         instructions: a system message in front.
@@ -322,7 +322,7 @@ def write_messages(
                 turn.reasoning = joined([turn.reasoning, text])
             case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
-    # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
+    # Reasoning with hidden text and nothing after it says nothing.
     turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
     return WrittenConversation([turn.message() for turn in turns], [turn.origin for turn in turns])
 
@@ -333,7 +333,7 @@ def _parts_of(content: str | list[InputPart | MediaPart]) -> list[TextPart | Med
 
 
 def chat_request_of(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The chat that a request comes to."""
+    """Return the inner chat of a request."""
     given: dict[str, Any] = {
         **{name: getattr(asked, name) for name in SAMPLING & asked.model_fields_set},
         "messages": list(messages),

@@ -39,11 +39,11 @@ class Output:
         self._is_cut = False
         """The call that was begun last was not read to its end."""
         self._texts: list[str] = []
-        """Of the open item."""
+        """Texts of the open item."""
         self._entries: list[object] = []
-        """The log probabilities of its tokens."""
+        """Log probabilities of the open item's tokens."""
         self._waiting: list[object] = []
-        """Of tokens whose text has not come."""
+        """Log probabilities of tokens that have no text yet."""
 
     def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> list[Event]:
         events: list[Event] = []
@@ -85,7 +85,7 @@ class Output:
         return self._open and self.items[-1]["type"] == kind
 
     def _event(self, name: str, told: Mapping[str, object]) -> Event:
-        """An event about the open item."""
+        """Return an event about the open item."""
         return {"type": f"response.{name}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **told}
 
     def _begin(self, item: dict[str, Any]) -> Event:
@@ -118,7 +118,7 @@ class Output:
         return self._event("output_text.delta", {"content_index": 0, "delta": text, "logprobs": entries})
 
     def _spelled(self) -> list[object]:
-        """The log probabilities that waited for their text."""
+        """Return the log probabilities that waited for their text."""
         entries, self._waiting = self._waiting, []
         self._entries += entries
         return entries

@@ -61,12 +61,12 @@ Content = Annotated[Annotated[str, Tag("as-string")] | Annotated[Parts, Tag("as-
 
 
 def text_of(content: str | list[InputPart | MediaPart]) -> str:
-    """The text of a content, its parts joined, with a note for each that is not text."""
+    """Return the text of a content, its parts joined, with a note for each part that is not text."""
     return content if isinstance(content, str) else joined([part.text for part in content])
 
 
 class Item(Strict):
-    """What all items may carry."""
+    """Fields that all items may have."""
 
     id: ItemId | None = None
     status: str | None = Field(default=None, description="Ignored.")
@@ -102,7 +102,7 @@ class OutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
 
     type: Literal["reasoning"]
     summary: Parts | None = Field(default=None, description="Taken for the reasoning where there is no content.")
@@ -164,7 +164,7 @@ ONLY_FUNCTIONS = only_types("Only tools of type function are served: no {kind}",
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """The name by which a model sees a function."""
+    """Return the name by which a model sees a function."""
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 

@@ -208,7 +208,7 @@ class ResponsesShape(Shape):
         return json_bytes(self._final(usage))
 
     def fault_event(self, fault: Fault) -> bytes:
-        """The error, on which most clients raise, and the failed response, which others wait for."""
+        """Return the error, on which most clients raise, and the failed response, which others wait for."""
         message = fault.message.encode("utf-8", "replace").decode()
         told = {"type": fault.type, "code": fault.code, "message": message, "param": fault.param}
         code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
@@ -223,7 +223,7 @@ class ResponsesShape(Shape):
         return out
 
     def _final(self, usage: Usage) -> dict[str, object]:
-        """The response that has ended, which is kept from here on."""
+        """Return the response that has ended, and keep it from here on."""
         cut = self._output.finish is FinishReason.LENGTH
         response = self._response("incomplete" if cut else "completed", self._output.items)
         if cut:
@@ -244,7 +244,7 @@ class ResponsesShape(Shape):
         return response
 
     def _response(self, status: str, output: Sequence[object]) -> dict[str, object]:
-        """The response, with what was asked for as it was understood."""
+        """Return the response, with the request's fields as they were understood."""
         call, asked = self._call, self._turn.asked
         sampling = call.requests[0].sampling
         text, reasoning = asked.text, asked.reasoning

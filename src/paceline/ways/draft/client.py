@@ -233,7 +233,7 @@ class ProposerClient:
             return
         peer, asks = self.drafter.node_id, self._waiting.get(session)
         if not asks:
-            self._fail(RemoteProposerError(f"{peer} drafts what nobody asked for", status="DATA_LOSS"))
+            self._fail(RemoteProposerError(f"{peer} sent a draft that was not requested", status="DATA_LOSS"))
             return
         waiting = asks.popleft()
         if not asks:
@@ -255,7 +255,7 @@ class ProposerClient:
         peer, ask = self.drafter.node_id, waiting.ask
         try:
             if block is None:
-                raise RemoteProposerError(f"{peer} forgets what it is told", status="ABORTED")
+                raise RemoteProposerError(f"{peer} does not remember the tokens sent to it", status="ABORTED")
             check_block(block, ask.length, self._vocabulary_size, peer)
         except RemoteProposerError as error:
             self._queue.answer(ask, ())

@@ -174,7 +174,7 @@ class RemoteProposer:
                 if block is None and known:
                     block = await self._ask(committed, 0, block_size, num_steps)
             if block is None:
-                raise RemoteProposerError(f"{self._peer} forgets what it is told", status="ABORTED")
+                raise RemoteProposerError(f"{self._peer} does not remember the tokens sent to it", status="ABORTED")
             check_block(block, block_size, self._vocabulary_size, self._peer)
         except BaseException as error:
             await self._hang_up()

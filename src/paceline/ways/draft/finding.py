@@ -141,7 +141,7 @@ class OwnProposers:
         found = [drafter_of(HERE, b"", name, offer, 0.0) for name, offer in self._offers.items() if model_id in {"", name}]
         left = [one for one in found if one.key not in left_out]
         if not left:
-            raise PlacementError(f"Nobody drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
+            raise PlacementError(f"No node drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
         return left
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> LocalConnection:
@@ -194,7 +194,7 @@ def drafters(
     ranked += [key for key in offers if key[0] == own and model_id and on is None]
     keys = [key for key in dict.fromkeys(ranked) if key in offers and key[0] not in barred]
     if not keys:
-        raise PlacementError(f"Nobody is left to draft with {model_id[:200]}" if model_id else "Nobody's drafts would pay")
+        raise PlacementError(f"No node is left to draft with {model_id[:200]}" if model_id else "No node's drafts would save time")
     return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
 
 
@@ -239,7 +239,7 @@ def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> d
             sorted({offer.model_id for card in cards for offer in card.models if offer.role is Role.PROPOSER and offer.weights})
         )
         hint = f"Start a machine with --propose {model}" + (f", or choose of what there is: {there[:200]}." if there else ".")
-        raise PlacementError(f"Nobody in the fleet drafts{which}", hint)
+        raise PlacementError(f"No node in the fleet drafts{which}", hint)
     fitting = {key: offer for key, offer in offers.items() if offer.vocabulary == verifier.vocabulary}
     if not fitting:
         names = ", ".join(sorted({name for _, name in offers}))[:200]

@@ -128,7 +128,7 @@ class RemoteDrafts:
         except PacelineError as error:
             if str(self.trouble) != str(error):
                 level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
-                logger.log(level, "nobody drafts (%s): %s", self.name, error)
+                logger.log(level, "no node drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
         # The present drafter goes on: another would have to be told everything.
         client = self._client

@@ -172,7 +172,7 @@ class NodeDrafts:
         for name in self._asked:
             source = self.sources[name]
             if name != FLEET and source.drafter is None and source.trouble is not None:
-                logger.warning("answers come without drafts of %s, until somebody drafts with it: %s", name, source.trouble)
+                logger.warning("answers come without drafts of %s, until a node drafts with it: %s", name, source.trouble)
 
     async def detach(self) -> None:
         """End. Idempotent."""

@@ -277,7 +277,7 @@ class PrefillingInParts(Prefilling):
             Overloaded: there are as many as there may be.
         """
         if self.n_fetching >= MOST_FETCHING:
-            raise Overloaded("So many parts of one prompt are fetched already", "Ask again once one of them is here.", retry_after_s=1)
+            raise Overloaded("Too many parts of one prompt are being fetched", "Ask again once one of them is here.", retry_after_s=1)
         self.n_fetching += 1
         try:
             yield

@@ -215,7 +215,7 @@ class KvLegs:
         if not kv.prefills:
             raise InvalidRequest("kv_transfer_params: this machine computes no prompts for others (its role)", field="kv_transfer_params")
         if request.scores_prompt:
-            raise InvalidRequest("kv_transfer_params: a prompt that is scored is computed anew wherever it is asked for", field="echo")
+            raise InvalidRequest("kv_transfer_params: a prompt with log probabilities can't be computed for another machine", field="echo")
         return self._computed(kv, request, leg, run)
 
     async def _computed(self, kv: PeerKv, request: GenerationRequest, leg: KvLeg, run: Callable[[], ChunkStream]) -> AsyncGenerator[Chunks]:

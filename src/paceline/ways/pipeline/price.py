@@ -205,7 +205,7 @@ def _too_little_memory(machines: Mapping[NodeId, Machine], request: PlanRequest,
         for node_id, machine in sorted(machines.items())
     )
     return ImpossiblePin(
-        f"The pinned machines have not the memory for the {n_layers} layers of {request.title} and their KV: {fit}",
+        f"The pinned machines do not have the memory for the {n_layers} layers of {request.title} and their KV: {fit}",
         "Pin more machines, or other ranges; the first stage also holds embedding and head.",
         constraint=Constraint.MEMORY,
     )

@@ -184,7 +184,7 @@ async def test_a_revoked_node_is_dropped_and_refused_and_stays_so(tmp_path: Path
             await until(lambda: "refused c" in caplog.text)
             # It is told, by the CA's own word, and knows it from then on.
             await until(lambda: "this machine (c) was revoked" in caplog.text)
-            with pytest.raises(MembershipError, match=r"^c is no member any more: .* refuses this node: c was revoked"):
+            with pytest.raises(MembershipError, match=r"^c is not a member any more: .* refuses this node: c was revoked"):
                 await look(FleetFolder(Home(tmp_path / "c").fleet))
             await until(lambda: bool(FleetFolder(tmp_path / "c" / "fleet").sealed_revocations()))
             await until(lambda: bool(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations()))

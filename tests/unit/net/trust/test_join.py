@@ -183,7 +183,7 @@ def test_nothing_is_sent_to_a_man_in_the_middle(node: IssuerNode, tmp_path: Path
         token = node.mint(addresses=(f"127.0.0.1:{other.port}",))
         async with other.hosted(names):
             with logged() as lines:
-                with pytest.raises(JoinRefused, match=rf"Who answers at 127.0.0.1:{other.port} is not the machine"):
+                with pytest.raises(JoinRefused, match=rf"The machine that answers at 127.0.0.1:{other.port} did not make this token"):
                     await join(token, NodeId("bob-1"), node.clock)
                 await lines.line(f"refused 127.0.0.1:{other.port}", "another CA than the token's")
                 assert not [line for line in lines.lines if "join as" in line], "the impostor saw a join request"

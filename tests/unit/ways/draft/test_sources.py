@@ -49,7 +49,7 @@ def alone(*offers: ModelOffer) -> MayDraft:
 @pytest.mark.parametrize(
     ("draft", "offers", "said"),
     [
-        ("small", (), "answers come without drafts of small, until somebody drafts with it: Nobody in the fleet drafts with 'small'"),
+        ("small", (), "answers come without drafts of small, until a node drafts with it: No node in the fleet drafts with 'small'"),
         ("small", (ModelOffer("small", Role.PROPOSER, "int4", vocabulary="w"),), "small can't draft: other tokens"),
         ("auto", (), ""),
         ("ngram", (), ""),
