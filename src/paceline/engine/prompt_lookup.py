@@ -54,7 +54,10 @@ class _Table:
         self._mask, self._shift, self._used = size - 1, 64 - (size.bit_length() - 1), 0
 
     def put(self, key: int, end: int, ids: array[int], *, may_be_known: bool) -> int:
-        """Record that a suffix ends before position `end`. Returns its previous end; 0: there is none."""
+        """Record that a suffix ends before position `end`. Returns its previous end; 0: there is none.
+
+        Without `may_be_known` the suffix must be new: the table is not searched for it.
+        """
         n, places, mask = self._n, self._places, self._mask
         at = (key * _FACTOR & _MASK) >> self._shift
         if may_be_known:
@@ -86,7 +89,7 @@ class _Table:
             self._used -= 1
 
     def put_all(self, ids: array[int], start: int, stop: int) -> None:
-        """Record the suffixes of all ends from `start` to `stop`."""
+        """Record the suffixes of all ends from `start` to `stop` inclusive."""
         if stop < start:
             return
         self._grow(ids, stop + 1 - start)
@@ -128,7 +131,7 @@ class NGramIndex:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = array("i")
         self._start = 0
-        """First token in the index."""
+        """Position of the first token in the index."""
         self._tables = tuple(_Table(n) for n in range(1, MAX_NGRAM + 1))
         """One table for each suffix length, from 1 token on."""
         self._undo: deque[list[tuple[int, int]]] = deque(maxlen=REMEMBERED)

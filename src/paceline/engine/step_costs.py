@@ -1,17 +1,17 @@
-"""Cost of a step by its rows, measured during serving and used to size drafts and chunks of prompts; and the choice of prompt rows for a step, which shares a
-chunk among all prompts, within a time.
+"""Estimates the time of a step from its rows, and chooses the prompt rows of a step (`rows_of_prompts`). Times are measured during serving. The estimates
+also size drafts.
 
 Steps with prompts have a curve of their own by their total rows, and a cost for each earlier position (key) that a row attends to, since attention grows with
-the context. For drafts only ratios matter: a row count not yet seen is assumed to be cheap, so that it is tried. For prompts seconds matter: a count not yet
-seen is interpolated between those seen. Old measurements lose weight with time.
+the context. For drafts only ratios matter: a row count not yet seen is assumed to be cheap, so that it is tried. Old measurements of steps without prompts lose
+weight with time. For prompts seconds matter: a count not yet seen is interpolated between those seen.
 
 Laws:
 - One measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower unconfirmed estimates by more,
   because a machine that begins is slow.
 - The oldest prompt gets at least one row in every step, and a fifth of the prompts' share where others would take it all. Otherwise the prompt with the least
-  left comes first. Where some prompts end in a step, so that their first tokens wait for it, the other prompts make the step longer by a quarter at most.
-- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured. The answers alone may take longer, or nearly as long:
-  prompts then still get half as much time as answers do, so that a new request need not wait until others end. Bytes don't depend on any of this.
+  left comes first. Once that one ends in a step, its first token waits for the step: all further rows lengthen the step by a quarter at most.
+- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured. Whatever the budget, prompts may take half as much time
+  as the answers alone, because a new request should not wait until others end. Bytes don't depend on any of this.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from paceline.core.clock import Clock
 MOST_ROWS = 64
 """Largest step without prompts that is measured, in rows. Beyond this, costs are taken to grow in proportion."""
 ASSUMED_ROW = 0.05
-"""Assumed cost of another row, relative to a step of one row, until it was measured. Raising it: longer drafts are tried later."""
+"""Assumed cost of each further row in a step without prompts, relative to a step of one row, until it was measured. Raising it: longer drafts are tried
+later."""
 ASSUMED_PROMPT_ROW = 0.1
-"""Assumed cost of another row in a step with prompts, relative to a step of one row. Raising it: the first chunks next to an answer are shorter. Source: 0.11
-measured here at 135M, 0.10 at 8B.
+"""Assumed cost of each further row in a step with prompts, relative to a step of one row. Raising it: the first chunks next to an answer are shorter.
+Source: 0.11 measured with a model of 135M parameters, 0.10 with one of 8B.
 """
 ASSUMED_KEY = 5e-6
 """Assumed cost of a key, relative to a step of one row, until it was measured."""
 WILD = 2.0
 OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
 PROMPT_GAIN = 0.5
-"""Like `OWN_GAIN`, for steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed more often by chance."""
+"""Exponent on measured / expected time when a step with prompts corrects its row count's factor; `OWN_GAIN` is that of other steps. Raising it: the
+budget of a step is kept sooner after a change, and missed more often by chance."""
 FIRST, MUCH = 16, 8.0
-"""First steps that may lower all estimates when faster than expected, and by which factor at most. Row counts measured twice keep their estimates. Raising
-them: a slow start is corrected sooner, and chance lowers estimates more often.
+"""Each of a curve's first `FIRST` measurements lowers all its estimates if it is faster than expected, by a factor of `MUCH` at most. Row counts measured
+twice keep their estimates. Raising them: a slow start is corrected sooner, and chance lowers estimates more often.
 """
 OFTEN = 8
 """Measurements of a row count before it is reported to other nodes. Raising it: other nodes estimate rare row counts for longer."""
 LEAST_CHUNK, TYPICAL_PROMPT = 32, 512
 HALF_LIFE = 1024
-"""Steps after which half of an old measurement is forgotten."""
+"""Steps without prompts after which an unrepeated measurement has half its weight; the other half is the estimate from the next smaller row count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,10 @@ class StepLoad:
     """Rows of prompts and answers together."""
     prompt_rows: int = 0
     keys: int = 0
-    """Number of keys that prompt rows attend to: the sum of their positions."""
+    """Number of keys that prompt rows attend to. Each attends to its own position and all before it."""
 
     def more(self, rows: int, start: int) -> StepLoad:
-        """Return this load with rows of another prompt, the first at position `start`."""
+        """Return this load plus `rows` consecutive rows of one prompt, the first at position `start`."""
         return StepLoad(self.rows + rows, self.prompt_rows + rows, self.keys + rows * start + rows * (rows + 1) // 2)
 
 
@@ -70,7 +72,7 @@ class _Seen:
     """Measured cost relative to the assumed cost."""
     at: int
     times: int
-    """Measurements since the last one that was much faster than expected."""
+    """Measurements since the last one that took less than 1 / `WILD` of the expected time, which counts as the first."""
 
 
 class StepCosts:
@@ -117,13 +119,14 @@ class StepCosts:
         return self._rows_with_prompts(load.rows) + load.keys * (self._key_s or ASSUMED_KEY * (self._answers.level or 1.0))
 
     def seen_seconds(self) -> dict[int, float]:
-        """Return the seconds of steps without prompts by rows: among row counts measured often, the largest between each two powers of two."""
+        """Return seconds by row count, of steps without prompts. Only counts measured often appear: between two powers of two, the largest."""
         often = self._answers.seen_often()
         return {rows: self._answers.seconds(rows) for rows in {rows.bit_length(): rows for rows in often}.values()}
 
     def seen_prefill(self) -> float:
-        """Return prompt tokens a second for a prompt of `TYPICAL_PROMPT` tokens, by the largest chunk size measured often; 0: none of `LEAST_CHUNK` or more
-        was.
+        """Return the estimated prompt tokens a second, for a prompt of `TYPICAL_PROMPT` tokens in chunks of the largest size measured often.
+
+        0 if that size is below `LEAST_CHUNK`.
         """
         rows = max(self._prompts.seen_often(), default=0)
         return rows / self.of(StepLoad(rows, rows, rows * TYPICAL_PROMPT // 2)) if rows >= LEAST_CHUNK else 0.0
@@ -151,7 +154,7 @@ class StepCosts:
         return self._answers.seconds(1) * curve.assumed(rows)
 
     def _one_row(self) -> float:
-        """Return the factor of a step of one row with prompts: that of one without prompts, if that was measured."""
+        """Return the factor of a step of one row with prompts. It follows from the time of one row without prompts; 1 if that was not measured."""
         return self._answers.seconds(1) / self._prompts.level if self._answers.level else 1.0
 
 
@@ -224,7 +227,7 @@ class _Curve:
         """Return the factor on the assumed cost; for a row count not seen, interpolate between the nearest counts seen.
 
         Args:
-            one_row: factor of a step of one row, used if that was not seen.
+            one_row: factor of a step of one row, used if no smaller count was seen.
         """
         rows = _counted_with(rows)
         if rows in self._seen:
@@ -244,7 +247,7 @@ class _Curve:
 
 
 def _counted_with(rows: int) -> int:
-    """Return the row count that this one is counted with. Large counts share eight groups between two powers of two."""
+    """Return the row count under which this one is measured. Counts above `MOST_ROWS` are rounded down, to one of eight between two powers of two."""
     if rows <= MOST_ROWS:
         return rows
     step = 1 << (rows.bit_length() - 4)
@@ -284,9 +287,11 @@ class StepTimes:
 
 
 FLOOR = 5
-"""The oldest prompt gets one part in this many. Raising it: short prompts behind a long one are answered sooner, and the long one later."""
+"""Reserves 1 / `FLOOR` of the prompt rows for the oldest prompt, or of their time where that is less. Raising it: short prompts behind a long one are
+answered sooner, and the long one later."""
 LONGER = 1.25
-"""Factor by which rows that end no prompt may lengthen a step that a first token waits for. Raising it: prompts advance sooner, and first tokens come later."""
+"""Factor by which further rows may lengthen a step in which the shortest prompt ends, since its first token waits. Raising it: other prompts advance sooner,
+and first tokens come later."""
 BESIDE = 1.5
 """Factor by which prompts may lengthen a step of answers, whatever the budget. Raising it: prompts advance sooner next to many answers, which are slower."""
 
@@ -298,7 +303,7 @@ class PromptLeft:
     start: int
     """Position of the first token."""
     rows: int
-    """Rows that may run in one step: they have the same path."""
+    """Rows that may run in the next step. It is below `left` if both prompt and generated tokens are left, or if the scheduler limits it."""
     left: int
     """Rows left in total."""
 
@@ -337,7 +342,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
 
 
 class _Step:
-    """The prompt rows of a step as they are given out."""
+    """Distributes the prompt rows of one step among prompts. Limits are seconds that the step may take."""
 
     def __init__(self, prompts: Sequence[PromptLeft], most: int, load: StepLoad, costs: StepCosts) -> None:
         self._prompts, self._left, self._costs = prompts, most, costs
@@ -345,7 +350,7 @@ class _Step:
         self.rows = [0] * len(prompts)
 
     def takes_all(self, place: int, kept: int, limit: float) -> bool:
-        """Give a prompt all rows it has left, if they fit with `kept` rows reserved. Returns whether they fit."""
+        """Give a prompt all rows that it may run, if `kept` rows stay free and the step stays within `limit`. Returns whether it did."""
         prompt = self._prompts[place]
         if prompt.rows > self._left - kept or self._costs.of(self.load.more(prompt.rows, prompt.start)) > limit:
             return False
@@ -353,7 +358,7 @@ class _Step:
         return True
 
     def take(self, place: int, most: int, limit: float, least: int = 0) -> None:
-        """Give a prompt as many more rows as fit, `least` at least."""
+        """Give a prompt up to `most` more rows that keep the step within `limit`. The first `least` rows may exceed the limit."""
         given = self.rows[place]
         start = self._prompts[place].start + given
         high = min(most, self._prompts[place].rows - given, self._left)

@@ -38,7 +38,7 @@ class DividedShape:
     ffn: int
     vocab: int
     attention_bytes: int
-    """Part of `ModelShape.layer_bytes` that belongs to attention."""
+    """Size of one layer's attention weights, which is a part of `ModelShape.layer_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDraft:
-    """The acceptance of drafts that one node made with one model, measured by the node that they were made for."""
+    """Acceptance of the drafts that node `node_id` made with `model_id`, measured by the card's node, for which they were made."""
 
     node_id: NodeId
     model_id: str
@@ -124,9 +124,9 @@ class ModelOffer:
     tokenizer: str = ""
     """SHA-256 of the packed tokenizer and chat template, hex. Empty if the model is not loaded."""
     under_way: int = 0
-    """Running and waiting sequences of a loaded model, as a power of four; 0 below four."""
+    """Running and waiting sequences of a loaded model, rounded down to a power of four; 0 below four."""
     files: str = ""
-    """One SHA-256 for all of the model's files, hex, with those that `digest` leaves out. Empty: not known."""
+    """One SHA-256 for all of the model's files, hex: also for the tokenizer and template, which `digest` does not cover. Empty: not known."""
     steps: tuple[StepTime, ...] = ()
     """Measured step times of a model that answers, by increasing number of rows."""
     drafts: tuple[MeasuredDraft, ...] = ()
@@ -203,10 +203,10 @@ class NodeCard:
     shard_memory_bytes: int = 0
     """Memory that further layers for other nodes, with their KV, may take. Two significant digits."""
     devices: tuple[Device, ...] = ()
-    """Devices for the weights formats that the device named above does not run."""
+    """Further devices, for weights formats that the card's own device (`backend`, `device`) does not run."""
 
     def device_of(self, weights: str) -> Device | None:
-        """Return the device that runs a weights format; None: the device that the card itself names."""
+        """Return the entry of `devices` that runs a weights format. None if no entry does: then the card's own device counts."""
         return next((device for device in self.devices if weights in device.weights), None)
 
     def running(self, weights: str) -> NodeCard:
@@ -235,7 +235,7 @@ class SealedCard:
     beat: int = 0
     """Number of times that the node has signed this unchanged card again. The greater one is newer."""
     certificate: bytes = b""
-    """DER. Kept apart because it travels only to nodes that hold no card of this node yet."""
+    """DER. Kept apart because it is sent only to nodes that may not have it: with a node's first card, and after a renewal."""
     issued_at: int = 0
     """Unix seconds at which the CA issued the certificate. A revocation covers certificates issued up to its `not_after`."""
     trust: Trust = Trust.MEMBER
@@ -284,7 +284,7 @@ WITHIN = 0.1
 """Fraction by which a figure measured during requests may differ from the one shown before a new one is shown. Raising it: fewer new cards, and
 plans that compute with older figures."""
 SLACK = 0.25
-"""Distance, in steps of the last digit, by which a value must pass the edge where rounding changes. Raising it: changes are shown later."""
+"""Fraction of the last digit's step by which a value must pass the rounding edge before another figure is shown. Raising it: changes are shown later."""
 
 
 def two_digits(value: float) -> float:

@@ -1,7 +1,7 @@
-"""Conversion of ExchangeCapabilities between `fleet.messages` and the wire, and the check of what is signed in it, each signature once.
+"""Converts ExchangeCapabilities messages between `fleet.messages` and the wire, and checks the signatures of their parts, each signature once.
 
 Law: nothing in a message is believed before its signature was checked here. A part that fails its check is left out and reported, so that one forged
-card does not keep out the other cards. After `MOST_LIES` such parts the rest of the message is left unread.
+card does not keep out the other cards. After `MOST_LIES` failed cards the other cards are left unread; the same holds for revocations.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from paceline.net.trust.seals import Voids, open_card, open_list, open_revocatio
 from paceline.net.wire import fleet_pb2 as wire
 
 MOST_MEASURED = 4096
-"""Maximum number of cards to measure, above the bounds of every preset."""
+"""Maximum number of cards to measure in a message. It is larger than the number of cards that any preset allows."""
 CHECKED_AT_ONCE = 8
-"""Parts checked before the event loop may run other tasks. Each has two signatures, at 0.1 ms a signature. Raising it: other tasks wait longer."""
+"""Parts checked before the event loop may run other tasks. Each has up to two signatures, at 0.1 ms a signature. Raising it: other tasks wait longer."""
 MOST_LIES = 8
-"""Parts of one message that may fail their check before the rest is left unread. Raising it: a faulty peer can make a node compute more."""
+"""Failed cards after which the other cards of a message are left unread; counted separately for revocations. Raising it: a faulty peer can make a node
+compute more."""
 MAX_EXCHANGE_BYTES = 2 << 20
 """Maximum size of a request or a reply: its cards (`Bounds.max_message_bytes`) and revocations."""
 MAX_EXCHANGE_PARTS = 8192
-"""Maximum number of cards and revocations in one message, above the bounds of every preset."""
+"""Maximum number of fields in a serialised message. Each card and each revocation is a field; every preset allows fewer of both together."""
 Message = TypeVar("Message")
 Held = TypeVar("Held")
 
 
 class CardOpener(Protocol):
-    """The check of signed parts of a message."""
+    """Checks the signed parts of a message, and converts them."""
 
     def card(self, passed: wire.PassedCard) -> SealedCard | None:
-        """Return a card after its check; None if only a newer signature came, for a card not held any more.
+        """Check a card and return it. A newer signature may come without its card: None if this node does not hold that card any more.
 
         Raises:
             FleetError: the card fails its check.
@@ -75,7 +76,10 @@ Refuse = Callable[[FleetError], None]
 
 
 def measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse) -> Measures:
-    """Return the measures of a message, counted without decoding its cards. Replies have the same bounds as requests."""
+    """Return the number of digests, cards and revocations in a message, and the size of its largest card, without decoding cards.
+
+    Replies have the same bounds as requests.
+    """
     digests = message.digests if isinstance(message, wire.ExchangeCapabilitiesRequest) else message.wanted
     return Measures(
         digests=len(digests.node_keys),
@@ -151,19 +155,19 @@ def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
 
 
 async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: CardOpener, refuse: Refuse) -> ExchangeRequest:
-    """Return a request with its signed parts checked.
+    """Return a request without the signed parts that fail their check.
 
     Raises:
-        MalformedMessage: its columns don't fit together.
+        MalformedMessage: its columns of digests differ in length.
     """
     return _REQUEST.read(message, **await _signed(message, opener, refuse))
 
 
 async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse) -> Reply:
-    """Return a reply with its signed parts checked.
+    """Return a reply without the signed parts that fail their check.
 
     Raises:
-        MalformedMessage: its columns don't fit together.
+        MalformedMessage: its columns of digests differ in length.
     """
     return _REPLY.read(message, **await _signed(message, opener, refuse))
 
@@ -185,7 +189,7 @@ async def _signed(
 
 
 async def _read(messages: Iterable[Message], read: Callable[[Message], Held | None], refuse: Refuse) -> tuple[Held, ...]:
-    """Return what `read` makes of each message, in order, without None. Messages that fail their check go to `refuse`."""
+    """Return what `read` makes of each message, in order, without None. Its errors go to `refuse`; after `MOST_LIES` errors no more is read."""
     taken: list[Held] = []
     lies = 0
     for place, message in enumerate(messages):
@@ -231,8 +235,8 @@ class MemberOpener:
     """The `CardOpener` of a member. It checks each signature once and remembers the certificates of nodes.
 
     Args:
-        lacks: called with the node of a card that failed its check and came without a certificate, so that it is asked for whole.
-        held: returns the card of a key and version that this node holds, for a newer signature of it that came alone.
+        lacks: called with a node's id if its card came without a certificate and failed its check. The card should then be requested in full.
+        held: returns the card with a key and version, if this node holds it. Used for a newer signature that came without its card.
         remembered: number of cards and certificates kept; those used longest ago are forgotten.
     """
 
@@ -298,7 +302,7 @@ class MemberOpener:
             self._certificates[sealed.card.node_id] = sealed
 
     def met(self, sealed: SealedCard) -> Member:
-        """Remember the certificate of a node that showed its own card, and return the member. The certificate may be newer than the known one.
+        """Remember the certificate of a node that showed its own card, and return its contents. A newer certificate that is known already stays.
 
         Raises:
             NotTrusted: the certificate has expired.
@@ -307,7 +311,7 @@ class MemberOpener:
         return self._root.member(sealed.certificate, self._clock.wall())
 
     def member(self, node_id: NodeId) -> Member | None:
-        """Return the member that must answer at a node's addresses; None if its certificate is not known.
+        """Return the contents of a node's certificate, to check the peer that answers at its addresses; None if it is not known.
 
         Raises:
             NotTrusted: the certificate has expired.
@@ -316,7 +320,7 @@ class MemberOpener:
         return None if known is None else self._root.member(known.certificate, self._clock.wall())
 
     def proven(self, node_id: NodeId) -> Member:
-        """Return the member for a node that is to be called.
+        """Return the contents of a node's certificate, like `member`, before a call to the node.
 
         Raises:
             FleetError: its certificate is not known or has expired.

@@ -1,11 +1,9 @@
 """A GGUF model as a source of tensors under Hugging Face's names.
 
 Quantised blocks are read unchanged; F32, F16 and BF16 become dense tensors. llama.cpp permutes the q and k rows of some architectures for
-interleaved rope. The rows are put back here, which moves whole quantised rows and changes no value.
+interleaved rope. `TensorFiles` restores their order when it reads them. It moves whole quantised rows and changes no value.
 
-Shapes: N outputs (rows), B bytes of a row.
-
-The header gives the `ModelSpec`: sizes, and the rope scaling that llama.cpp stores in a tensor.
+The `ModelSpec` comes from the header, and from the tensors in which llama.cpp stores rope factors.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ _UNUSED_BY_DEFAULT: Final = (
     "attn_logit_softcapping", "attention.logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "attention.clamp_kqv",
     "attention.max_alibi_bias", "attention.temperature_scale", "leading_dense_block_count", "expert_group_count",
 )  # fmt: skip
-"""Keys of numbers that must be absent or zero: any other value asks for something that Paceline does not do."""
+"""Metadata keys that must be absent or hold zero: any other number needs a feature that Paceline does not have."""
 
 
 def spec_from_gguf(header: GgufHeader, rope_factors: Mapping[str, Sequence[float]]) -> ModelSpec:
-    """Return the sizes of the model in a GGUF file.
+    """Return the spec of the model in a GGUF file.
 
     Args:
-        header: of the file (of a split model, the first file), with the tensors of all files.
-        rope_factors: the values of the tensors that scale rope, by name, as far as they were read.
+        header: header of the file (of a split model, the first file), with the tensors of all files.
+        rope_factors: values of the tensors that scale rope, by tensor name. A tensor that was not read is missing, and its values are not checked.
 
     Raises:
         ModelFileError: metadata is missing or absurd.

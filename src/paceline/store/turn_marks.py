@@ -1,10 +1,10 @@
 """Finds the marks of turns: vocabulary entries that a chat template writes around each message.
 
-The template renders a few probe chats, in the process that limits templates. A mark is an entry next to a probe's text, or next to another mark or a
-role that is. The source of a template is not enough to find marks, because templates build them from pieces and macros.
+The template renders a few probe chats, in the process that limits templates. A mark is an entry that only blanks, other marks and single words (roles)
+separate from a probe's text. The source of a template is not enough to find marks, because templates build them from pieces and macros.
 
-Marks inside the assistant's turn (of thoughts, calls, results) are text that models write and clients read, not marks of turns. So the
-assistant's turn begins with as many marks as the user's, and a result's frame ends where a turn does.
+Marks inside the assistant's turn (of thoughts, calls, results) are text that models write and clients read, not marks of turns. So only the first marks of
+the assistant's turn count, as many as begin the user's. The mark before a tool's result counts only if a mark of turns follows the result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str
 
 
 def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
-    """Return the entries that frame turns in a model's templates. Blocks for about 0.3 s for each template that may write such an entry."""
+    """Return the spellings of the entries that frame turns in a model's templates.
+
+    A template is rendered only if its source may write a mark that is not a special token. That blocks for about 0.3 s. If a template fails, it gives no
+    entries, and a warning is logged.
+    """
     special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
     signs = [name for name in encoder.get_vocab(with_added_tokens=True) if not name[-1:].isalnum()]
     names = [name.lower() for name in signs if is_mark(name) and name not in special]
@@ -79,7 +83,7 @@ def turn_marks(encoder: Encoder, template: ChatTemplate) -> set[str]:
 
 
 def _may_write(source: str, name: str) -> bool:
-    """Return whether a template's source contains a mark, or the parts of a mark before and after a role in it."""
+    """Return whether a template's source contains mark `name`, or both parts of it around a role, as in `<|user|>`. Both are in lower case."""
     if name in source:
         return True
     return any(role in name and all(half in source for half in (name.partition(role)[0], name.partition(role)[2])) for role in _ROLES)
@@ -111,7 +115,7 @@ def _text(process: TokenizerProcess, chat: Sequence[Mapping[str, Any]], tools: S
 
 
 def _bytes() -> Encoder:
-    """Return an encoder with bytes as ids, which makes text of the ids that the process returns."""
+    """Return an encoder with the text's bytes as ids, so that the process's answer can be read as text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     encoder = Tokenizer(models.BPE(vocab=dict(byte_alphabet()), merges=[]))

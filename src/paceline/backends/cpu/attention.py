@@ -27,7 +27,8 @@ from paceline.backends.cpu.sizes import ATTENTION_TILES, BLOCK, QUERY_STRIDE, SE
 from paceline.backends.instructions import Lowering, lowering_in_use
 
 CAREFUL = 2
-"""Way to compute products that is also right if the processor flushed a result before it was rounded (`Emit.has_underflowed`)."""
+"""Third value of `fused` in `score` and `mix`, next to 0 and 1 (see `FUSED`). Slower products, right also where the processor flushes a denormal result
+before rounding it (`Emit.has_underflowed`)."""
 FUSED = int(lowering_in_use() is Lowering.AVX512_BF16 and binding.get_host_cpu_name().startswith("znver"))
 """1 if VDPBF16PS does more per cycle than FMA on widened pairs: on AMD's processors that have it. On Intel's it does half as much."""
 
@@ -74,7 +75,7 @@ def _has_underflowed(_):
 
 
 class _Pairs:
-    """Products of a line of bf16 pairs with a pair of one row, computed in one of three ways that give the same bits."""
+    """Multiplies a line of 16 bf16 pairs by one pair of a row, and adds to 16 sums. The three ways (0, 1 and `CAREFUL`) give the same bits."""
 
     def __init__(self, e: Emit, way: int) -> None:
         fused = way == 1
@@ -92,7 +93,7 @@ class _Pairs:
         return e.b.bitcast(odd, F), e.b.bitcast(e.b.shl(line, e.const_i(16)), F)
 
     def pair(self, address: Value, offset: Value, pair: int) -> tuple[Value, ...]:
-        """Load the pair at an offset, which is number `pair` of eight."""
+        """Load one pair of a row, repeated over all lanes. `pair` is its number among eight; an odd one is the later half of 16 bytes of fp32."""
         e = self._e
         if self._fused:
             return (e.load_pair(address, offset),)
@@ -110,7 +111,7 @@ class _Pairs:
 def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim, scores):
     """Compute scores (fp32, unscaled) of M rows with the keys of `blocks` blocks, `width` blocks at a time.
 
-    If the last group is not full, its last block is computed again in the places behind it.
+    `scores` needs room for a multiple of `width` blocks: after the last block, its scores are repeated up to that multiple.
     """
     n_rows, n_blocks = rows.literal_value, width.literal_value
 
@@ -306,7 +307,10 @@ def first_seen(position, window):
 
 
 def _products_in(tiles: Sequence[AttentionTile]) -> Any:
-    """Compile the products of M rows for each number of rows in a table: scores with the keys at an address, or the mix of the values there."""
+    """Return a function for `rows` M rows, which must be the rows of one of `tiles`.
+
+    If `scores`, it writes scores with the keys at address `at` to `weights`. Otherwise it writes the mix of the values there to `out`.
+    """
     (most, blocks_at_once, slices_at_once), fewer = tiles[0], _products_in(tiles[1:]) if tiles[1:] else None
 
     @inner
@@ -326,7 +330,7 @@ _products = _products_in(_TILES)
 
 @inner
 def _careful_products(rows, table, blocks, at, block_stride, q, dim, weights, scores, out, out_stride):
-    """Compute `_products` row by row, in the way that is right if results were flushed before they were rounded."""
+    """Compute the same as `_products`, but row by row and with `CAREFUL` products."""
     for m in range(rows):
         if scores:
             score(CAREFUL, 1, 1, table, blocks, at, block_stride, q + m * QUERY_STRIDE, dim, weights + m * WEIGHT_STRIDE)
@@ -336,7 +340,7 @@ def _careful_products(rows, table, blocks, at, block_stride, q, dim, weights, sc
 
 @inner
 def _weigh_rows(rows, position, heads, window, begin, end, blocks, weights, head_dim, scale_bits, records, stride):
-    """Turn the scores of M rows with the keys from `begin` to `end` into weights. The first row is number `position` of all heads' rows."""
+    """Turn the scores of M rows with the keys from `begin` to `end` into weights. Row m is of the token at (position + m) // heads."""
     for m in range(rows):
         at = (position + m) // heads
         valid = max(0, min(end, at + 1) - begin)
@@ -364,7 +368,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, h
         records: address of the rows' records; those of one row are contiguous.
         record_step: number of segments that a row has records for. Each segment's record stays separate, and `finish` folds them.
             0: a row has one record, segments are folded in order, and `start` is 0.
-        scratch: address of `scratch_bytes`, without the records if `record_step` is 0.
+        scratch: address of `scratch_bytes` bytes. The last `rows` x `heads` records there are not used: `records` may point to them.
     """
     mode = flush_denormals()
     n, size, values = rows * heads, record_bytes(value_dim), keys + 2 * BLOCK * head_dim
@@ -408,6 +412,8 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, window, h
 @inner
 def finish(rows, heads, first, window, head_dim, records, record_step, out, out_stride, sinks):
     """Fold the records of all segments, and write rows of bf16: `heads` contiguous ones, `out_stride` bytes between positions.
+
+    Arguments not listed are as in `attend`; `head_dim` is its `value_dim`.
 
     Args:
         sinks: address of one record for each head, folded after all segments; 0: the model has none.

@@ -1,5 +1,5 @@
 """Row-wise steps between the matrix products: norms, rotary embedding, the gate, quantised activations, in vectors of 16 lanes in fixed order. It also
-reads rows of the embedding from the packed records (a tied head is held once, in the head's layout).
+reads rows of the embedding from the packed records of the head's layout, so that a tied head is in memory once.
 
 Addresses are i64; activations are bf16, the residual and products fp32. Dimensions are multiples of 32. An embedding's weight is
 `scale * (code - zero) + offset`, rounded once to fp32, times the embedding's scale, then bf16. Shapes: T rows, D hidden.
@@ -146,10 +146,10 @@ def widen_bf16(_, x, n, out):
 
 @intrinsic(prefer_literal=True)
 def quantize(_, bits, x, n, out, apart):
-    """Quantise a bf16 row to int8 or int16 codes, with one scale for each group of 32: x = scale * code, scale = max |x| / 127 or 32767.
+    """Quantise a bf16 row to codes of `bits` (8 or 16), with one scale for each group of 32: x = scale * code, scale = max |x| / 127 or 32767.
 
-    Groups are records of `forms.GROUP_BYTES`, `apart` bytes apart. This is the scheme of llama.cpp's Q8_1. A number that is not finite makes the
-    scale not finite, and so reaches the products; a group of zeros has scale 0.
+    Each group becomes a record (`forms.GROUP_BYTES` lists its fields); records are `apart` bytes apart. This is the scheme of llama.cpp's Q8_1. A number
+    that is not finite makes the scale not finite, and so reaches the products; a group of zeros has scale 0.
     """
     width = bits.literal_value
     most = ir.Constant(F32, float(2 ** (width - 1) - 1))
@@ -232,9 +232,9 @@ def multiply_by(_, x, n, scale_bits):
 GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED: 2}
 """Numbers that stand for the activations in the kernels."""
 GELU = (-0.102943242, -2.30220819)
-"""-2 log2(e) root(2 / pi) in fp32: first times 0.044715, then alone."""
+"""Coefficients c3, c1 of tanh-GELU as g / (1 + exp2(c3 * g ** 3 + c1 * g)). c1 = -2 log2(e) root(2 / pi), c3 = 0.044715 * c1, in fp32."""
 STEEPER, MOST = -2.45546696, 7.0
-"""-1.702 log2(e) in fp32, and the bound that the clamped gate clips its inputs to."""
+"""Constants of the clamped gate: -1.702 log2(e) in fp32, and the bound to which it clips g from above, and u from both sides."""
 
 
 @intrinsic(prefer_literal=True)
@@ -259,7 +259,7 @@ def gate(_, kind, x, out):
 
 @inner
 def open_gate(kind, outputs):
-    """Compute `gate` in place with the activation of number `kind`."""
+    """Compute `gate` in place at address `outputs`, with the activation that has number `kind` in `GATES`."""
     if kind == 1:
         gate(1, outputs, outputs)
     elif kind == 2:

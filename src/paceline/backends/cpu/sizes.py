@@ -1,4 +1,4 @@
-"""Sizes that kernels are compiled with and that memory is planned by; and allocation of memory aligned to a cache line. Imports no kernel."""
+"""Defines the sizes that kernels are compiled with and that memory is planned by, and allocates memory aligned to a cache line. Imports no kernel."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ NEIGHBOURS = 16
 heads apart, and would use only some of a cache's sets."""
 
 SEGMENT = 512
-"""Keys of a segment; a part of the arithmetic. Keys and values of one, for a head of 128, take 256 KiB: a part of a second-level cache."""
+"""Keys in a segment of attention. Changing it changes results (docs/internals/arithmetic.md). For a head of 128, the keys and values of a segment take
+256 KiB, which fits a second-level cache."""
 
 QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
 WEIGHT_STRIDE = 4 * SEGMENT + 64
-"""Bytes between rows of attention's scratch. They are fixed, so that one address reaches all rows of a tile."""
+"""Bytes from one row to the next in attention's scratch: of queries, and of scores or weights. Both are fixed, so that one address reaches all rows of
+a tile."""
 
 TILE = 8
 """Most M rows (query heads of neighbouring positions that share one KV head) that a product of attention takes at once."""
@@ -39,7 +41,7 @@ class AttentionTile(NamedTuple):
 _IN_32_WIDE = (AttentionTile(8, 2, 2), AttentionTile(4, 4, 2), AttentionTile(3, 4, 2), AttentionTile(2, 4, 2), AttentionTile(1, 4, 2))
 """Tiles for 32 registers of 512 bits, where a sum of 16 lanes takes one register."""
 _IN_16_WIDE = (AttentionTile(4, 1, 1), AttentionTile(3, 1, 1), AttentionTile(2, 2, 2), AttentionTile(1, 4, 2))
-"""Tiles for 16 registers of 256 bits, or 32 of 128, where a sum takes an eighth of all registers. With more sums, some go through memory, at half the
+"""Tiles for 16 registers of 256 bits, or 32 of 128. A sum of 16 lanes takes an eighth of them. Larger tiles would keep some sums in memory, at half the
 speed."""
 
 ATTENTION_TILES: Final = {
@@ -50,19 +52,19 @@ ATTENTION_TILES: Final = {
     Lowering.NEON_I8MM: _IN_16_WIDE,
     Lowering.NEON: _IN_16_WIDE,
 }
-"""Tiles of each instruction set, most rows first. `TILE` bounds their rows. They change no byte of the result."""
+"""Tiles of each instruction set, most rows first. No tile has more than `TILE` rows. Results are the same bytes with any tiles."""
 
 EXPANDED_BYTES = 704
-"""Most bytes of one group of a block of unpacked weights."""
+"""Bytes from one group to the next in unpacked weights. A group holds 32 inputs of a block of 16 outputs; no format needs more."""
 TILE_BLOCKS = 2
-"""Most blocks of outputs in a tile of unpacked weights."""
+"""Maximum number of blocks of 16 outputs in a tile of a matrix product, and so of blocks unpacked at once."""
 
 CHUNK = 2
 """Blocks of 16 outputs in a task of a matrix product (of gate and up, each). Raising it: threads wait longer for the last task. A task of the q, k, v
 products takes one head instead, a task of the output head `phases.HEAD_CHUNK` blocks."""
 
 PART = 192
-"""Most rows of a task of a matrix product, in whole panels. Raising it: its inputs no longer fit the second-level cache."""
+"""Maximum rows in a task of a matrix product, a multiple of `forms.PANEL`. Raising it: its inputs no longer fit the second-level cache."""
 
 # Places in a row of PIECES (int32): rows of a tile, segments [start, stop) of their keys, number of pieces that the tile is cut into. If it is
 # cut: its number among such tiles, and the number of records of a query head before its own.
@@ -70,7 +72,7 @@ PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_OF, PIECE_TILE, PIECE_RECO
 
 
 def expanded_bytes(k: int) -> int:
-    """Return the bytes that a product needs for unpacked weights of K inputs."""
+    """Return the bytes of scratch that a product of K inputs needs for unpacked weights: `TILE_BLOCKS` blocks."""
     return TILE_BLOCKS * k // 32 * EXPANDED_BYTES
 
 

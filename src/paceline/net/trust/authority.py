@@ -68,7 +68,7 @@ class CertificateAuthority(Protocol):
     def issue_to_join_port(self, request: bytes, now: float) -> bytes: ...
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """Return the CA's signature (DER) on `data` as data of that kind."""
+        """Return the CA's signature (DER) on `data`. It is valid for data of that kind only."""
         ...
 
 
@@ -108,7 +108,7 @@ class Authority:
         """Load a CA from the bytes that `to_pem` wrote.
 
         Raises:
-            IdentityError: the file is damaged, or the passphrase is wrong, missing or not needed.
+            IdentityError: the file is damaged, its key and certificate don't match, or the passphrase is wrong, missing or not needed.
         """
         if (passphrase is not None) != is_encrypted(data):
             what = "is encrypted, and no passphrase was given" if passphrase is None else "is not encrypted, and a passphrase was given"
@@ -169,14 +169,14 @@ class Authority:
             The certificate, DER.
 
         Raises:
-            NotTrusted: the request is damaged.
+            NotTrusted: the request is damaged, is not signed by its key, names no node, or holds a key of another kind.
             IdentityError: `now` is outside of the CA's own validity.
         """
         _, key = open_request(request)
         return self._certificate(key, _name("paceline join"), (x509.DNSName(JOIN_NAME),), draw_serial(), now, JOIN_PORT_HOLDS)
 
     def sign(self, kind: SignedKind, data: bytes) -> bytes:
-        """Return the CA's signature (DER) on `data` as data of that kind."""
+        """Return the CA's signature (DER) on `data`. It is valid for data of that kind only."""
         return sign_as(self._key, kind, data)
 
     def _certificate(
