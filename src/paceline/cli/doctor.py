@@ -26,6 +26,7 @@ from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
 from paceline.cli.running import GONE, STARTING, EndpointLoad, endpoints_here, fleet_homes, lives, running
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
+from paceline.core.background import run_interruptibly
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, PacelineError, UserError
 from paceline.core.files import WRITABLE_HINT, nearest_folder
@@ -99,7 +100,7 @@ def run_doctor(peers: Sequence[str], *, as_json: bool) -> None:
     for peer in peers:
         if not is_address(peer):
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
-    findings = asyncio.run(examine(peers, SystemClock()))
+    findings = run_interruptibly(examine(peers, SystemClock()))
     if as_json:
         print_json({"ok": all(one.level is not Level.PROBLEM for one in findings), "findings": [asdict(one) for one in findings]})
     else:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.terminal import Terminal, counted, print_lines
+from paceline.core.background import run_interruptibly
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Trust
 
@@ -110,7 +110,7 @@ def token(
         return
 
     try:
-        served_here = asyncio.run(
+        served_here = run_interruptibly(
             enrolment.wait_for_joins(
                 folder,
                 made,
@@ -154,7 +154,7 @@ def join(
 
     folder = enrolment.open_folder()
     enrolment.check_free(folder)
-    identity = asyncio.run(enrolment.enrol(folder, _token(token), name))
+    identity = run_interruptibly(enrolment.enrol(folder, _token(token), name))
     print_lines(Terminal(), f"Joined: this machine is {identity.node_id}.\nNow: paceline up")
 
 

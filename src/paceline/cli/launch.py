@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Final, cast
 
 from paceline.cli.terminal import Terminal, print_lines
+from paceline.core.background import run_interruptibly
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, PlacementError
 from paceline.core.files import write_file
@@ -153,7 +154,7 @@ def run_launch(asked: Sequence[str], hostfile: Path | None, port: int = FLEET_PO
     if env.rank:
         peer = join_host(first, port)
         sys.exit(_run(["--no-model", "--serve-shards", "--peer", peer, *drain, *_of_any_node(asked)]))
-    nodes = asyncio.run(_meet(others, port)) if others else {}
+    nodes = run_interruptibly(_meet(others, port)) if others else {}
     ranks = ":".join("1" if each == first else f"1@{nodes[each]}" for each in env.hosts) if others else str(env.size)
     peers = [word for each in others for word in ("--peer", join_host(each, port))]
     sys.exit(_run(["--tensor", ranks, *peers, *drain, *asked]))

@@ -12,6 +12,7 @@ from rich.text import Text
 from paceline.cli.loaded import loaded_here
 from paceline.cli.running import fleet_homes, running
 from paceline.cli.terminal import Terminal, print_json, print_lines, table_of
+from paceline.core.background import run_interruptibly
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.choices import seconds
@@ -91,14 +92,13 @@ def fleet_view() -> Seen:
 
 
 def _seen(home: Home) -> Seen:
-    import asyncio
 
     from paceline.fleet.eligibility import Use
     from paceline.machine.config_file import read_trust_policy
     from paceline.net.member.state import look
     from paceline.net.trust.folder import FleetFolder
 
-    policy, sight = read_trust_policy(home), asyncio.run(look(FleetFolder(home.fleet))).sight
+    policy, sight = read_trust_policy(home), run_interruptibly(look(FleetFolder(home.fleet))).sight
     cards = policy.eligible(sight.view, Use.ANSWER).cards
     trust = {live.card.node_id: live.trust for live in sight.view.nodes}
     return lambda: cards, {card.node_id for card in policy.eligible(sight.view, Use.SHARE_KV).cards}, sight.plans, trust

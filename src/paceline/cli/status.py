@@ -5,7 +5,6 @@ The fleet shows its nodes, since when they are known, their resources, and which
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +15,7 @@ from rich.text import Text
 from paceline.backends.memory import human
 from paceline.cli.running import EndpointLoad, endpoints_here, fleet_homes, show_endpoints
 from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
+from paceline.core.background import run_interruptibly
 from paceline.core.errors import MembershipError, PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
@@ -46,7 +46,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     last: object = None
     while True:
         endpoints = endpoints_here(home)
-        looked, error = asyncio.run(_look([FleetFolder(each.fleet) for each in fleet_homes(home, endpoints)]))
+        looked, error = run_interruptibly(_look([FleetFolder(each.fleet) for each in fleet_homes(home, endpoints)]))
         facts = _facts(looked, endpoints)
         if facts != last:
             last = facts

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -36,6 +38,42 @@ def tell_loop(loop: asyncio.AbstractEventLoop, work: Callable[..., object], *arg
     """Schedule a call on an event loop from any thread. Do nothing if the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(work, *args)
+
+
+def run_interruptibly(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine as `asyncio.run` does, but let Ctrl-C cancel it between two steps of the event loop.
+
+    `asyncio.run` cancels in the signal's handler, in the middle of whatever runs: a future that is being completed at that moment is completed twice
+    (InvalidStateError in the output).
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, and the coroutine did not catch its cancellation.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        return asyncio.run(work)
+    interrupted = False
+
+    async def main() -> Result:
+        loop, running = asyncio.get_running_loop(), asyncio.create_task(work)
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            interrupted = True
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
+            running.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            return await running
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
 
 
 async def came_within(event: asyncio.Event, seconds: float | None) -> bool:

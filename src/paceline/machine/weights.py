@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import grpc.aio
 
+from paceline.core.background import run_interruptibly
 from paceline.core.clock import SystemClock
 from paceline.core.errors import DownloadError, FetchInProgress, MembershipError, PacelineError, SourceLost
 from paceline.core.ids import NodeId
@@ -95,7 +96,7 @@ class Pulls:
             finally:
                 await pool.close()
 
-        return asyncio.run(look_and_bring())
+        return run_interruptibly(look_and_bring())
 
     def mirror(self, listed: Listed) -> LocalModel | None:
         """Bring what the hub lists from nodes that have the same files: whatever they say of it, those are what is taken.

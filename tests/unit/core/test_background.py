@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop
 
-from paceline.core.background import STEADY_S, Background, in_background
+from paceline.core.background import STEADY_S, Background, in_background, run_interruptibly
 
 
 @in_loop
@@ -114,3 +115,48 @@ async def test_its_owner_ends_it_at_work_and_in_a_pause() -> None:
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
         assert background.failing == ()
+
+
+def test_an_interrupt_waits_until_a_future_is_complete(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        awaited = loop.create_future()
+
+        def complete() -> None:
+            assert not awaited.done()
+            signal.raise_signal(signal.SIGINT)
+            awaited.set_result(True)  # as asyncio itself does when a thread has ended
+
+        loop.call_soon(complete)
+        try:
+            await awaited
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptibly(work())
+    assert (ended, caplog.records) == (["cleaned up"], [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_coroutine_may_catch_an_interrupt() -> None:
+    async def work() -> str:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "closed"
+        raise AssertionError
+
+    assert run_interruptibly(work()) == "closed"
+
+
+def test_what_cancels_itself_is_no_interrupt() -> None:
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run_interruptibly(work())
