@@ -34,6 +34,7 @@ from paceline.cli.options import ApiOptions
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.running import announced, running, starting
 from paceline.cli.terminal import EXIT_OK, Terminal, end_now, interrupts_end_now, own_command, print_lines
+from paceline.core.background import end_tasks, in_background
 from paceline.core.errors import ConfigError
 from paceline.core.files import nearest_folder
 from paceline.core.text import shown
@@ -170,8 +171,11 @@ def run_up(
     tls = api.tls_files()
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
+    from paceline.machine.foreign.engines import ForeignEngines
+    from paceline.machine.foreign.together import Together
     from paceline.machine.models import Models
     from paceline.node.build import build_node
+    from paceline.node.engines import SharedEngines
     from paceline.node.ways import WAYS
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import serve, url_of
@@ -208,9 +212,13 @@ def run_up(
         async def main() -> None:
             ending = Ending(console, sharing.drain_s)
             stop = ending.stop
+            engines = ForeignEngines(home, clock)
             async with AsyncExitStack() as stack:
+                stack.push_async_callback(engines.close)
+                following = in_background(SharedEngines(engines, home, clock).run(), "engines that are shared")
+                stack.push_async_callback(end_tasks, following)
                 if fleet is None:
-                    app = create_app(models, served, encoder, models)
+                    app = create_app(Together(models, engines), served, encoder, models)
                     if proposers and models.nodes:
                         from paceline.ways.draft.service import drafting_alone
 
@@ -221,7 +229,7 @@ def run_up(
                     from paceline.node.pipelines import plan_loads
                     from paceline.node.serving import serving
 
-                    member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim)
+                    member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim, engines)
                     whole = await stack.enter_async_context(member)
                     print_lines(console, f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}")
                     if asked is not None:

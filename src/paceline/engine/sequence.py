@@ -76,12 +76,12 @@ class TextStream:
             self._held = ""
             self.n_cut = len(text[at:].encode()) + self._n_undecoded()
             return text[:at]
-        kept = len(text) - max(_overlap(text, stop) for stop in self._stop)
+        kept = len(text) - max(overlap(text, stop) for stop in self._stop)
         self._held = text[kept:]
         return text[:kept]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop` without completing it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

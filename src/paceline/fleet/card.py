@@ -98,6 +98,28 @@ class MeasuredDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOffer:
+    """The engine of another maker that runs an offered model. It promises no bytes: the offer's `numerics_id` is empty."""
+
+    engine: str
+    """Name and version, such as `llama-server b9000`."""
+    takes: tuple[str, ...]
+    """Forms of prompt that it takes: `ids`, `text`, `messages`. See `engines.contract.Takes`."""
+    quantisation: str = ""
+    """As the engine writes it."""
+    slots: int = 0
+    """Number of requests that run at once; 0: not known."""
+    capabilities: tuple[str, ...] = ()
+    """See `engines.contract.Capability`."""
+    by_name: bool = False
+    """The offer's digest is not that of the weights but of name and quantisation, because the engine's files can't be read."""
+    leaves_network: bool = False
+    """Prompts leave the home network: the engine is elsewhere. Requests reach it only by name."""
+    plain_http: bool = False
+    """Prompts cross the network unencrypted."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOffer:
     """One model in one role on one node. Rates have two significant digits; 0 means not measured."""
 
@@ -131,6 +153,8 @@ class ModelOffer:
     """Measured step times of a model that answers, by increasing number of rows."""
     drafts: tuple[MeasuredDraft, ...] = ()
     """Measured acceptance of the drafts that an answering model got, by drafting node and model."""
+    engine: EngineOffer | None = None
+    """The engine of another maker that runs it; None: Paceline's own kernels."""
 
     @property
     def model(self) -> ModelRef:

@@ -16,7 +16,19 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
 from paceline.core.manifest import is_sha256
-from paceline.fleet.card import Device, DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
+from paceline.fleet.card import (
+    Device,
+    DividedShape,
+    EngineOffer,
+    Link,
+    MeasuredDraft,
+    ModelOffer,
+    ModelShape,
+    NodeCard,
+    Role,
+    ShardState,
+    StepTime,
+)
 from paceline.fleet.presets import MAX_TTL_S
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, or_none, refuse_with
 from paceline.net.trust.certificates import is_address, is_node_id
@@ -34,6 +46,8 @@ MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
 MAX_STEPS, MAX_ROWS = 16, 1 << 16
 MAX_DRAFTERS = 64
+MAX_WORDS = 16
+"""Maximum number of an engine's forms of prompt, and of its capabilities."""
 MAX_TEXT = 300
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 33
@@ -118,6 +132,21 @@ _DRAFT: Final = Codec(
 )
 
 
+_ENGINE: Final = Codec(
+    EngineOffer,
+    wire.EngineCapability,
+    _REFUSE,
+    {
+        "engine": Mapped(bound=lambda name: name and _is_shown(name)),
+        "takes": Length(0, MAX_WORDS, _is_shown),
+        "quantisation": "quantization",
+        "slots": Range(0, 1 << 16),
+        "capabilities": Length(0, MAX_WORDS, _is_shown),
+    },
+    bounds=_BOUNDS,
+)
+
+
 def _beyond_its_model(offer: ModelOffer) -> str:
     beyond = offer.shard is not None and offer.shape is not None and offer.shard.layers.stop > offer.shape.n_layers
     return "shard has layers that its model has not" if beyond else ""
@@ -138,6 +167,7 @@ _OFFER: Final = Codec(
         "files": Mapped("files_sha256", _is_digest),
         "steps": Mapped(bound=Length(0, MAX_STEPS), codec=_STEP),
         "drafts": Mapped(bound=Length(0, MAX_DRAFTERS), codec=_DRAFT),
+        "engine": _ENGINE,
     },
     bounds=_BOUNDS,
     also=_beyond_its_model,

@@ -23,6 +23,9 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
+from paceline.machine.foreign.engines import ForeignEngines
+from paceline.machine.foreign.model import ForeignModel
+from paceline.machine.foreign.together import Together
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.machine.weights import give_weights
@@ -77,6 +80,8 @@ class Portrait:
         """Names of models that are there to compute prompts for other nodes."""
         self.served: Callable[[WarmModel], WarmModel] = lambda model: model
         """A model that is loaded, with what was seen as it served."""
+        self.engines: Callable[[], tuple[ModelOffer, ...]] = tuple
+        """Models of foreign engines."""
         self.left_bytes: Callable[[], int | None] = lambda: None
         """What further models may take of memory, as a person bounded it (`--models-memory`); None: what is free."""
 
@@ -85,7 +90,9 @@ class Portrait:
         self._warm = warm
 
     def look(self) -> bool:
-        return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside), is_busy=self.load() > 0)
+        return self._portrait.look(
+            tuple(map(self.served, self._warm)), (*self.engines(), *self._drafts), tuple(self._beside), is_busy=self.load() > 0
+        )
 
     @property
     def unread(self) -> tuple[ModelLocation, ...]:
@@ -106,7 +113,7 @@ class Portrait:
             return card
 
         def said(offer: ModelOffer) -> ModelOffer:
-            if not is_whole(offer):
+            if not is_whole(offer) or offer.engine is not None:
                 return offer
             return replace(offer, under_way=load, role=Role.PREFILL if offer.model_id in prefills else offer.role)
 
@@ -135,6 +142,7 @@ class FleetServing:
         hosting: Hosting | None = None,
         proposers: Sequence[LoadedProposer] = (),
         beside: Sequence[ModelLocation] = (),
+        engines: ForeignEngines | None = None,
     ) -> None:
         """Put together; nothing runs yet. On the event loop.
 
@@ -143,12 +151,14 @@ class FleetServing:
             hosting: how layers are run for other members; None: they are not.
             proposers: models to draft with, for others and for this node itself; closed with it.
             beside: models that lie elsewhere than in the home, for others to fetch and for layers that run here.
+            engines: foreign engines that this node offers; None: it offers none.
 
         Raises:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
         """
         folder = FleetFolder(home.fleet)
         self.models = models or Models(build_node, NodeSettings(), home, clock)
+        self.engines = engines or ForeignEngines(home, clock)
         offers = tuple(one.offer for one in proposers)
         self._beside = list(beside)
         portrait = self._portrait = Portrait(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside)
@@ -159,6 +169,7 @@ class FleetServing:
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
         portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
+        portrait.engines = self._engine_offers
         portrait.left_bytes = lambda: self.models.bound.most_bytes
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
@@ -208,6 +219,7 @@ class FleetServing:
         for node in self.models.nodes:
             self._attach(node)
         self.models.listen(self._models_changed)
+        self.engines.listen(self._models_changed)
         self.keep(self._learn, "digests of models")
 
     async def offer(self, location: ModelLocation, progress: LoadProgress | None) -> None:
@@ -279,11 +291,18 @@ class FleetServing:
         nodes = self.models.nodes
         warm = [(node, node.warm) for node in nodes if node.warm is not None]
         up = [one for node, one in warm if node.host.is_up]
-        serves = self.models if nodes or self.models.on_demand else None
-        self._local.show(serves, [_loaded(node, one) for node, one in warm], {one.model.name for one in up})
+        own = {one.model.name for _, one in warm}
+        foreign = [one.model for one in self.engines.offered if one.model.name not in own and one.model.tokenizer is not None]
+        serves = Together(self.models, self.engines) if nodes or self.models.on_demand or foreign else None
+        loaded = [*(_loaded(node, one) for node, one in warm), *map(_foreign, foreign)]
+        self._local.show(serves, loaded, {one.model.name for one in up} | {one.name for one in foreign})
         self._portrait.show(tuple(up))
         known = {location.path for location in self._beside}
         self._beside += [node.location for node in nodes if node.location is not None and node.location.path not in known]
+
+    def _engine_offers(self) -> tuple[ModelOffer, ...]:
+        own = {node.model.name for node in self.models.nodes}
+        return tuple(offer for offer in self.engines.offers() if offer.model_id not in own)
 
     def _models_changed(self) -> None:
         self._show_models()
@@ -334,6 +353,10 @@ class FleetServing:
             await asyncio.gather(self._showing, return_exceptions=True)
 
 
+def _foreign(model: ForeignModel) -> LoadedModel:
+    return LoadedModel(model.ref, "", model.created, model.context, model.tokenizer_sha256)
+
+
 def _loaded(node: BuiltNode, warm: WarmModel) -> LoadedModel:
     speed = warm.speed
     return LoadedModel(warm.model, speed.numerics_id, node.model.created, warm.context, warm.tokenizer, speed.holds_identity)
@@ -350,13 +373,14 @@ async def serving(
     proposers: Sequence[LoadedProposer] = (),
     beside: Sequence[ModelLocation] = (),
     claim: Claim | None = None,
+    engines: ForeignEngines | None = None,
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(models, settings, home, clock, hosting, proposers, beside)
+    whole = FleetServing(models, settings, home, clock, hosting, proposers, beside, engines)
     await whole.start(claim)
 
     async def leave() -> None:

@@ -12,6 +12,7 @@
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     api/                         the API's own certificate and its key
     running/                     a note of each endpoint that runs now: see `cli.running`
+    engines.json                 engines of other makers that this machine offers, and their keys: see `machine.foreign.shares`
     chat_history                 lines typed in chats, for the arrow keys
     fleet/                       identity, and what belongs to it: see `net.trust.folder`
 
@@ -74,6 +75,7 @@ class Home:
     kv = Under("cache", "kv")
     api = Under("api")
     running = Under("running")
+    engines = Under("engines.json")
     chat_history = Under("chat_history")
     fleet = Under("fleet")
 

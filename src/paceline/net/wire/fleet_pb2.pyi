@@ -77,6 +77,7 @@ class ModelCapability(_message.Message):
     FILES_SHA256_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     role: Global___CapabilityRole.ValueType
     quantization: _builtins.str
@@ -116,6 +117,10 @@ class ModelCapability(_message.Message):
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredDraft]:
         """Of a model that answers: what became of drafts that others made for it."""
 
+    @_builtins.property
+    def engine(self) -> Global___EngineCapability:
+        """The engine of another maker that runs it. Absent: Paceline's own kernels."""
+
     def __init__(
         self,
         *,
@@ -137,14 +142,69 @@ class ModelCapability(_message.Message):
         files_sha256: _builtins.str = ...,
         steps: _abc.Iterable[Global___StepTime] | None = ...,
         drafts: _abc.Iterable[Global___MeasuredDraft] | None = ...,
+        engine: Global___EngineCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "shape", b"shape", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "drafts", b"drafts", "files_sha256", b"files_sha256", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "steps", b"steps", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "drafts", b"drafts", "engine", b"engine", "files_sha256", b"files_sha256", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "steps", b"steps", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
+
+@_typing.final
+class EngineCapability(_message.Message):
+    """An engine of another maker. It promises no bytes: the model's numerics_id is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    TAKES_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    BY_NAME_FIELD_NUMBER: _builtins.int
+    LEAVES_NETWORK_FIELD_NUMBER: _builtins.int
+    PLAIN_HTTP_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name and version, such as "llama-server b9000"."""
+    quantization: _builtins.str
+    """As the engine writes it, such as Q4_K_M."""
+    slots: _builtins.int
+    """Requests that run at once; 0: not known."""
+    by_name: _builtins.bool
+    """The model's digest is of name and quantisation, because the engine's files can't be read."""
+    leaves_network: _builtins.bool
+    """Prompts leave the home network."""
+    plain_http: _builtins.bool
+    """Prompts cross the network unencrypted."""
+    @_builtins.property
+    def takes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Forms of prompt that it takes: ids, text, messages."""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """images, tools, schemas, embeddings, rerank."""
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        takes: _abc.Iterable[_builtins.str] | None = ...,
+        quantization: _builtins.str = ...,
+        slots: _builtins.int = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        by_name: _builtins.bool = ...,
+        leaves_network: _builtins.bool = ...,
+        plain_http: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_name", b"by_name", "capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineCapability: _TypeAlias = EngineCapability  # noqa: Y015
 
 @_typing.final
 class StepTime(_message.Message):

@@ -1,0 +1,249 @@
+"""An answer from an engine of another maker, as the stream of chunks that own engines give.
+
+Laws:
+- The text is that of the tokens, cut at stop strings as own engines cut it (`engine.sequence.TextStream`). Tokens of an earlier holder are counted and not sent
+  again, so an answer that moves between holders repeats and drops nothing at the seam.
+- An answer that the engine breaks off, or ends without saying why, is lost and no short answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from paceline.core.background import end_tasks
+from paceline.core.clock import Clock
+from paceline.core.errors import EngineGone, NotServed
+from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.text import Tokenizer
+from paceline.engine.sequence import TextStream, overlap
+from paceline.engines.contract import Ask, Engine, Piece, Takes
+from paceline.machine.foreign.model import ForeignModel
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one sequence took at the engine."""
+
+    read_tokens: int
+    """Prompt tokens that the engine computed."""
+    first_s: float
+    """Seconds until the first token."""
+    tokens: int
+    """Tokens of the answer."""
+    rest_s: float
+    """Seconds from the first token to the last."""
+
+
+class ForeignAnswer:
+    """Implements `core.inference.ChunkStream`.
+
+    Args:
+        before: awaited before the engine is asked. Raises if the engine has another model by that name now.
+        ended: called once, when the stream is over: with the error that ended it, or None.
+        timed: called with what each whole sequence took.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: ForeignModel,
+        request: GenerationRequest,
+        clock: Clock,
+        *,
+        before: Callable[[], Awaitable[None]],
+        ended: Callable[[BaseException | None], None] = lambda _: None,
+        timed: Callable[[Timed], None] = lambda _: None,
+    ) -> None:
+        self._engine, self._model, self._request, self._clock = engine, model, request, clock
+        self._before, self._ended, self._timed = before, ended, timed
+        self._tasks: list[asyncio.Task[None]] | None = None
+        self._queue: asyncio.Queue[GenerationChunk | BaseException | None] = asyncio.Queue()
+        self._open = 0
+        self._over = False
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        if self._over:
+            raise StopAsyncIteration
+        if self._tasks is None:
+            await self._checked()
+            self._tasks = [asyncio.create_task(self._write(index)) for index in self._request.indices]
+            self._open = len(self._tasks)
+        items = [await self._queue.get()] if self._open else []
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        chunks: list[GenerationChunk] = []
+        for item in items:
+            match item:
+                case None:
+                    self._open -= 1
+                case BaseException():
+                    if chunks:  # what came before the error is the client's
+                        self._queue.put_nowait(item)
+                        return chunks
+                    await self._end(item)
+                    raise item
+                case _:
+                    chunks.append(item)
+        if not chunks and not self._open:
+            await self._end(None)
+            raise StopAsyncIteration
+        return chunks
+
+    async def _checked(self) -> None:
+        try:
+            await self._before()
+        except BaseException as error:
+            await self._end(error)
+            raise
+
+    async def aclose(self) -> None:
+        """End it at the engine. Idempotent."""
+        await self._end(None)
+
+    async def _end(self, error: BaseException | None) -> None:
+        if not self._over:
+            self._over = True
+            self._ended(error)
+            await end_tasks(*(self._tasks or ()))
+
+    async def _write(self, index: int) -> None:
+        try:
+            async with aclosing(self._chunks(index)) as chunks:
+                async for chunk in chunks:
+                    self._queue.put_nowait(chunk)
+            self._queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
+            self._queue.put_nowait(error)
+
+    async def _chunks(self, index: int) -> AsyncGenerator[GenerationChunk, None]:
+        sequence = _Sequence(self._model, self._request, index)
+        ask = await sequence.ask()
+        began_s = first_s = self._clock.monotonic()
+        read, is_first = len(self._request.prompt_ids), True
+        async with aclosing(self._engine.generate(ask)) as pieces:
+            async for piece in pieces:
+                read -= piece.cached_tokens
+                chunk = await sequence.chunk(piece)
+                if chunk is None:
+                    continue
+                if is_first and not chunk.notices:
+                    is_first, first_s = False, self._clock.monotonic()
+                yield chunk
+                if chunk.finish_reason is not None:
+                    break
+        if not sequence.is_over:
+            raise EngineGone(f"{self._model.identity} ended an answer of {self._model.name} before its end")
+        self._timed(Timed(read, first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s))
+
+
+class _Sequence:
+    """One sequence on its way from pieces to chunks."""
+
+    def __init__(self, model: ForeignModel, request: GenerationRequest, index: int) -> None:
+        assert model.tokenizer is not None, "what has no tokenizer gets whole chats"
+        self._model, self._request, self._index = model, request, index
+        self._tokenizer: Tokenizer = model.tokenizer
+        self._so_far = request.so_far.get(index, ())
+        self._text = TextStream(self._tokenizer, request.stop)
+        for token in self._so_far:
+            self._text.push(token)  # its text was sent, as far as it was certain
+        self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | self._tokenizer.eos_ids
+        self._spelled = SpelledTokens(self._tokenizer) if model.form is Takes.TEXT else None
+        self._cached: int | None = None
+        self.n_new = 0
+        self.is_over = False
+
+    async def ask(self) -> Ask:
+        """Return what the engine is asked.
+
+        Raises:
+            NotServed: the engine can't do a part of the request.
+        """
+        request, model = self._request, self._model
+        for what, is_asked in {
+            "the log probabilities of the prompt": request.scores_prompt,
+            "a form, in the middle of an answer": request.grammar is not None and bool(self._so_far),
+        }.items():
+            if is_asked:
+                raise NotServed(f"{model.name} runs in {model.identity}, which does not give {what}")
+        ids = (*request.prompt_ids, *self._so_far)
+        prompt = ids if model.form is Takes.IDS else await asyncio.to_thread(self._tokenizer.text_of, ids)
+        most = None if request.max_tokens is None else request.max_tokens - len(self._so_far)
+        sampling = request.sampling
+        if sampling.seed is not None:
+            # A holder that goes on elsewhere must not repeat the noise of the first tokens.
+            sampling = replace(sampling, seed=(sampling.seed + self._index + len(self._so_far)) & 0x7FFFFFFF)
+        return Ask(
+            model.told.name,
+            prompt,
+            most,
+            sampling,
+            stop_ids=request.stop_ids,
+            ignore_eos=request.ignore_eos,
+            grammar=request.grammar,
+            cache_salt=request.cache_salt,
+        )
+
+    async def chunk(self, piece: Piece) -> GenerationChunk | None:
+        """Return what a piece adds to the answer; None if that is nothing."""
+        id_ = self._request.request_id
+        if piece.tokens_read is not None:
+            detail: Mapping[str, str | int | float] = {"tokens_read": piece.tokens_read, "tokens": len(self._request.prompt_ids)}
+            return GenerationChunk(id_, self._index, (), "", notices=(Notice(PROMPT_PROGRESS, detail),))
+        if piece.cached_tokens and self._cached is None:
+            self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))
+        tokens = piece.token_ids
+        if self._spelled is not None:
+            tokens = await asyncio.to_thread(self._spelled.tokens, piece.text, is_last=piece.finish is not None)
+        text, taken, reason = self._take(tokens)
+        if reason is None and piece.finish is not None:
+            reason = piece.finish
+            if reason is FinishReason.STOP and self._ends and (not tokens or tokens[-1] not in self._ends):
+                taken = (*taken, min(self._ends))  # the engine keeps it to itself
+        if reason is not None:
+            self.is_over = True
+            text += self._text.flush()
+        if not (taken or text or reason):
+            return None
+        cached = 0
+        if self.n_new == 0 and self._cached:
+            cached = self._cached
+        self.n_new += len(taken)
+        return GenerationChunk(id_, self._index, taken, text, piece.logprobs[: len(taken)], reason, cached_tokens=cached)
+
+    def _take(self, tokens: Sequence[int]) -> tuple[str, tuple[int, ...], FinishReason | None]:
+        """Return the text of tokens, those that count, and why the answer ends with them."""
+        text, most = "", self._request.max_tokens
+        for place, token in enumerate(tokens, start=1):
+            if token in self._ends:
+                return text, tuple(tokens[:place]), FinishReason.STOP
+            text += self._text.push(token)
+            if self._text.stopped:
+                return text, tuple(tokens[:place]), FinishReason.STOP
+            if most is not None and len(self._so_far) + self.n_new + place >= most:
+                return text, tuple(tokens[:place]), FinishReason.LENGTH
+        return text, tuple(tokens), None
+
+
+class SpelledTokens:
+    """Token ids of an answer of which only the text is known, piece by piece. Special tokens are spelled in it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._encode, self._special = tokenizer.encode_inside, {text: token for text, token in tokenizer.special_tokens.items() if text}
+        self._split = re.compile(f"({'|'.join(map(re.escape, sorted(self._special, key=len, reverse=True)))})") if self._special else None
+        self._held = ""
+
+    def tokens(self, text: str, *, is_last: bool) -> tuple[int, ...]:
+        """Return the tokens of a further piece; blocks. The end of a text that may begin a special token is held back."""
+        text = self._held + text
+        held = 0 if is_last else max((overlap(text, special) for special in self._special), default=0)
+        text, self._held = text[: len(text) - held], text[len(text) - held :]
+        parts = [text] if self._split is None else self._split.split(text)
+        return tuple(token for part in parts if part for token in ([self._special[part]] if part in self._special else self._encode(part)))

@@ -1,0 +1,200 @@
+"""A model in an engine of another maker, with what this machine knows of its files.
+
+Law: nothing that an engine says is believed where its files can be read: the tokenizer, the template and the digest are then the files' own. An engine's path is
+read only if the engine runs on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
+from paceline.core.model import ModelRef, WeightsFormat
+from paceline.engines.contract import EngineIdentity, EngineModel, Takes
+from paceline.fleet.card import EngineOffer, ModelOffer, Role
+from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.catalog import locations, open_weights, resolve
+from paceline.store.digests import DigestCache
+from paceline.store.gguf_header import read_header
+from paceline.store.home import Home
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
+from paceline.store.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 900
+"""Seconds without a text until the process of a tokenizer ends. Raising it: engines that are used now and then hold some 50 MB for longer."""
+ASSUMED_CONTEXT = 131_072
+"""Context, in tokens, of a model whose engine and files do not say. The engine itself refuses what does not fit. Lowering it: prompts that fit are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignModel:
+    """A model that an engine of another maker answers with."""
+
+    identity: EngineIdentity
+    told: EngineModel
+    """As the engine said last."""
+    name: str
+    """As clients name it."""
+    ref: ModelRef
+    by_name: bool
+    """The digest is of name and quantisation: the files are unknown or not hashed yet."""
+    context: int
+    created: int
+    """Unix seconds."""
+    tokenizer: BoundedTokenizer | None = None
+    """None: its files can't be read here, so only messages reach it."""
+    tokenizer_sha256: str = ""
+    leaves_network: bool = False
+    plain_http: bool = False
+
+    @property
+    def form(self) -> Takes:
+        """Form in which prompts reach the engine."""
+        if self.tokenizer is not None:
+            for form in (Takes.IDS, Takes.TEXT):
+                if form in self.told.takes:
+                    return form
+        return Takes.MESSAGES
+
+    def offer(self, tokens_per_second: float, prefill_tokens_per_second: float, under_way: int) -> ModelOffer:
+        """Return what the node's card says of it."""
+        told = self.told
+        engine = EngineOffer(
+            str(self.identity),
+            tuple(sorted({str(self.form), *(str(form) for form in told.takes if form is Takes.MESSAGES)})),
+            told.quantisation,
+            told.slots,
+            tuple(sorted(map(str, told.capabilities))),
+            self.by_name,
+            self.leaves_network,
+            self.plain_http,
+        )
+        return ModelOffer(
+            self.name,
+            Role.VERIFIER,
+            str(self.ref.weights),
+            tokens_per_second,
+            prefill_tokens_per_second,
+            self.ref.digest,
+            warm=True,
+            size_bytes=told.size_bytes,
+            tokenizer=self.tokenizer_sha256,
+            under_way=under_way,
+            engine=engine,
+        )
+
+    def is_as(self, told: EngineModel) -> bool:
+        """Return whether the engine still means the same model by its name."""
+        mine = self.told
+        return (mine.name, mine.digest, mine.path, mine.quantisation, mine.size_bytes) == (
+            told.name,
+            told.digest,
+            told.path,
+            told.quantisation,
+            told.size_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a model's files on this machine say."""
+
+    path: Path
+    context: int
+    """Context that the model was trained for; 0: unknown."""
+    tokenizer: ModelTokenizer
+
+
+def take_in(
+    identity: EngineIdentity,
+    told: EngineModel,
+    home: Home,
+    created: int,
+    *,
+    name: str = "",
+    is_here: bool = True,
+    plain_http: bool = False,
+    leaves: bool = False,
+) -> ForeignModel:
+    """Describe a model of an engine. Blocks: reads heads of files, and tokenizers.
+
+    Args:
+        name: as clients are to name it; empty: as this machine's catalogue names the same files, or as the engine does.
+        is_here: the engine runs on this machine, so that its paths mean files of this machine.
+        plain_http, leaves: see `EngineOffer`.
+    """
+    files = _files(told, home) if is_here else None
+    digest = told.digest or ("" if files is None else _known_digest(files.path, home))
+    called = name or _name(told, files, home)
+    ref = ModelRef(digest or digest_of_name(called, told.quantisation), WeightsFormat.STORED, called)
+    model = ForeignModel(
+        identity,
+        told,
+        called,
+        ref,
+        not digest,
+        told.context or (0 if files is None else files.context) or ASSUMED_CONTEXT,
+        created,
+        leaves_network=leaves,
+        plain_http=plain_http,
+    )
+    if files is None or not told.takes & {Takes.IDS, Takes.TEXT}:
+        return model
+    tokenizer = BoundedTokenizer(files.tokenizer, IDLE_S)
+    return replace(model, tokenizer=tokenizer, tokenizer_sha256=tokenizer_digest(pack_tokenizer(files.tokenizer)))
+
+
+def served(model: ForeignModel) -> ServedModel:
+    """Return the model as the server shows it.
+
+    Args:
+        model: one with a tokenizer.
+    """
+    assert model.tokenizer is not None
+    facts = ModelFacts("" if model.by_name else model.ref.digest, model.told.size_bytes, stored_as=model.told.quantisation)
+    return ServedModel(model.name, model.created, model.context, model.tokenizer, fingerprint_of(model.ref, ""), facts)
+
+
+def digest_of_name(name: str, quantisation: str) -> str:
+    """Return what stands for the digest of weights that can't be read: equal names and quantisations count as equal weights."""
+    return hashlib.sha256(f"paceline: a model known by name alone\0{name.lower()}\0{quantisation.lower()}".encode()).hexdigest()
+
+
+def _files(told: EngineModel, home: Home) -> Files | None:
+    """Find the model's files on this machine: where the engine says, else under its name in the catalogue."""
+    path = told.path
+    try:
+        if path is None:
+            path = resolve(told.name, home).path
+        if path.is_dir():
+            return Files(path, 0, tokenizer_from_folder(path))
+        header = read_header(path)
+        context = header.fields.get(f"{header.fields.get('general.architecture')}.context_length")
+        return Files(path, context if isinstance(context, int) and context > 0 else 0, tokenizer_from_gguf(header, home))
+    except (PacelineError, OSError) as error:
+        logger.info("%s of an engine has no files that can be read here, so it gets whole chats: %s", told.name, error)
+        return None
+
+
+def _known_digest(path: Path, home: Home) -> str:
+    """Return the weights' digest if it is known already; else nothing."""
+    digests = DigestCache(home)
+    try:
+        return (digests.known(path) if path.is_file() else open_weights(path, digests).known_digest) or ""
+    except (PacelineError, OSError):
+        return ""
+
+
+def _name(told: EngineModel, files: Files | None, home: Home) -> str:
+    if files is not None:
+        for location in locations(home):
+            if location.path == files.path:
+                return location.name
+    named = Path(told.name)
+    return named.stem if named.is_absolute() or named.suffix == ".gguf" else told.name

@@ -1,0 +1,93 @@
+"""Engines that this node offers: those in the home's `engines.json`, followed as the file changes, and those found on loopback if the start allowed it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.core.backoff import Backoff
+from paceline.core.clock import Clock
+from paceline.core.errors import EngineGone, UserError
+from paceline.machine.foreign.engines import ForeignEngines
+from paceline.machine.foreign.shares import Share, read_shares
+from paceline.store.home import Home
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at the file. Raising it: an engine that is shared while this runs is offered later."""
+AGAIN_S, MOST_AGAIN_S = 2.0, 60.0
+"""Seconds until an engine that does not answer is called again: the first pause, doubled each time, and the longest. Raising them: it is offered later."""
+
+
+class SharedEngines:
+    """Keeps `ForeignEngines` as a person shares them.
+
+    Args:
+        found: engines that were found on loopback and are offered without being in the file.
+    """
+
+    def __init__(self, engines: ForeignEngines, home: Home, clock: Clock, found: Sequence[Share] = ()) -> None:
+        self._engines, self._home, self._clock, self._found = engines, home, clock, tuple(found)
+        self._stamp: tuple[int, int] | None = None
+        self._wanted: dict[str, Share] | None = None
+        """By URL; None: the file was not read yet."""
+        self._offered: dict[str, Share] = {}
+        self._late: dict[str, Backoff] = {}
+        """Engines that did not answer, by URL."""
+
+    async def run(self) -> None:
+        """Follow the file until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Offer what is shared now, and no longer what is not. An engine that does not answer is called again later."""
+        wanted = self._read()
+        for url in [url for url, share in self._offered.items() if wanted.get(url) != share]:
+            del self._offered[url]
+            await self._engines.remove(url)
+        for url, share in wanted.items():
+            late = self._late.get(url)
+            if url not in self._offered and (late is None or self._clock.monotonic() >= late.until_s):
+                await self._offer(share)
+
+    def _read(self) -> dict[str, Share]:
+        stamp = _stamp(self._home.engines)
+        if self._wanted is None or stamp != self._stamp:
+            self._stamp = stamp
+            self._late.clear()
+            try:
+                self._wanted = {share.url: share for share in (*self._found, *read_shares(self._home))}
+            except UserError as error:
+                logger.warning("%s", error)
+                self._wanted = self._wanted or {}
+        return self._wanted
+
+    async def _offer(self, share: Share) -> None:
+        from paceline.engines.table import (
+            open_engine,  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
+        )
+
+        try:
+            engine, identity = await open_engine(share.door)
+        except EngineGone as error:
+            late = self._late.setdefault(share.url, Backoff(AGAIN_S, MOST_AGAIN_S))
+            if not late.failures:
+                logger.warning("the engine at %s is not offered yet: %s", share.url, error)
+            late.fail(self._clock.monotonic())
+            return
+        self._late.pop(share.url, None)
+        self._offered[share.url] = share
+        await self._engines.add(engine, identity, share.sharing)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino

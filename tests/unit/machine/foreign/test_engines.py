@@ -1,0 +1,184 @@
+"""Engines of other makers as this machine's models: looked at, tested after a failure, never disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.fakes.clock import FakeClock
+from tests.fakes.foreign_engine import ScriptedEngine
+from tests.unit.net.member.nodes import in_loop
+
+from paceline.core.errors import EngineGone, ModelAway, UnknownModel
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.engines.contract import EngineIdentity, EngineModel, Takes
+from paceline.machine.foreign import engines as foreign
+from paceline.machine.foreign.engines import ForeignEngines, Sharing
+from paceline.machine.foreign.model import ASSUMED_CONTEXT, digest_of_name
+from paceline.store.home import Home
+
+ANSWER = [504, 314, 253, 2443]
+IDENTITY = EngineIdentity("scripted", "1")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "TEST_S", 0.0)
+
+
+def request(n: int = 1) -> GenerationRequest:
+    return GenerationRequest(RequestId("r"), (1, 2, 3), 20, SamplingParams(temperature=0), n=n)
+
+
+async def text_of(engines: ForeignEngines, name: str = "tiny") -> str:
+    text = ""
+    async with aclosing(engines.generate(name, request())) as stream:
+        async for chunks in stream:
+            text += "".join(chunk.text for chunk in chunks)
+    return text
+
+
+async def until_offered(engines: ForeignEngines) -> None:
+    async with asyncio.timeout(30):
+        while not engines.offered:  # noqa: ASYNC110 - the test of a model runs meanwhile
+            await asyncio.sleep(0)
+
+
+@in_loop
+async def test_a_model_answers_and_its_rates_are_learned(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    await engines.add(engine, IDENTITY, Sharing())
+    (model,) = engines.models()
+    assert (model.name, model.max_context) == (engines.offered[0].model.name, 4096)
+    assert await text_of(engines, model.name)
+    (offer,) = engines.offers()
+    assert offer.engine is not None
+    assert (offer.engine.engine, offer.engine.takes, offer.numerics_id, offer.warm) == ("scripted 1", ("ids",), "", True)
+    await engines.close()
+    assert engine.closed
+
+
+@in_loop
+async def test_a_model_whose_files_are_elsewhere_is_known_by_name_and_quantisation(home: Home) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3)
+    engine.told = (EngineModel("Qwen3-8B", frozenset({Takes.IDS, Takes.MESSAGES}), quantisation="Q4_K_M"),)
+    await engines.add(engine, IDENTITY, Sharing(name="mine"))
+    (offer,) = engines.offers()
+    assert offer.engine is not None
+    assert (offer.model_id, offer.engine.by_name, offer.engine.takes) == ("mine", True, ("messages",))
+    assert offer.digest == digest_of_name("Mine", "q4_k_m")
+    assert engines.offered[0].model.context == ASSUMED_CONTEXT
+    assert engines.models() == []  # no tokenizer is known for it
+    await engines.close()
+
+
+@in_loop
+async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing(is_here=False))
+    assert engines.offered[0].model.tokenizer is None
+    await engines.close()
+
+
+@in_loop
+async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    changes: list[int] = []
+    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
+    await engines.add(engine, IDENTITY, Sharing())
+    engines.listen(lambda: changes.append(len(engines.offered)))
+    name = engines.models()[0].name
+    with pytest.raises(EngineGone):
+        await text_of(engines, name)
+    assert engines.offered == ()
+    with pytest.raises(ModelAway):
+        engines.generate(name, request())
+    engine.breaks = None
+    await until_offered(engines)
+    assert changes == [0, 1]
+    assert engine.asked[-1].max_tokens == 1
+    assert await text_of(engines, name)
+    await engines.close()
+
+
+@in_loop
+async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
+    await engines.add(engine, IDENTITY, Sharing())
+    engine.told = tuple(replace(one, loaded=False) for one in engine.told)
+    with pytest.raises(EngineGone):
+        await text_of(engines, engines.models()[0].name)
+    await until_offered(engines)
+    assert len(engine.asked) == 1
+    await engines.close()
+
+
+@in_loop
+async def test_looks_alone_never_generate(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    watched = await engines.add(engine, IDENTITY, Sharing())
+    for _ in range(5):
+        await watched.look()
+    engine.trouble = EngineGone("it hangs")
+    await watched.look()
+    assert engines.offered == ()
+    engine.trouble = None
+    await watched.look()
+    assert len(engines.offered) == 1
+    assert engine.asked == []
+    await engines.close()
+
+
+@in_loop
+async def test_a_name_that_means_another_model_now_is_not_answered_with(home: Home, bundled_gguf: Path) -> None:
+    clock = FakeClock()
+    engines = ForeignEngines(home, clock)
+    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    await engines.add(engine, IDENTITY, Sharing())
+    name = engines.models()[0].name
+    engine.told = (replace(engine.told[0], path=None, digest="cd" * 32),)
+    clock.advance(foreign.FRESH_S + 1)
+    with pytest.raises(ModelAway):
+        await text_of(engines, name)
+    assert engine.asked == []
+    await engines.close()
+
+
+@in_loop
+async def test_only_models_that_a_person_named_are_offered(home: Home) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3)
+    engine.told = tuple(EngineModel(name, frozenset({Takes.MESSAGES})) for name in ("a", "b", "c"))
+    await engines.add(engine, IDENTITY, Sharing(models=("b",)))
+    assert [offer.model_id for offer in engines.offers()] == ["b"]
+    await engines.remove(engine.door.url)
+    assert engines.offers() == ()
+    with pytest.raises(UnknownModel):
+        engines.generate("b", request())
+    await engines.close()
+
+
+@in_loop
+async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    await engines.add(ScriptedEngine(ANSWER * 50, 3, path=bundled_gguf), IDENTITY, Sharing())
+    stream = engines.generate(engines.models()[0].name, request(n=2))
+    assert engines.stats().running == 2
+    await anext(stream)
+    await stream.aclose()
+    await stream.aclose()
+    assert engines.stats().running == 0
+    await engines.close()
