@@ -291,7 +291,7 @@ def generate_examples() -> Iterator[Example]:
     sampling = SamplingParams(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, (1 << 64) - 1, {7: -100.0, 9: 1.5}, 5)
     rich = GenerationRequest(
         own, (1, 200, 49151), 64, sampling, 3, ("END", "ü"), frozenset({2, 5}), True, "auto", {0: (4, 5), 2: ()},
-        grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True, ways=frozenset({"alone"}),
+        grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True, ways=frozenset({"alone"}), exact=True,
     )  # fmt: skip
     scored = GenerationRequest(own, (1,), 0, scores_prompt=True)
 

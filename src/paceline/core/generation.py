@@ -131,6 +131,8 @@ class GenerationRequest:
     """
     ways: frozenset[str] | None = None
     """Names of the plans' ways that may serve the request. None: any way."""
+    exact: bool = False
+    """Only holders with one and the same numerics id may answer. False: an answer may continue with other numerics, and a notice says so."""
     leg: KvLeg | None = None
     """This node's part, if the request is disaggregated. None: this node serves all of it."""
 
@@ -162,6 +164,8 @@ LOCAL_FALLBACK = "local_fallback"
 """Kind of notice: this machine alone continues an answer that several machines ran."""
 KV_TRANSFER = "kv_transfer"
 """Kind of notice: the result of a remote prefill."""
+NUMERICS_CHANGED = "numerics_changed"
+"""Kind of notice: an answer continues with other numerics, so its words may differ from here on."""
 PROMPT_PROGRESS = "prompt_progress"
 """Kind of notice: how far a prompt is read, as `tokens_read` of `tokens`."""
 
@@ -171,7 +175,7 @@ class Notice:
     """An event that concerns an answer without being part of it, for clients that ask. Example: a machine was lost, and another took over."""
 
     kind: str
-    """One of `shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `prompt_progress`."""
+    """One of `shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`, `kv_transfer`, `kv_distrusted`, `numerics_changed`, `prompt_progress`."""
     detail: Mapping[str, str | int | float]
 
 

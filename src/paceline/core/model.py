@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -54,6 +55,16 @@ class ModelRef:
     def is_same(self, other: ModelRef) -> bool:
         """Return whether both are known to be the same. An unknown digest is never the same."""
         return self.digest != "" and self == other
+
+    @property
+    def has_digest(self) -> bool:
+        """Return whether the digest is one of the weights. One that is unknown, or was made from the name, is not."""
+        return self.digest not in {"", digest_of_name(self.name, self.weights)}
+
+
+def digest_of_name(name: str, weights: str) -> str:
+    """Return the digest, hex, that stands for a model of which only its name and quantisation are known, as of an engine of another maker."""
+    return hashlib.sha256(f"name\0{name}\0{weights}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,12 @@ class Intake:
         uses_model_sampling: bool = True,
         keep_client_headers: bool = False,
         ways: Collection[str] = (),
+        exact: bool = False,
         is_encoder: Callable[[str], bool] | None = None,
         open_model: Callable[[str], ServedModel | None] | None = None,
     ) -> None:
         self._inference, self._is_encoder, self._open_model = inference, is_encoder, open_model
-        self._clock, self._aliases, self._ways = clock, aliases, ways
+        self._clock, self._aliases, self._ways, self._exact = clock, aliases, ways, exact
         self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
@@ -286,6 +287,7 @@ class Intake:
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
                     ways=None if asked.ways is None else frozenset(_known(asked.ways, self._ways)),
+                    exact=self._exact or bool(asked.exact),
                     cache_salt=asked.cache_salt or "",
                     leg=_leg(asked, most, "" if shape is ChatShape else f"-{place}", n_prompts=len(prompts)),
                 )

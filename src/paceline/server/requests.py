@@ -147,6 +147,11 @@ class ExtendedSampling(SamplingFields):
         description="Beyond OpenAI's and Anthropic's: ways of spreading work that may serve the request, as `paceline plan` calls them: `alone`, `draft`, "
         "`pipeline`, `tensor`. Where the model is served in none of them, 400. Changes no byte.",
     )
+    exact: bool | None = Field(
+        default=None,
+        description="Beyond OpenAI's and Anthropic's: only machines that compute the same bytes may write the answer. "
+        "Where none of them promises its bytes, 400.",
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None,
         description="Beyond OpenAI's and Anthropic's: prompts are computed once for requests of the same salt. Changes no byte.",

@@ -60,6 +60,7 @@ class ApiService:
             uses_model_sampling=settings.uses_model_sampling,
             keep_client_headers=settings.keep_client_headers,
             ways=settings.ways,
+            exact=settings.exact,
             is_encoder=self.embedder.is_meant,
             open_model=None if models is None else models.open,
         )

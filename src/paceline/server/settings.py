@@ -38,6 +38,8 @@ class ServerSettings:
     """Names that mean this machine's model too, for clients that ask for one name only."""
     ways: tuple[str, ...] = ("alone",)
     """Names of ways of spreading work that a request may use."""
+    exact: bool = False
+    """Every request is exact, whether or not it says so."""
     uses_model_sampling: bool = True
     """Sampling values that a request leaves out come from the model's own files; otherwise they are OpenAI's defaults."""
     keep_client_headers: bool = False

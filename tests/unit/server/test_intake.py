@@ -63,6 +63,7 @@ def test_nulls_are_as_if_missing() -> None:
         "logprobs",
         "ignore_eos",
         "draft",
+        "exact",
     )
     assert complete(**dict.fromkeys(names)).requests[0].sampling == SamplingParams()
 
@@ -85,10 +86,11 @@ def test_every_sampling_field_arrives() -> None:
         n=2,
         ignore_eos=True,
         draft="ngram",
+        exact=True,
     ).requests[0]
     assert request.sampling == SamplingParams(0.0, 5, 0.5, 0.1, 1.1, -1.0, 2.0, 7, {3: -100.0, 4: 1.5}, 2)
     assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (2, ("x",), frozenset({1, 2}), True, 3)
-    assert request.draft == "ngram"
+    assert (request.draft, request.exact) == ("ngram", True)
 
 
 def test_edges_of_sampling_fields() -> None:

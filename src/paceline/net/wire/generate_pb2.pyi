@@ -142,6 +142,7 @@ class GenerateRequest(_message.Message):
     SCORES_PROMPT_FIELD_NUMBER: _builtins.int
     SCORES_ONLY_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else. Where a grammar is followed, ", " and its version stand behind
@@ -163,6 +164,8 @@ class GenerateRequest(_message.Message):
     """The log probabilities of the prompt's own tokens are wanted, too, with as many alternatives as `sampling.logprobs`."""
     scores_only: _builtins.bool
     """They alone: no token is drawn, whatever `max_tokens` is."""
+    exact: _builtins.bool
+    """Only the bytes of `numerics_id` will do, to the end. INVALID_ARGUMENT if the node promises no bytes for the model now."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -207,10 +210,11 @@ class GenerateRequest(_message.Message):
         scores_prompt: _builtins.bool = ...,
         scores_only: _builtins.bool = ...,
         ways: _abc.Iterable[_builtins.str] | None = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015

@@ -1,7 +1,7 @@
 """A request's stream on whichever node runs it: where one can't go on with it, another one does, from the tokens so far.
 
-Law: the client gets every token once, whichever node drew it. Every node is asked for the same numerics, prompt ids and seed, so what follows is what would
-have followed. An answer that no node has begun is refused at once where none takes it; one that has begun waits for a node to come back, for a while.
+Law: the client gets every token once, whichever node drew it. Every node is asked for the same prompt ids and seed. With equal numerics, what follows is what
+would have followed; otherwise a notice comes before it. An answer that no node has begun is refused at once where none takes it; one that has begun waits for a node to come back, for a while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paceline.core.errors import (
     PacelineError,
     goes_elsewhere,
 )
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.following import Following, Holding
+from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.ways.forward.routes import RouteStop
@@ -44,6 +45,8 @@ class Leg:
 
     stop: RouteStop
     stream: ChunkStream
+    following: Following = Following.SAME
+    """How it follows the node that wrote the answer so far."""
 
     @property
     def node_id(self) -> NodeId:
@@ -51,10 +54,14 @@ class Leg:
 
 
 class Nodes(Protocol):
-    """Which nodes give the same bytes for a request, and how to reach them."""
+    """Which nodes may run a request, and how to reach them."""
 
-    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
-        """At the best node now that is not among those left; None where there is none."""
+    def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+        """Return a leg at the best node now that is not among those left; None if there is none.
+
+        Args:
+            after: the holder that wrote the answer so far; None: it has not begun.
+        """
         ...
 
     def is_coming(self) -> bool:
@@ -92,6 +99,10 @@ class Forwarded:
         self._heard = dict.fromkeys(request.indices, 0)
         """...that the node which is asked has said: each begins with the first."""
         self._begun = False
+        self._after: Holding | None = None
+        """The holder that wrote the last tokens."""
+        self._announces = False
+        """The leg's first tokens follow a notice."""
         self._over = False
         self._left: set[NodeId] = set()
         """Nodes that failed since the answer last advanced, or since all were asked."""
@@ -140,9 +151,10 @@ class Forwarded:
             if self._n_legs:
                 # An engine may be asked again that has not ended the leg before: what it still says of that one is none of this one's.
                 request = replace(request, request_id=RequestId(f"{request.request_id}.{self._n_legs}"))
-            self._leg = self._nodes.leg(request, self._left)
+            self._leg = self._nodes.leg(request, self._left, self._after)
             if self._leg is not None:
                 self._n_legs += 1
+                self._announces = self._begun and self._leg.following.is_announced
                 self._heard = dict.fromkeys(self._heard, 0)
                 return True
             if not self._begun:
@@ -174,13 +186,32 @@ class Forwarded:
             await self._leave(leg, FleetError(f"{leg.node_id} did not send the log probabilities of the prompt"))
             return ()
         lost = next((chunk for chunk in item if chunk.code not in _FINAL), None)
+        told = self._numerics_changed(leg, item)
         gained = [self._unsaid(chunk) for chunk in item if chunk.code in _FINAL and self._takes(chunk)]
         if self._n_legs > 1:
             gained = [replace(chunk, request_id=self._request.request_id) for chunk in gained]
         if lost is not None:
             why = ExecutorUnavailable(lost.error or "The machines it takes are not there", code=lost.code or "")
             await self._leave(leg, why)
-        return gained
+        return [*told, *gained]
+
+    def _numerics_changed(self, leg: Leg, item: Sequence[GenerationChunk]) -> list[GenerationChunk]:
+        """Return the notices that come before an item, if it is the first in which another holder continues the answer."""
+        if not any(chunk.code in _FINAL and not chunk.notices and chunk.index in self._so_far for chunk in item):
+            return []
+        before, self._after = self._after, leg.stop.holding
+        announces, self._announces = self._announces, False
+        if before is None or not announces:
+            return []
+        after = self._after
+        detail = {"node": leg.node_id, "from": before.numerics_id, "to": after.numerics_id, "matched_by": leg.following.value}
+        return [
+            GenerationChunk(
+                *(self._request.request_id, index, (), ""),
+                notices=(Notice(NUMERICS_CHANGED, {**detail, "index": index, "n_tokens": len(tokens)}),),
+            )
+            for index, tokens in self._so_far.items()
+        ]
 
     def _takes(self, chunk: GenerationChunk) -> bool:
         """Take note of a chunk. What comes after a sequence's end is nothing to it."""

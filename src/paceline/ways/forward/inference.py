@@ -1,7 +1,7 @@
 """The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
 
-Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route that gives the same bytes,
-and goes on there from the tokens so far. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
+Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route, one that gives the same bytes
+if there is one, and continues there from the tokens so far. An exact request moves to no other. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import grpc.aio
 
 from paceline.core.background import end_tasks
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest, PacelineError
+from paceline.core.errors import InvalidRequest, PacelineError, WayNotAllowed
+from paceline.core.following import Holding, promises_bytes
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
@@ -33,7 +33,7 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, routes
+from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class FleetInference:
         own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
-            described.served(route.stops[0].numerics_id, route.size_bytes)
+            described.served(_numerics(route), route.size_bytes)
             for name, route in self._routes.items()
             if name not in names and (described := self._described.get((name, route.meaning))) is not None
         ]
@@ -126,7 +126,7 @@ class FleetInference:
             return self._local.inference.generate(model, request)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
-        return Forwarded(request, _Nodes(self, model, route), self._clock)
+        return Forwarded(request, _Nodes(self, model, route, exact=request.exact), self._clock)
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
@@ -212,10 +212,10 @@ class FleetInference:
         # What would be loaded here on demand is asked of those that have it loaded.
         described = None if route is None or loaded is not None else self._described.get((model.name, route.meaning))
         if route is not None and described is not None:
-            return described.served(route.stops[0].numerics_id, route.size_bytes)
-        if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
+            return described.served(_numerics(route), route.size_bytes)
+        if route is None or loaded is None or _numerics(route) == loaded.numerics_id:
             return model
-        return replace(model, fingerprint=fingerprint_of(loaded.model, route.stops[0].numerics_id))
+        return replace(model, fingerprint=fingerprint_of(loaded.model, _numerics(route)))
 
     def _leg_here(self, model: str, request: GenerationRequest) -> ChunkStream:
         """A router chose this node for it."""
@@ -224,23 +224,30 @@ class FleetInference:
             raise InvalidRequest(f"kv_transfer_params: {model} does not run at this machine", field="kv_transfer_params")
         return self._legs(loaded.model.digest, loaded.numerics_id, request)
 
-    def leg(self, name: str, same: tuple[Meaning, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+    def leg(self, name: str, meaning: Meaning, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
         """See `Nodes.leg`.
 
         Args:
-            same: what the name stands for, and the numerics id that the answer is of.
+            meaning: what the name stood for when the request came.
         """
         self._refresh()
         route = self._routes.get(name)
-        if route is None or route.meaning != same[0]:
+        if route is None or route.meaning != meaning:
             return None
-        prompt = Prompt(request.prompt_ids, f"{route.meaning.model.digest}:{route.meaning.model.weights}", request.cache_salt)
-        held = partial(self._held, route.meaning.model.digest, same[1], request.prompt_ids, request.cache_salt)
-        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left, held)
+        prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
+        following = dict(open_to(route.stops, after, left, exact=request.exact))
+
+        def held() -> Mapping[NodeId, float]:
+            found: dict[NodeId, float] = {}
+            for numerics_id in {stop.numerics_id for stop in following} - {""}:
+                found |= self._held(meaning.model.digest, numerics_id, request.prompt_ids, request.cache_salt)
+            return found
+
+        stop = self._sharing.choose(tuple(following), prompt, left, held)
         if stop is None:
             return None
         self._sharing.began(stop.node_id, prompt)
-        return Leg(stop, self._stream(name, route, stop, request))
+        return Leg(stop, self._stream(name, stop, request), following[stop])
 
     def is_coming(self, digest: str, left: Mapping[NodeId, bytes]) -> bool:
         """See `Nodes.is_coming`.
@@ -265,10 +272,10 @@ class FleetInference:
         live = self._fleet.view().get(node_id)
         return None if live is None else self._clock.monotonic() - live.age_s
 
-    def _stream(self, name: str, route: AnswerRoute, stop: RouteStop, request: GenerationRequest) -> ChunkStream:
+    def _stream(self, name: str, stop: RouteStop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
             return self._local.inference.generate(name, request)
-        loaded = LoadedModel(replace(route.meaning.model, name=name), stop.numerics_id, 0, 0)
+        loaded = LoadedModel(replace(stop.model, name=name), stop.numerics_id, 0, 0)
 
         def dial() -> grpc.aio.Channel:
             channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
@@ -276,7 +283,7 @@ class FleetInference:
             return channel
 
         stream = RemoteStream(dial, stop.node_id, loaded, request)
-        return self._proofs.watched(stop, route.meaning.model, stream, request, self._again(name, stop, route.meaning.model))
+        return self._proofs.watched(stop, stop.model, stream, request, self._again(name, stop, stop.model))
 
     def _wanted(self, route: AnswerRoute) -> None:
         """A model was asked for."""
@@ -333,19 +340,35 @@ class FleetInference:
                     self._described[key] = described
 
 
+def _numerics(route: AnswerRoute) -> str:
+    """Return the numerics id that all nodes of a route have; empty if they differ."""
+    first, *others = {stop.numerics_id for stop in route.stops}
+    return "" if others else first
+
+
 class _Nodes:
-    """Those that give the bytes which the best one at the start of a request gives."""
+    """Nodes of the route that a request found at its start.
 
-    def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None) -> None:
+    Raises:
+        WayNotAllowed: the request is exact, and no node of the route promises its bytes.
+    """
+
+    def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None, *, exact: bool) -> None:
         self._fleet, self._name = fleet, name
-        self._same = None if route is None else (route.meaning, route.stops[0].numerics_id)
+        self._meaning = None if route is None else route.meaning
         self._left: dict[NodeId, bytes] = {}
+        self._first: Holding | None = None
+        """The holder whose bytes an exact answer has; None: any may begin."""
+        if exact and route is not None:
+            self._first = next((stop.holding for stop in route.stops if promises_bytes(stop.holding)), None)
+            if self._first is None:
+                raise WayNotAllowed(f"exact: no machine that serves {name} promises its bytes", "Leave it out.", field="exact")
 
-    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
-        return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)
+    def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+        return None if self._meaning is None else self._fleet.leg(self._name, self._meaning, request, left, after or self._first)
 
     def is_coming(self) -> bool:
-        return self._same is not None and self._fleet.is_coming(self._same[0].model.digest, self._left)
+        return self._meaning is not None and self._fleet.is_coming(self._meaning.model.digest, self._left)
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
         if error is not None:

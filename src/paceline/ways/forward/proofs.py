@@ -110,7 +110,7 @@ class Proofs:
                 record = self._records.setdefault(process, Record())
                 if now - record.tried_s > AGAIN_S:
                     record.tried_s = now
-                    found.append((RouteStop(card.node_id, card.instance, offer.numerics_id, card.addresses), offer))
+                    found.append((RouteStop(card.node_id, card.instance, offer.numerics_id, card.addresses, model=offer.model), offer))
         return found
 
     async def watched(

@@ -2,9 +2,9 @@
 request goes to.
 
 Laws:
-- The nodes of one route have the same weights in the same format, and the same tokenizer and template. Where this node has the model loaded, it is
+- The nodes of one route may follow one another (`core.following`) and have the same tokenizer and template. Where this node has the model loaded, it is
   that one; where several nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node
-  offers it.
+  offers it. Their arithmetic may differ; a request says whether it may.
 - A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
   longer, a prefix that it holds shorter: one that was sent there, or that it told to hold. A node that was lost comes last until it was heard of again. A choice changes no byte.
 """
@@ -21,6 +21,7 @@ from cachetools import LRUCache
 
 from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
+from paceline.core.following import Following, Holding, may_follow
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role
@@ -34,6 +35,9 @@ MOST_MODELS = 16
 WORTH_A_HOP = 1.25
 """Another node must be faster by so much for a request to leave the node that has the model itself: estimates are rough, and the way there
 and back is not in them. Raising it: more requests stay where they arrived."""
+
+
+NO_MODEL = ModelRef("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,12 @@ class RouteStop:
     """Sequences that run and wait there, as it said last."""
     prefills: bool = False
     """It is there to compute prompts for others: asked where no other can answer."""
+    model: ModelRef = NO_MODEL
+    """What it has loaded."""
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.model, self.numerics_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +104,43 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     found: dict[str, AnswerRoute] = {}
     for name in sorted(offered):
         meaning = _meaning(name, offered[name], cards, loaded, meanings)
-        holders = offered[name][meaning]
+        holders = [each for other, having in offered[name].items() if _may_join(meaning, other) for each in having]
         order, times = _order(own, cards, meaning.model, any(card.node_id == own for card, _ in holders))
         stops = {
             card.node_id: RouteStop(
                 *(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer)),
-                *(offer.under_way, offer.role is Role.PREFILL),
+                *(offer.under_way, offer.role is Role.PREFILL, offer.model),
             )
             for card, offer in holders
         }
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # Nodes of which nothing is known but that they have it: this one first, then by id.
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
-        found[name] = AnswerRoute(name, meaning, (*ranked, *rest), holders[0][1].size_bytes)
+        found[name] = AnswerRoute(name, meaning, (*ranked, *rest), offered[name][meaning][0][1].size_bytes)
     return found
+
+
+def _may_join(meaning: Meaning, other: Meaning) -> bool:
+    """Return whether holders of `other` may answer for `meaning`: token ids must stand for the same text."""
+    same_tokens = other.tokenizer == meaning.tokenizer
+    return other == meaning or (same_tokens and may_follow(Holding(meaning.model), Holding(other.model), exact=False).is_allowed)
+
+
+def open_to(
+    stops: Sequence[RouteStop], after: Holding | None, left: Collection[NodeId], *, exact: bool
+) -> list[tuple[RouteStop, Following]]:
+    """Return the stops that may take a request, the best first, and how each follows. Stops with the same bytes leave no room for others.
+
+    Args:
+        after: the holder that computed the answer so far; or, where an exact answer has not begun, one that gives its bytes. None: any may begin.
+        left: nodes that the request left.
+    """
+    there = [stop for stop in stops if stop.node_id not in left]
+    if after is None:
+        return [(stop, Following.SAME) for stop in there]
+    found = [(stop, may_follow(after, stop.holding, exact=exact)) for stop in there]
+    same = [(stop, following) for stop, following in found if following is Following.SAME]
+    return same or [(stop, following) for stop, following in found if following.is_allowed]
 
 
 def may_be_loading(cards: Sequence[NodeCard], digest: str, left: Mapping[NodeId, bytes]) -> bool:

@@ -28,9 +28,11 @@ from paceline.core.errors import (
     WayNotAllowed,
     WeightsMismatch,
 )
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
+from paceline.core.following import Following, Holding, may_follow
+from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
+from paceline.core.model import ModelRef
 from paceline.machine.host import EngineHost
 from paceline.ways.forward.forwarded import LOADING_S, LONGEST_PAUSE_S, PATIENCE_S, Forwarded, Leg
 from paceline.ways.forward.routes import RouteStop
@@ -71,9 +73,14 @@ def whole() -> Script:
 
 
 class Scripted:
-    """`Nodes` called 0, 1, 2, ...: each plays what it has for it, one script a request."""
+    """`Nodes` called 0, 1, 2, ...: each plays what it has for it, one script a request.
 
-    def __init__(self, *scripts: Script | Sequence[Script]) -> None:
+    Args:
+        ids: their numerics ids. Default: all have the same.
+    """
+
+    def __init__(self, *scripts: Script | Sequence[Script], ids: Sequence[str] = ()) -> None:
+        self._ids = ids or ["n"] * len(scripts)
         self._scripts = [[script] if isinstance(script, Script) else list(script) for script in scripts]
         self.asked: list[GenerationRequest] = []
         self.told: list[PacelineError] = []
@@ -82,11 +89,14 @@ class Scripted:
     def is_coming(self) -> bool:
         return False
 
-    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+    def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
         for place, scripts in enumerate(self._scripts):
             if scripts and NodeId(str(place)) not in left:
-                self.asked.append(request)
-                return Leg(RouteStop(NodeId(str(place)), b"", "", ()), scripts.pop(0))
+                stop = RouteStop(NodeId(str(place)), b"", self._ids[place], (), model=ModelRef("d", "int4"))
+                following = may_follow(after, stop.holding, exact=request.exact) if after is not None else Following.SAME
+                if following.is_allowed:
+                    self.asked.append(request)
+                    return Leg(stop, scripts.pop(0), following)
         return None
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
@@ -214,6 +224,41 @@ async def test_an_answer_that_broke_off_goes_on_elsewhere_from_its_tokens() -> N
 
 
 @in_loop
+async def test_an_answer_that_another_arithmetic_continues_says_so_once_before_its_tokens() -> None:
+    gone = NodeUnreachable("gone")
+    scripts = (
+        Script([chunk(0), chunk(1), chunk(0)], gone),
+        Script(gone),  # it wrote nothing, so nothing is said of it
+        Script([chunk(0)], [chunk(1)], gone),
+        Script([chunk(0, FinishReason.STOP)], [chunk(1)], gone),
+        Script([chunk(1, FinishReason.STOP)]),
+    )
+    chunks = await collect(forwarded(nodes=Scripted(*scripts, ids=["n", "other", "o", "o", ""])))
+    told = [(place, one.index, notice) for place, one in enumerate(chunks) for notice in one.notices]
+    assert {notice.kind for _, _, notice in told} == {NUMERICS_CHANGED}
+    assert [(place, index, notice.detail["n_tokens"], notice.detail["to"], notice.detail["node"]) for place, index, notice in told] == [
+        (3, 0, 2, "o", "2"),
+        (4, 1, 1, "o", "2"),
+        (9, 1, 3, "", "4"),
+    ]
+    assert {(notice.detail["from"], notice.detail["matched_by"]) for _, _, notice in told} == {("n", "digest"), ("o", "digest")}
+    assert [(one.index, one.finish_reason) for one in chunks if one.finish_reason] == [(0, FinishReason.STOP), (1, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("other", ["o", ""])
+@in_loop
+async def test_an_exact_answer_waits_for_equal_numerics_and_ends_without_them(other: str) -> None:
+    begun = Script([chunk(0), chunk(1)], NodeUnreachable("gone"))
+    request = replace(REQUEST, exact=True)
+    ended = await collect(forwarded(nodes=Scripted(begun, whole(), ids=["n", other]), request=request))
+    assert [one.code for one in ended[2:]] == ["no_machine"] * 2
+    begun = Script([chunk(0), chunk(1)], NodeUnreachable("gone"))
+    chunks = await collect(forwarded(nodes=Scripted(begun, whole(), whole(), ids=["n", other, "n"]), request=request))
+    assert len(chunks) == 2 + 4
+    assert not any(one.notices for one in chunks)
+
+
+@in_loop
 async def test_a_node_that_comes_back_is_asked_again() -> None:
     gone = NodeUnreachable("gone")
     nodes = Scripted([Script([chunk(0), chunk(1)], gone), whole()], Script([chunk(0)], gone))
@@ -229,8 +274,8 @@ async def test_a_node_that_runs_anew_is_waited_for_while_it_may_load_but_not_for
     class Loading(Scripted):
         """The only node was lost, and takes no request for as long as it loads: longer than there is patience with a node that is gone."""
 
-        def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
-            return super().leg(request, left) if not self.told or (comes and clock.monotonic() - began > 2 * PATIENCE_S) else None
+        def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+            return super().leg(request, left, after) if not self.told or (comes and clock.monotonic() - began > 2 * PATIENCE_S) else None
 
         def is_coming(self) -> bool:
             return True
@@ -334,7 +379,7 @@ class Same:
     def __init__(self, host: EngineHost) -> None:
         self._host, self.asked = host, list[GenerationRequest]()
 
-    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+    def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
         self.asked.append(request)
         stream = self._host.generate("echo", request)
         return Leg(RouteStop(NodeId(str(len(self.asked))), b"", "", ()), NoRoom(stream) if len(self.asked) == 1 else stream)

@@ -16,6 +16,7 @@ from tests.unit.net.test_silence import stand_still
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, UnknownModel
+from paceline.core.following import Holding
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import ModelRef
@@ -199,7 +200,8 @@ class Served:
         self._channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}") for port in ports]
         self.told: list[str] = []
 
-    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+    def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+        del after
         for place, channel in enumerate(self._channels):
             name = NodeId(str(place))
             if name not in left:

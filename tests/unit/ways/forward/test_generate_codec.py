@@ -58,6 +58,7 @@ requests = st.builds(
     st.dictionaries(st.integers(0, MAX_N - 1), st.lists(tokens, max_size=4).map(tuple), max_size=4),
     scores_prompt=st.booleans(),
     ways=st.none() | st.frozensets(st.sampled_from(["alone", "draft", "pipeline"]), min_size=1),
+    exact=st.booleans(),
     grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), texts.filter(bool)),
 )
 chunks = st.builds(

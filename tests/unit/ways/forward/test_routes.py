@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.following import Following, Holding
 from paceline.core.ids import NodeId
-from paceline.core.model import ModelRef
+from paceline.core.model import ModelRef, digest_of_name
 from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
-from paceline.ways.forward.routes import Meaning, may_be_loading, routes
+from paceline.ways.forward.routes import Meaning, may_be_loading, open_to, routes
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
@@ -107,3 +109,39 @@ def test_a_stop_says_what_the_plan_expects_and_what_the_card_says_is_under_way()
     assert (stops[B].under_way, stops[C].under_way) == (4, 0)
     assert stops[B].expected_s is not None
     assert stops[C].expected_s is None
+
+
+def test_holders_known_by_name_alone_join_the_route_of_the_same_name_and_quantisation() -> None:
+    by_name = offer(300, digest=digest_of_name("m", "int4"), numerics_id="")
+    assert sorted(order(A, card(A, offer(100)), card(B, by_name))) == ["a", "b"]
+    assert order(A, card(A, offer(100)), card(B, replace(by_name, digest=digest_of_name("m", "Q8_0"), weights="Q8_0"))) == ["a"]
+    assert order(A, card(A, offer(100)), card(B, replace(by_name, tokenizer="other"))) == ["a"]
+
+
+MIXED = (card(A, offer(300, numerics_id="")), card(B, offer(200)), card(C, offer(100, numerics_id="other")))
+
+
+@pytest.mark.parametrize(
+    ("after", "left", "exact", "expected"),
+    [
+        (None, (), False, "abc"),
+        ("numerics", (), False, "b"),
+        ("numerics", (B,), False, "ac"),
+        ("other", (), False, "c"),
+        ("gone", (), False, "abc"),
+        ("", (), False, "abc"),
+        ("", (A,), False, "bc"),
+        ("numerics", (), True, "b"),
+        ("numerics", (B,), True, ""),
+        ("gone", (), True, ""),
+        ("", (), True, ""),
+    ],
+)
+def test_equal_numerics_come_first_and_are_all_that_an_exact_request_takes(
+    after: str | None, left: tuple[NodeId, ...], exact: bool, expected: str
+) -> None:
+    stops = routes(Eligible(Use.ANSWER, A, MIXED), {}, {})["m"].stops
+    found = open_to(stops, None if after is None else Holding(ONE.model, after), left, exact=exact)
+    assert sorted(stop.node_id for stop, _ in found) == list(expected)
+    assert all(how.is_announced for stop, how in found if after is not None and stop.numerics_id != after)
+    assert all(how is Following.SAME for stop, how in found if after is None)
