@@ -111,8 +111,6 @@ class EngineOffer:
     """Number of requests that run at once; 0: not known."""
     capabilities: tuple[str, ...] = ()
     """See `engines.contract.Capability`."""
-    by_name: bool = False
-    """The offer's digest is not that of the weights but of name and quantisation, because the engine's files can't be read."""
     leaves_network: bool = False
     """Prompts leave the home network: the engine is elsewhere. Requests reach it only by name."""
     plain_http: bool = False

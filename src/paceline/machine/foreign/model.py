@@ -6,14 +6,13 @@ read only if the engine runs on this machine.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
 from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
-from paceline.core.model import ModelRef, WeightsFormat
+from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.store.bounded_tokenizer import BoundedTokenizer
@@ -34,7 +33,7 @@ ASSUMED_CONTEXT = 131_072
 
 @dataclass(frozen=True, slots=True)
 class ForeignModel:
-    """A model that an engine of another maker answers with."""
+    """A model that an engine of another maker answers with. Weights that can't be read are known by name and quantisation."""
 
     identity: EngineIdentity
     told: EngineModel
@@ -42,8 +41,6 @@ class ForeignModel:
     name: str
     """As clients name it."""
     ref: ModelRef
-    by_name: bool
-    """The digest is of name and quantisation: the files are unknown or not hashed yet."""
     context: int
     created: int
     """Unix seconds."""
@@ -71,7 +68,6 @@ class ForeignModel:
             told.quantisation,
             told.slots,
             tuple(sorted(map(str, told.capabilities))),
-            self.by_name,
             self.leaves_network,
             self.plain_http,
         )
@@ -132,13 +128,15 @@ def take_in(
     files = _files(told, home) if is_here else None
     digest = told.digest or ("" if files is None else _known_digest(files.path, home))
     called = name or _name(told, files, home)
-    ref = ModelRef(digest or digest_of_name(called, told.quantisation), WeightsFormat.STORED, called)
+    if digest:
+        ref = ModelRef(digest, WeightsFormat.STORED, called)
+    else:
+        ref = ModelRef(digest_of_name(called, told.quantisation), told.quantisation, called)
     model = ForeignModel(
         identity,
         told,
         called,
         ref,
-        not digest,
         told.context or (0 if files is None else files.context) or ASSUMED_CONTEXT,
         created,
         leaves_network=leaves,
@@ -157,13 +155,8 @@ def served(model: ForeignModel) -> ServedModel:
         model: one with a tokenizer.
     """
     assert model.tokenizer is not None
-    facts = ModelFacts("" if model.by_name else model.ref.digest, model.told.size_bytes, stored_as=model.told.quantisation)
+    facts = ModelFacts(model.ref.digest if model.ref.has_digest else "", model.told.size_bytes, stored_as=model.told.quantisation)
     return ServedModel(model.name, model.created, model.context, model.tokenizer, fingerprint_of(model.ref, ""), facts)
-
-
-def digest_of_name(name: str, quantisation: str) -> str:
-    """Return what stands for the digest of weights that can't be read: equal names and quantisations count as equal weights."""
-    return hashlib.sha256(f"paceline: a model known by name alone\0{name.lower()}\0{quantisation.lower()}".encode()).hexdigest()
 
 
 def _files(told: EngineModel, home: Home) -> Files | None:

@@ -163,7 +163,6 @@ class EngineCapability(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
-    BY_NAME_FIELD_NUMBER: _builtins.int
     LEAVES_NETWORK_FIELD_NUMBER: _builtins.int
     PLAIN_HTTP_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
@@ -172,8 +171,6 @@ class EngineCapability(_message.Message):
     """As the engine writes it, such as Q4_K_M."""
     slots: _builtins.int
     """Requests that run at once; 0: not known."""
-    by_name: _builtins.bool
-    """The model's digest is of name and quantisation, because the engine's files can't be read."""
     leaves_network: _builtins.bool
     """Prompts leave the home network."""
     plain_http: _builtins.bool
@@ -194,13 +191,12 @@ class EngineCapability(_message.Message):
         quantization: _builtins.str = ...,
         slots: _builtins.int = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
-        by_name: _builtins.bool = ...,
         leaves_network: _builtins.bool = ...,
         plain_http: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_name", b"by_name", "capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

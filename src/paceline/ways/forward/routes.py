@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from cachetools import LRUCache
 
@@ -27,7 +28,7 @@ from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import ALONE, Choice, PlanRequest
+from paceline.fleet.plan import ALONE, TYPICAL_ANSWER, TYPICAL_PROMPT, Choice, PlanRequest
 from paceline.fleet.ways import Alone
 
 MOST_MODELS = 16
@@ -108,14 +109,17 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         order, times = _order(own, cards, meaning.model, any(card.node_id == own for card, _ in holders))
         stops = {
             card.node_id: RouteStop(
-                *(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), _token_s(offer)),
+                *(card.node_id, card.instance, offer.numerics_id, card.addresses),
+                *(times.get(card.node_id, _engine_s(offer)), _token_s(offer)),
                 *(offer.under_way, offer.role is Role.PREFILL, offer.model),
             )
             for card, offer in holders
         }
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
-        # Nodes of which nothing is known but that they have it: this one first, then by id.
-        rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
+        # What the plan does not price: foreign engines, by what their answers took; then nodes of which nothing is known but that they have it.
+        rest = sorted(
+            stops.values(), key=lambda stop: (inf if stop.expected_s is None else stop.expected_s, stop.node_id != own, stop.node_id)
+        )
         found[name] = AnswerRoute(name, meaning, (*ranked, *rest), offered[name][meaning][0][1].size_bytes)
     return found
 
@@ -152,6 +156,14 @@ def may_be_loading(cards: Sequence[NodeCard], digest: str, left: Mapping[NodeId,
 
 def _answering(card: NodeCard) -> NodeCard:
     return replace(card, models=tuple(replace(offer, role=Role.VERIFIER) if offer.role is Role.PREFILL else offer for offer in card.models))
+
+
+def _engine_s(offer: ModelOffer) -> float | None:
+    """Return what a typical request takes at a foreign engine, by the answers that passed; None: none has."""
+    read_s = _token_s(offer)
+    if offer.engine is None or not read_s or not 1e-3 <= offer.tokens_per_second < 1e9:
+        return None
+    return TYPICAL_PROMPT * read_s + TYPICAL_ANSWER / offer.tokens_per_second
 
 
 def _token_s(offer: ModelOffer) -> float:

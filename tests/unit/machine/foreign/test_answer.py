@@ -38,7 +38,7 @@ def tokenizer() -> BoundedTokenizer:
 def model(takes: Takes = Takes.IDS) -> ForeignModel:
     told = EngineModel("tiny", frozenset({takes}), context=4096)
     ref = ModelRef("ab" * 32, WeightsFormat.STORED, "tiny")
-    return ForeignModel(EngineIdentity("scripted", "1"), told, "tiny", ref, False, 4096, 0, tokenizer())
+    return ForeignModel(EngineIdentity("scripted", "1"), told, "tiny", ref, 4096, 0, tokenizer())
 
 
 async def nothing() -> None:

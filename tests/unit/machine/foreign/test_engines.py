@@ -15,10 +15,11 @@ from tests.unit.net.member.nodes import in_loop
 from paceline.core.errors import EngineGone, ModelAway, UnknownModel
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.core.model import digest_of_name
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
 from paceline.machine.foreign.engines import ForeignEngines, Sharing
-from paceline.machine.foreign.model import ASSUMED_CONTEXT, digest_of_name
+from paceline.machine.foreign.model import ASSUMED_CONTEXT
 from paceline.store.home import Home
 
 ANSWER = [504, 314, 253, 2443]
@@ -76,8 +77,8 @@ async def test_a_model_whose_files_are_elsewhere_is_known_by_name_and_quantisati
     await engines.add(engine, IDENTITY, Sharing(name="mine"))
     (offer,) = engines.offers()
     assert offer.engine is not None
-    assert (offer.model_id, offer.engine.by_name, offer.engine.takes) == ("mine", True, ("messages",))
-    assert offer.digest == digest_of_name("Mine", "q4_k_m")
+    assert (offer.model_id, offer.model.has_digest, offer.engine.takes) == ("mine", False, ("messages",))
+    assert offer.digest == digest_of_name("mine", "Q4_K_M")
     assert engines.offered[0].model.context == ASSUMED_CONTEXT
     assert engines.models() == []  # no tokenizer is known for it
     await engines.close()
