@@ -52,13 +52,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def llama_server(model: Path, **params: object) -> Generator[Running]:
+def llama_server(model: Path, port: int | None = None, **params: object) -> Generator[Running]:
     """Run llama-server with a model.
 
     Args:
+        port: that it listens on; None: a free one.
         params: fields of `xllamacpp.CommonParams`, such as n_ctx and n_parallel, and `threads`.
     """
-    port = free_port()
+    port = port or free_port()
     with _started([sys.executable, "-c", LLAMA_SERVER, str(model), json.dumps(params | {"port": port})], port) as running:
         yield running
 

@@ -24,6 +24,7 @@ from paceline.fleet.plan import ALONE, Objective, Way
 from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.config_file import PipelineSettings, read_pipeline_settings, read_settings, read_trust_policy
 from paceline.machine.devices import usable_cores
+from paceline.machine.foreign.shares import read_shares
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.draft.names import FLEET, JACOBI
@@ -104,7 +105,8 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         Terminal().print(f"[yellow]note:[/] {said}", soft_wrap=True)
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
-    needed = (settings is None and sharing.embeddings is None) or asked or bool(sharing.serve_shards) or elsewhere
+    shared = settings is None and bool(read_shares(Home.from_environment()))
+    needed = (settings is None and sharing.embeddings is None and not shared) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
     if settings is not None:
         settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl, kv_check_every=said.kv.spot_check_every)

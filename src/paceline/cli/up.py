@@ -215,8 +215,8 @@ def run_up(
             engines = ForeignEngines(home, clock)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(engines.close)
-                following = in_background(SharedEngines(engines, home, clock).run(), "engines that are shared")
-                stack.push_async_callback(end_tasks, following)
+                shared = SharedEngines(engines, home, clock)
+                stack.push_async_callback(end_tasks, in_background(shared.run(), "engines that are shared"))
                 if fleet is None:
                     app = create_app(Together(models, engines), served, encoder, models)
                     if proposers and models.nodes:
@@ -241,6 +241,7 @@ def run_up(
                     app = create_app(whole.inference, served, encoder, models)
                     service_of(app).metrics.add(*whole.collectors)
                     await whole.settle(stop)
+                await shared.settle()
                 ending.wait_for(service_of(app), models)
                 await answer(app, stop)
                 ending.clients_know()

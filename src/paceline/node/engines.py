@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.core.background import came_within
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, UserError
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks at the file. Raising it: an engine that is shared while this runs is offered later."""
+SETTLE_S = 3.0
+"""Seconds for which a start waits for engines. Raising it: a node whose engines hang is ready later."""
 AGAIN_S, MOST_AGAIN_S = 2.0, 60.0
 """Seconds until an engine that does not answer is called again: the first pause, doubled each time, and the longest. Raising them: it is offered later."""
 
@@ -37,11 +40,17 @@ class SharedEngines:
         self._offered: dict[str, Share] = {}
         self._late: dict[str, Backoff] = {}
         """Engines that did not answer, by URL."""
+        self._looked = asyncio.Event()
+
+    async def settle(self) -> None:
+        """Wait until all shared engines were called once, for a moment at most."""
+        await came_within(self._looked, SETTLE_S)
 
     async def run(self) -> None:
         """Follow the file until cancelled."""
         while True:
             await self.look()
+            self._looked.set()
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:

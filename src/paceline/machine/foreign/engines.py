@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from paceline.core.background import end_tasks, in_background
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
-from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownModel
+from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
-from paceline.machine.foreign.model import ForeignModel, served, take_in
+from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
 from paceline.store.home import Home
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,10 @@ class WatchedEngine:
         """By the engine's own name, also of models that failed."""
         self._looked_s: float | None = None
         self._looking = asyncio.Lock()
+        self._learning: asyncio.Task[None] | None = None
+        self._tried: set[EngineModel] = set()
+        """Models whose digest was computed, or can't be."""
+        self._is_up = asyncio.Event()
         self.trouble = ""
         """Why the last look failed; empty: it did not."""
         self.busy = Busy()
@@ -131,10 +135,12 @@ class WatchedEngine:
                 self.busy = await self.engine.busy()
                 await self._take(identity, told)
                 self.trouble = ""
+                self._is_up.set()
             except PacelineError as error:
                 if not self.trouble:
                     logger.warning("%s at %s: %s", self.identity, self.url, error)
                 self.trouble = str(error)
+                self._is_up.clear()
             self._looked_s = self._clock.monotonic()
         if before != [one.model for one in self.offered]:
             self._changed()
@@ -154,6 +160,21 @@ class WatchedEngine:
             if found.get(name) is not gone:
                 await end_tasks(gone.test)
         self._known = found
+        if self._learning is None or self._learning.done():
+            self._learning = in_background(self._learn(), f"digests of models at {self.url}")
+
+    async def _learn(self) -> None:
+        """Compute digests, so that other machines that have the same weights may continue answers."""
+        if not self.sharing.is_here:
+            return
+        for name, one in tuple(self._known.items()):
+            told = one.model.told
+            if one.model.ref.has_digest or told in self._tried:
+                continue
+            self._tried.add(told)
+            if await asyncio.to_thread(learn_digest, told, self._home) and self._known.get(name) is one:
+                one.model = await asyncio.to_thread(self._take_in, told, len(self._known))
+                self._changed()
 
     def _take_in(self, told: EngineModel, n_models: int) -> ForeignModel:
         sharing, created = self.sharing, int(self._clock.wall())
@@ -197,12 +218,11 @@ class WatchedEngine:
     async def _tested(self, offered: Offered) -> None:
         backoff = Backoff(TEST_S, MOST_TEST_S)
         while True:
-            await asyncio.sleep(backoff.fail(self._clock.monotonic()))
             await self.look()
-            if self.trouble or not offered.model.told.loaded:
-                if not self.trouble:
-                    break  # a test would make the engine load it, which only a request may
-                continue
+            await self._is_up.wait()
+            if not offered.model.told.loaded:
+                break  # a test would make the engine load it, which only a request may
+            await asyncio.sleep(backoff.fail(self._clock.monotonic()))
             try:
                 await self._test(offered.model)
                 break
@@ -225,7 +245,7 @@ class WatchedEngine:
 
     async def close(self) -> None:
         """Look no more, and close the connections. The engine goes on."""
-        await end_tasks(*(one.test for one in self._known.values()))
+        await end_tasks(self._learning, *(one.test for one in self._known.values()))
         await self.engine.close()
 
 
@@ -316,6 +336,10 @@ class ForeignEngines:
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""
+        if request.exact:
+            raise WayNotAllowed(
+                f"exact: {model} runs in an engine of another maker, which does not promise its bytes", "Leave it out.", field="exact"
+            )
         found = self._by_name.get(model)
         if found is None:
             if self.expects(model):

@@ -17,7 +17,7 @@ from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import locations, open_weights, resolve
-from paceline.store.digests import DigestCache
+from paceline.store.digests import DigestCache, file_sums
 from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
@@ -173,6 +173,23 @@ def _files(told: EngineModel, home: Home) -> Files | None:
     except (PacelineError, OSError) as error:
         logger.info("%s of an engine has no files that can be read here, so it gets whole chats: %s", told.name, error)
         return None
+
+
+def learn_digest(told: EngineModel, home: Home) -> bool:
+    """Compute the digest of a weights file that this machine can read, if it is not known. Takes as long as reading the file.
+
+    Returns:
+        Whether it is known from now on and was not before.
+    """
+    files = _files(told, home)
+    if files is None or not files.path.is_file() or _known_digest(files.path, home):
+        return False
+    try:
+        file_sums(files.path, home, lambda _: None)
+    except (PacelineError, OSError) as error:
+        logger.warning("the digest of %s can't be computed, so it is known by its name: %s", files.path, error)
+        return False
+    return bool(_known_digest(files.path, home))
 
 
 def _known_digest(path: Path, home: Home) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
 from tests.unit.net.member.nodes import in_loop
 
-from paceline.core.errors import EngineGone, ModelAway, UnknownModel
+from paceline.core.errors import EngineGone, ModelAway, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.model import digest_of_name
+from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
 from paceline.machine.foreign.engines import ForeignEngines, Sharing
@@ -182,4 +183,27 @@ async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: 
     await stream.aclose()
     await stream.aclose()
     assert engines.stats().running == 0
+    await engines.close()
+
+
+@in_loop
+async def test_the_digest_of_weights_that_can_be_read_is_computed_beside_answers(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    known = asyncio.Event()
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing())
+    engines.listen(lambda: known.set() if engines.offered[0].model.ref.has_digest else None)
+    async with asyncio.timeout(30):
+        await known.wait()
+    (offer,) = engines.offers()
+    sha256 = hashlib.sha256(bundled_gguf.read_bytes()).hexdigest()  # noqa: ASYNC240 - nothing else runs
+    assert offer.model == ModelRef(sha256, WeightsFormat.STORED, offer.model_id)
+    await engines.close()
+
+
+@in_loop
+async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing())
+    with pytest.raises(WayNotAllowed):
+        engines.generate(engines.models()[0].name, replace(request(), exact=True))
     await engines.close()
