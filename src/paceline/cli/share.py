@@ -89,10 +89,13 @@ class Found:
 
 
 async def _look(share: Share) -> Found:
-    from paceline.engines.table import open_engine
+    from paceline.engines.table import identify
 
     try:
-        engine, identity = await open_engine(share.door)
+        found = await identify(share.door)
+        if found is None:
+            raise EngineGone("what answers there is no engine that Paceline knows", "Its address is the one without /v1.")
+        engine, identity = found
         try:
             return Found(str(identity), tuple(model.name for model in await engine.models()))
         finally:

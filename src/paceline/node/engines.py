@@ -77,13 +77,13 @@ class SharedEngines:
         return self._wanted
 
     async def _offer(self, share: Share) -> None:
-        from paceline.engines.table import (
-            open_engine,  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
-        )
+        from paceline.engines.table import identify  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
 
         try:
-            engine, identity = await open_engine(share.door)
-        except EngineGone as error:
+            found = await identify(share.door)
+            if found is None:
+                raise EngineGone("what answers there is no engine that Paceline knows")
+        except (EngineGone, UserError) as error:
             late = self._late.setdefault(share.url, Backoff(AGAIN_S, MOST_AGAIN_S))
             if not late.failures:
                 logger.warning("the engine at %s is not offered yet: %s", share.url, error)
@@ -91,7 +91,7 @@ class SharedEngines:
             return
         self._late.pop(share.url, None)
         self._offered[share.url] = share
-        await self._engines.add(engine, identity, share.sharing)
+        await self._engines.add(*found, share.sharing)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
