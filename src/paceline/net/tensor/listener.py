@@ -21,6 +21,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.core.ports import hold_port, listen_on
+from paceline.fleet.eligibility import Voids
 from paceline.net.tensor.dialling import Newcomer, Wants
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode, Event
@@ -30,7 +31,6 @@ from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.credentials import server_context
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.seals import Voids
 
 
 class ExpectedStream:
