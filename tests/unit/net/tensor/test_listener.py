@@ -234,6 +234,34 @@ def test_closing_ends_everything(met: Meeting) -> None:
     assert len(list(Path("/dev/fd").iterdir())) == descriptors
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_ticket_is_spent_by_the_welcome(met: Meeting, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> None:
+    """A connection that breaks before it leaves the ticket valid, unless the session cancelled it."""
+    expected, go_on = met.listener.expect(), module.Newcomer.go_on
+
+    def break_off(newcomer: module.Newcomer, admit: Any) -> module.Wants | bytes:
+        step = go_on(newcomer, admit)
+        if isinstance(step, bytes):
+            newcomer.sock.shutdown(socket.SHUT_RDWR)
+            if cancelled:
+                expected.cancel()
+        return step
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module.Newcomer, "go_on", break_off)
+        with pytest.raises(TensorStreamError):
+            met.dial(expected.ticket)
+    if cancelled:
+        with pytest.raises(TensorStreamError, match="unknown"):
+            met.dial(expected.ticket)
+        return
+    sender = met.dial(expected.ticket)
+    expected.wait(soon()).close()
+    with pytest.raises(TensorStreamError, match="was used"):
+        met.dial(expected.ticket)
+    sender.close()
+
+
 def test_a_port_that_is_taken_is_an_error(met: Meeting) -> None:
     second = module.TensorListener(met.far, met.fleet.revocations.voids, met.fleet.clock, met.refusals)
     with pytest.raises(ConfigError, match="Cannot listen"):
