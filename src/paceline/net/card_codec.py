@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
-from paceline.core.manifest import is_sha256
+from paceline.core.ids import is_sha256
 from paceline.fleet.card import Device, DividedShape, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.presets import MAX_TTL_S
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, or_none, refuse_with

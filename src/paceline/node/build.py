@@ -18,7 +18,7 @@ from paceline.machine.memory_budget import HostedModel
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.tensor import load_group
+from paceline.ways.tensor.loading import load_group
 from paceline.ways.tensor.price import TENSOR
 
 if TYPE_CHECKING:
