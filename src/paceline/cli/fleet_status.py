@@ -5,6 +5,7 @@ A machine in no fleet does not import this. What only a plan needs is imported w
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -111,7 +112,8 @@ def show(looked: Looked, console: Console) -> None:
     for line in _links(view):
         print_lines(console, line)
     for name, line in looked.sight.plans:
-        console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}"), soft_wrap=True)
+        gone = [(f"; {node_id} does not answer now", "red") for node_id in sorted(lost) if _names(line, node_id)]
+        console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}", *gone), soft_wrap=True)
     for name, line in _plans(looked):
         console.print(Text.assemble("plan for ", (name, "bold"), f", if it were planned now: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
@@ -199,6 +201,11 @@ def _lost(looked: Looked) -> frozenset[NodeId]:
     silent = {failure.address for failure in looked.sight.failures}
     cards = (card for card in looked.sight.view.cards if card.node_id != looked.sight.view.own)
     return frozenset(card.node_id for card in cards if card.addresses and silent.issuperset(card.addresses))
+
+
+def _names(line: str, node_id: NodeId) -> bool:
+    """Return whether a plan in words names a node."""
+    return re.search(rf"(?<![\w.-]){re.escape(node_id)}(?![\w.-])", line) is not None
 
 
 def _plans(looked: Looked) -> list[tuple[str, str]]:

@@ -77,6 +77,22 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     assert "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("line", "is_named"),
+    [("a [0..15] -> b.2 [16..31]: 10 tokens/s", True), ("a, drafting: b.2", True), ("a -> b.22 [3..4]", False), ("my-b.2 -> a", False)],
+)
+def test_a_running_plan_names_its_machines_that_do_not_answer(line: str, *, is_named: bool) -> None:
+    cards = [NodeCard(NodeId(name), 1, (f"{name}:1",), b"i", 120, 0) for name in ("a", "b.2")]
+    book = AddressBook()
+    book.failed("b.2:1", "no answer", 0.0)
+    view = FleetView(NodeId("a"), tuple(LiveCard(card, 1.0, 0, Trust.MEMBER) for card in cards), (), ())
+    console = Console(file=io.StringIO(), width=200)
+    show(Looked("f" * 16, Sight(view, book.failures, 0, plans=(("m", line),))), console)
+    assert isinstance(console.file, io.StringIO)
+    (shown,) = [each for each in console.file.getvalue().splitlines() if "runs here as planned" in each]
+    assert ("b.2 does not answer now" in shown) == is_named
+
+
 def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
     processors = Device("cpu-avx512bf16", "some processor", 64 << 30, 48 << 30, 0, weights=("stored",))
     card = NodeCard(
