@@ -25,8 +25,8 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.search import LocalRoute
+from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.routes import build
-from paceline.ways.pipeline.routes.build import PipelineOrder
 
 MORE_S = 2.0
 OWN_LAYERS = 4

@@ -33,7 +33,7 @@ from paceline.fleet.presets import FleetSettings, parse_preset
 from paceline.machine.settings import NodeSettings
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
-from paceline.ways.tensor import load_group
+from paceline.ways.tensor.loading import load_group
 
 CORES = sorted(os.sched_getaffinity(0))
 ALONE = {"1 thread": (1, CORES[:1]), "2 threads": (2, CORES[:2])}

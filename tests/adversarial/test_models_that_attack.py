@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -193,6 +194,34 @@ def test_a_template_shows_the_time_as_it_did(bounded: Any, zone: timezone | None
     source = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f %z %Z %A') }}"
     now = datetime(2026, 3, 1, 23, 59, 58, 123456, tzinfo=zone)
     assert bounded(model(source)).render_chat(CHAT, now) == model(source).render_chat(CHAT, now)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_named"),
+    [
+        ("{% for %}", True),
+        ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", True),
+        ("{{ raise_exception('none') }}", False),
+        ("{{ 1 }}", False),
+    ],
+)
+def test_a_template_that_does_not_compile_is_named_at_the_start(
+    bounded: Any, caplog: pytest.LogCaptureFixture, source: str, *, is_named: bool
+) -> None:
+    tokenizer = bounded(model(source))
+    with caplog.at_level("WARNING"):
+        tokenizer._begin()
+    assert [line for line in caplog.messages if "chat template" in line] == caplog.messages
+    assert len(caplog.messages) == is_named
+    assert tokenizer.encode("text")
+
+
+def test_a_tool_template_that_does_not_compile_is_named_at_the_start(bounded: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made = model("{{ 1 }}")
+    assert made.template is not None
+    made.template = replace(made.template, tool_source="{% if %}")
+    bounded(made)._begin()
+    assert "does not compile" in caplog.text
 
 
 def test_what_a_template_says_reaches_the_client(bounded: Any) -> None:

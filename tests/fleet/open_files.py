@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from tests.fleet.machines import Machine
 
 from paceline.net.channels import Purpose
+
+if TYPE_CHECKING:
+    from tests.fleet.machines import Machine
 
 CHANNELS = len(Purpose)
 ACTIVATIONS = 1
@@ -32,13 +35,18 @@ class OpenFiles:
     connections: tuple[tuple[int, int], ...]
     """This end's port, and the other's."""
     others: Counter[str]
-    """All files but these, by kind."""
+    """All files but these, by kind; none where the system has no /proc."""
+
+    def connected_to(self, port: int) -> int:
+        """Return the number of connections whose end here is `port`."""
+        return sum(own == port for own, _ in self.connections)
 
 
 def open_files(pid: int) -> OpenFiles:
     sockets = psutil.Process(pid).net_connections("tcp")
     internet, others = {one.fd for one in sockets}, Counter[str]()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
+    folder = Path(f"/proc/{pid}/fd")
+    for entry in folder.iterdir() if folder.is_dir() else ():
         if int(entry.name) not in internet:
             try:
                 others[re.sub(r"[0-9]+", "N", str(entry.readlink()))] += 1

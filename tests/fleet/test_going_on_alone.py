@@ -30,8 +30,8 @@ from paceline.machine.setup import set_up
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor import search
 from paceline.ways.pipeline.executor.search import PipelineLimits
+from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.routes import build
-from paceline.ways.pipeline.routes.build import PipelineOrder
 
 pytestmark = pytest.mark.sampled(1, by="file", among="models over machines")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from psutil import Process
 from tests.fakes.seeded_models import write_gguf
 from tests.fleet.machines import free_port, machines
+from tests.fleet.open_files import open_files
 from tests.fleet.test_forwarding import client_of
 from tests.fleet.test_pipeline import found_fleet
 
@@ -81,6 +81,6 @@ def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:
         assert asked.usage is not None
         assert asked.usage.completion_tokens > 0
         for machine in (o, h):
-            held = Process(machine.node.process.pid).net_connections("tcp")
-            here = {one.status for one in held if one.laddr.port == given[machine.name]}
-            assert here >= {"LISTEN", "ESTABLISHED"}
+            opened = open_files(machine.node.process.pid)
+            assert given[machine.name] in opened.listening
+            assert opened.connected_to(given[machine.name])

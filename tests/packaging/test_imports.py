@@ -1,4 +1,4 @@
-"""What a start of a machine in no fleet does not import: each of these took a twentieth of a second and more, for what most starts never use."""
+"""Modules that a start of a machine in no fleet, and commands that only look, do not import. Each takes a twentieth of a second or more."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ LATER = (
     "torch",
     "transformers",
 )
+BUILDS = (
+    *("anthropic", "fastapi", "huggingface_hub", "jinja2", "llguidance", "numba", "openai", "tokenizers", "torch", "transformers"),
+    *("paceline.engine.engine", "paceline.machine.setup", "paceline.net.member.node", "paceline.store.catalog"),
+    "paceline.ways.pipeline.routes.build",
+)
+"""Modules of servers and models, which no command needs that only looks."""
+LOOKS = {
+    "status of a machine alone": ("paceline.cli.status", ("cryptography", "grpc", "httpx", "numpy", "prometheus_client", "pydantic"), 300),
+    "status of a fleet": ("paceline.cli.fleet_status", ("httpx", "numpy", "pydantic"), 530),
+    "status with plans": ("paceline.cli.fleet_status, paceline.node.ways", ("httpx", "pydantic"), 650),
+    "ps": ("paceline.cli.loaded", ("cryptography", "grpc", "numpy", "pydantic"), 400),
+    "plan": ("paceline.cli.plan", ("cryptography", "grpc", "pydantic"), 530),
+}
+"""For each command: its modules, what it does not import in addition to `BUILDS`, and the most modules that it imports."""
 COMPILING = ("cffi", "numba.core.inline_closurecall", "pycparser")
 """Numba imports these to compile; reading compiled kernels takes none of them."""
 LOAD = """
@@ -62,6 +76,13 @@ def imported(code: str) -> set[str]:
 
 def test_a_start_imports_nothing_that_only_fleets_and_documents_need() -> None:
     assert imported(f"import {', '.join(START)}") & set(LATER) == set()
+
+
+@pytest.mark.parametrize(("modules", "others", "most"), LOOKS.values(), ids=LOOKS)
+def test_a_command_that_looks_imports_nothing_that_builds(modules: str, others: tuple[str, ...], most: int) -> None:
+    found = imported(f"import {modules}")
+    assert found & {*BUILDS, *others} == set()
+    assert len(found) <= most
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,7 @@ def test_no_retired_word_comes_back() -> None:
 GIVEN_LATER = {
     "node/build.py": {"built.loans.wake"},
     "node/pipelines.py": {"built.loans.wake", "peers.prompts_per_s"},
-    "node/serving.py": {"portrait.left_bytes", "portrait.load", "portrait.prefills", "portrait.served", "self.ranks.left_bytes", "self.shards.host.warm.beside"},
     "server/app.py": {"app.openapi"},  # as FastAPI documents it
-    "server/serve.py": {"client.protocol.left"},
     "ways/kv/pushing.py": {"fetch.hang_up"},
     "ways/kv/service.py": {"fetch.hang_up", "kv.compute", "kv.loans.on_used", "kv.on_checked"},
     "ways/kv/source.py": {"loans.on_checked"},

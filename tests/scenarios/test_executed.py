@@ -34,9 +34,9 @@ from paceline.node.ways import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.pipeline.meter import PipelineMeter
+from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import router as ahead
-from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR
 

@@ -22,8 +22,8 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.ways.tensor import load_group
 from paceline.ways.tensor.group import TensorGroup
+from paceline.ways.tensor.loading import load_group
 from paceline.ways.tensor.ranks import MOST_STARTS
 
 pytestmark = [

@@ -91,7 +91,7 @@ def run_bench(
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
     from paceline.machine.build import build_engine
-    from paceline.ways.tensor import load_group
+    from paceline.ways.tensor.loading import load_group
 
     tell(f"loading {settings.model}")
     clock = SystemClock()

@@ -23,7 +23,8 @@ from paceline.machine.build import build_engine
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.machine.speed import PromptMaker, StepsRequests, drive, steps
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
+from paceline.ways.pipeline.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import BuiltPipeline
 
 
 @dataclass(frozen=True, slots=True)

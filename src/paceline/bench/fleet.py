@@ -38,7 +38,8 @@ from paceline.store.home import Home
 from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over
+from paceline.ways.pipeline.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.tensor.hosting import RankPlace
 

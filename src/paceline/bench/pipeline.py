@@ -23,7 +23,8 @@ from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.speed import PromptMaker, Spread, StepsRequests, Timing, drive
 from paceline.node.ways import plan as make_plan
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
+from paceline.ways.pipeline.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.splits import PIPELINE
 
 REPORTED_S = 2.0

@@ -436,7 +436,7 @@ def plan(
     from paceline.machine.config_file import read_pipeline_settings
     from paceline.node.ways import parse_pin, parse_ways, plan_request
     from paceline.store.home import Home
-    from paceline.ways.pipeline.routes.build import PipelineOrder
+    from paceline.ways.pipeline.order import PipelineOrder
 
     settings = read_pipeline_settings(Home.from_environment()).overridden(allow_unlike=allow_unlike)
     request = plan_request(

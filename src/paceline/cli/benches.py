@@ -129,7 +129,7 @@ def pipeline(
     from paceline.fleet.plan import Objective, Pin
     from paceline.node.ways import parse_pin
     from paceline.store.home import Home
-    from paceline.ways.pipeline.routes.build import PipelineOrder
+    from paceline.ways.pipeline.order import PipelineOrder
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
     plan = PipelineBenchPlan(prompt_tokens, answer_tokens, counts("--streams", streams), rounds)

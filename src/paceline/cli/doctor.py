@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,8 @@ CLOCK_NOTE_S, CLOCK_PROBLEM_S = 5.0, 60.0
 """How far clocks may be apart: certificates and join tokens are judged by them, and nothing else is."""
 API_PORT: Final = 8000
 RDMA_SINCE: Final = (26, 2)
+RDMA_DENIED: Final = re.compile(r"\b(not|no|never|false|disabled|unable|cannot)\b|n't\b", re.IGNORECASE)
+"""Words with which a status that contains "enabled" denies it."""
 """The macOS that has RDMA over Thunderbolt."""
 
 
@@ -212,7 +215,7 @@ def _rdma(here: str) -> Finding:
         with suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run([program, "status"], capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
             said = printable((done.stdout or done.stderr).strip(), 100)
-    if "enabled" in said.lower():
+    if re.search(r"\benabled\b", said, re.IGNORECASE) and not RDMA_DENIED.search(said):
         return Finding("rdma", Level.OK, here, f"rdma_ctl says: {said}")
     todo = "Start the Mac in recovery, and run there: rdma_ctl enable. Until then MLX's ring runs over TCP."
     return Finding("rdma", Level.NOTE, here, f"RDMA over Thunderbolt is not enabled{f' (rdma_ctl says: {said})' if said else ''}", todo)

@@ -10,7 +10,7 @@ from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 import httpx
@@ -18,8 +18,10 @@ import httpx
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, PromptReading
 from paceline.core.ids import RequestId
-from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.text import NOTHING_GIVEN, printable
+
+if TYPE_CHECKING:
+    from paceline.core.inference import ChunkStream, Inference, ServedModel
 
 MAX_WORDS = 2000
 _HINTS: dict[int, str] = {

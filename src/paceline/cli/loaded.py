@@ -13,14 +13,11 @@ from rich.console import Console
 
 from paceline.backends.memory import human
 from paceline.cli.endpoint import EndpointError
-from paceline.cli.models import ensure
 from paceline.cli.running import RunningEndpoint, running
 from paceline.cli.terminal import Terminal, counted, print_json, print_lines, table_of
 from paceline.core.errors import ConfigError, ModelNotFound
 from paceline.core.text import printable
-from paceline.store.catalog import locations, resolve
 from paceline.store.home import Home
-from paceline.store.pull import remove_model
 
 Use = dict[str, Any]  # fields of `machine.memory_budget.ModelUse`
 
@@ -40,6 +37,9 @@ def run_ps(*, as_json: bool) -> None:
 
 def run_load(ref: str) -> None:
     """Have a model loaded, which the fleet brings here first where it is not; raises UserError where it can't be."""
+    from paceline.cli.models import ensure
+    from paceline.store.catalog import locations, resolve
+
     console, home = Terminal(), Home.from_environment()
     one = _endpoints()[0]
     name = ref
@@ -61,6 +61,9 @@ def run_unload(name: str, wait_s: float) -> None:
 
 def run_rm(ref: str) -> None:
     """Delete a pulled model from the disk; raises UserError where it is loaded, or was not pulled."""
+    from paceline.store.catalog import resolve
+    from paceline.store.pull import remove_model
+
     home = Home.from_environment()
     path = ""  # of a model that is here in part
     with suppress(ModelNotFound):

@@ -117,7 +117,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.node.planning import Constraints
     from paceline.node.ways import parse_pin
     from paceline.ways.pipeline.host.serving import hosting_of
-    from paceline.ways.pipeline.routes.build import PipelineOrder
+    from paceline.ways.pipeline.order import PipelineOrder
 
     fleet = replace(fleet, tensor_port=said.pipeline.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
     if age_s is not None:
@@ -135,7 +135,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     wanted = Constraints(_ways(sharing, pipelines, of_all.draft, of_all.draft_on, spread=asked), order, model)
     hosting = hosting_of(pipelines, sharing.threads, sharing.kv_disk_bytes)
     if hosting is not None and len(sharing.tensor) > 1:
-        from paceline.ways.tensor import load_stage
+        from paceline.ways.tensor.loading import load_stage
 
         hosting = replace(hosting, load=partial(load_stage, sharing.tensor), ranks=len(sharing.tensor))
     run_up(settings, api, sharing=sharing, greet=greet, fleet=fleet, asked=wanted, hosting=hosting)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import NewType
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 RequestId = NewType("RequestId", str)
 """One client request. Unique within a process."""
@@ -19,6 +22,11 @@ BatchId = NewType("BatchId", int)
 
 NodeId = NewType("NodeId", str)
 """One machine of a fleet: the common name of its certificate. Stable across restarts."""
+
+
+def is_sha256(text: str) -> bool:
+    """Return whether `text` is a SHA-256 in lower-case hex, as the digest of a model or a file is."""
+    return _SHA256.fullmatch(text) is not None
 
 
 class Trust(StrEnum):

@@ -19,7 +19,6 @@ MOST_RUNS: Final = 1 << 14
 """Byte runs in one request for weights, at most. Raising it: a request costs the peer more reads; lowering it: narrow columns need more requests."""
 SHA256_BYTES: Final = 32
 _LAYER: Final = re.compile(r"^model\.layers\.(\d{1,9})\.")
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _EDGES: Final = frozenset({EMBEDDING, FINAL_NORM, HEAD})
 
 
@@ -124,11 +123,6 @@ class ByteRuns:
         step = max(1, min(MOST_RUNS, PIECE // max(1, self.length)))
         for first in range(0, self.count, step):
             yield replace(self, offset=self.offset + first * self.stride, count=min(step, self.count - first))
-
-
-def is_sha256(text: str) -> bool:
-    """Return whether `text` is a SHA-256 in lower-case hex."""
-    return _SHA256.fullmatch(text) is not None
 
 
 def combined_digest(files: Iterable[tuple[str, str]]) -> str:

@@ -52,6 +52,8 @@ _LIMITS = LLParserLimits(
 """A mask is computed on the engine's thread, in time that grows with the square of the items that may come next; these are at most the whole grammar."""
 _WALKS, _WALK = 2, 12
 """Random walks through a grammar before it is accepted, and tokens in each."""
+_NOTHING_FOLLOWS = "NoExtension"
+"""In the library's error: no token may follow, and the text so far is not complete."""
 _OWN_WORDS = frozenset({GrammarKind.LARK, GrammarKind.REGEX})
 """Kinds that a client writes itself: their digits are not bounded, because the grammar says how many there may be."""
 _FIELDS = {
@@ -198,7 +200,11 @@ class Grammars:
             mask = matcher.mask()
             if matcher.error is not None:
                 behind = printable(written.decode(errors="replace"), 100)
-                raise _Refused(GrammarRefusal(one_line(f"what may come behind '{behind}' is too much to follow"), place_to_name(grammar)))
+                if _NOTHING_FOLLOWS not in matcher.error:
+                    why = f"what may come behind '{behind}' is too much to follow"
+                else:
+                    why = f"nothing may come behind '{behind}'" if written else "it matches no text"
+                raise _Refused(GrammarRefusal(one_line(why), place_to_name(grammar)))
             assert mask is not None, "nothing was guessed"
             allowed = np.unpackbits(mask, bitorder="little")
             allowed[sorted(self._vocabulary.eos_ids)] = 0

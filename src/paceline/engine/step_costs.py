@@ -330,6 +330,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
         kept = 0 if place == 0 or step.rows[0] else floor
         if prompts[place].rows < prompts[place].left or not step.takes_all(place, kept, limit):
             break
+        # The first prompt that ends sets the bound: if each further one raised it, the first token would wait for all of them.
         limit = min(limit, LONGER * costs.of(step.load))
     if not step.rows[0]:
         # If no prompt has a row yet, the oldest takes its part of the time, not all of it.

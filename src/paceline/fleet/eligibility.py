@@ -21,7 +21,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 
 Voids = Callable[[NodeId, int], bool]
-"""Function of a node id and a time of issue (Unix seconds) that returns True if the node's certificate is revoked."""
+"""Function of a node id and a time of issue (Unix seconds) that returns True if the node's certificate is revoked, such as `Revocations.voids`."""
 
 
 class Use(Enum):

@@ -11,10 +11,10 @@ take every second turn at most, and never the place of an address that was given
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paceline.core.backoff import Recent
 from paceline.core.errors import PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedRevocation
@@ -157,7 +157,7 @@ class OwnId:
         self._round_s = round_s
         self._other: NodeCard | None = None
         """The card with the greatest version that another process signed."""
-        self._rises: deque[float] = deque(maxlen=CONFLICT_RISES)
+        self._rises = Recent(CONFLICT_RISES, CONFLICT_S)
 
     def see(self, card: NodeCard) -> None:
         """Note a card of this id that another process signed."""
@@ -166,19 +166,19 @@ class OwnId:
 
     def rise(self, own: NodeCard, now: float) -> tuple[Effect, ...]:
         """Ask for a card above the greatest one seen. The last of `CONFLICT_RISES` rises in `CONFLICT_S` says once that the id runs elsewhere."""
-        if self._other is None or own.version > self._other.version or (self._rises and now < self._rises[-1] + self._round_s):
+        if self._other is None or own.version > self._other.version or any(ago < self._round_s for ago in self._rises.ago(now)):
             return ()
         was_known = bool(self.conflicts(own, now))
-        self._rises.append(now)
+        self._rises.add(now)
         reseal = Reseal(self._other.version, "others hold a newer card of this node, from an earlier life or another process")
         found = () if was_known else self.conflicts(own, now)
         return (reseal, *(Clashed(one.node_id, one.addresses, one.other_addresses) for one in found))
 
     def conflicts(self, own: NodeCard, now: float) -> tuple[Clash, ...]:
         """Return the conflict about this id, if there is one now."""
-        if self._other is None or len(self._rises) < CONFLICT_RISES or now - self._rises[0] > CONFLICT_S:
+        if self._other is None or not self._rises.is_full(now):
             return ()
-        return (Clash(own.node_id, own.addresses, self._other.addresses, now - self._rises[-1]),)
+        return (Clash(own.node_id, own.addresses, self._other.addresses, self._rises.ago(now)[-1]),)
 
 
 class Shares:

@@ -99,7 +99,7 @@ def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Seque
             raise ImpossiblePin(f"{node_id} is pinned and is not in the fleet", here, awaited=f"{node_id} has not been seen yet")
     if twice := sorted({node_id for node_id in ids if ids.count(node_id) > 1}):
         raise ImpossiblePin(f"{twice[0]} is pinned twice", "Give each machine one range of layers.")
-    if len(ids) > 1 and (request.proposer is not None or not any(each.spreads for each in ways)):
+    if len(ids) > 1 and (request.proposer is not None or not any(each.takes_pins(request) for each in ways)):
         raise ImpossiblePin(
             f"{len(ids)} machines are pinned, and only a pipeline can use more than one",
             "Allow a pipeline and leave out --pin-draft, or pin one machine.",

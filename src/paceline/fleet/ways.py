@@ -73,6 +73,11 @@ class PricesWay(ABC):
             ImpossiblePin: the pins can't be kept in this way.
         """
 
+    def takes_pins(self, request: PlanRequest) -> bool:
+        """Return whether several machines that a person pinned for `request` may run it in this way."""
+        del request
+        return self.spreads
+
     def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[LayerSpan, ...]:
         """Return machines that should load spans in advance, in case a machine of the choice is lost."""
         del fleet, chosen

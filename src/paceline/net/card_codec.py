@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
-from paceline.core.manifest import is_sha256
+from paceline.core.ids import is_sha256
 from paceline.fleet.card import (
     Device,
     DividedShape,

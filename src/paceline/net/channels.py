@@ -18,13 +18,13 @@ from paceline.core.background import TaskSet
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard
+from paceline.fleet.eligibility import Voids
 from paceline.net.exchange_codec import MAX_EXCHANGE_BYTES
 from paceline.net.protocol import PROGRAM, Versions
 from paceline.net.rpc_faults import fleet_error_of
 from paceline.net.trust.certificates import NODE_NAME, Member
 from paceline.net.trust.credentials import ask_card, channel_credentials, check_callable
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.seals import Voids
 
 MAX_CHANNELS = 512
 """Maximum number of open channels; the one used longest ago is closed."""

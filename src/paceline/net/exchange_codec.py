@@ -19,13 +19,14 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
+from paceline.fleet.eligibility import Voids
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, node_key
 from paceline.fleet.presets import Measures
 from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, to_ms
 from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.handlers import check_parts
-from paceline.net.trust.seals import Voids, open_card, open_list, open_revocation
+from paceline.net.trust.seals import open_card, open_list, open_revocation
 from paceline.net.wire import fleet_pb2 as wire
 
 MOST_MEASURED = 4096

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from cachetools import TTLCache
+
 from paceline.core.clock import Clock
 from paceline.core.errors import OtherProtocol
 from paceline.core.ids import NodeId
@@ -70,15 +72,13 @@ class OtherVersions(Versions):
 
     def __init__(self, own: int, clock: Clock, lose: Callable[[NodeId], None]) -> None:
         super().__init__(own)
-        self._clock, self._lose = clock, lose
-        self._met: dict[NodeId, tuple[int, float]] = {}
+        self._lose = lose
+        self._met = TTLCache[NodeId, int](MOST_REMEMBERED, REMEMBER_S, clock.monotonic)
 
     def check(self, node_id: NodeId, spoken: int) -> None:
-        before, _ = self._met.pop(node_id, (self.own, 0.0))
+        before = self._met.pop(node_id, self.own)
         if spoken != self.own:
-            self._met[node_id] = spoken, self._clock.monotonic()
-            if len(self._met) > MOST_REMEMBERED:
-                del self._met[next(iter(self._met))]
+            self._met[node_id] = spoken
             self._lose(node_id)
             if spoken != before:
                 other = OtherVersion(node_id, spoken, self.own)
@@ -88,8 +88,7 @@ class OtherVersions(Versions):
     @property
     def known(self) -> tuple[OtherVersion, ...]:
         """Nodes seen with another version within the last `REMEMBER_S`, in order of node id."""
-        since = self._clock.monotonic() - REMEMBER_S
-        return tuple(OtherVersion(node_id, spoken, self.own) for node_id, (spoken, at) in sorted(self._met.items()) if at >= since)
+        return tuple(OtherVersion(node_id, spoken, self.own) for node_id, spoken in sorted(self._met.items()))
 
 
 def other_protocol(node_id: NodeId, spoken: int, own: int) -> OtherProtocol:

@@ -20,7 +20,8 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import ModelFileError, ModelNotFound, WrongBytes
-from paceline.core.manifest import MOST_RUNS, PIECE, SHA256_BYTES, ByteRuns, FileEntry, ModelManifest, TensorAt, is_sha256
+from paceline.core.ids import is_sha256
+from paceline.core.manifest import MOST_RUNS, PIECE, SHA256_BYTES, ByteRuns, FileEntry, ModelManifest, TensorAt
 from paceline.core.text import printable
 from paceline.fleet.eligibility import Use
 from paceline.net.mapper import Codec, Columns, Mapped, refuse_with

@@ -12,13 +12,13 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import LayerSpan
 from paceline.engine.drafts import DRAFTS
 from paceline.fleet.plan import ALONE
-from paceline.machine.build import KvBeside, build_engine, introduced
+from paceline.machine.build import build_engine, introduced
 from paceline.machine.host import EngineHost
 from paceline.machine.memory_budget import HostedModel
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.tensor import load_group
+from paceline.ways.tensor.loading import load_group
 from paceline.ways.tensor.price import TENSOR
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def build_node(
     home = Home.from_environment()
     in_fleet = home.is_in_fleet
     drafts: NodeDrafts | None = None
-    kv_beside: KvBeside | None = None
+    peer_kv: type[PeerKv] | None = None
     # What reaches other nodes takes a third of a second to import, and a machine alone has none.
     if in_fleet or settings.draft not in DRAFTS:
         from paceline.ways.draft.sources import NodeDrafts
@@ -67,8 +67,8 @@ def build_node(
     if in_fleet:
         from paceline.ways.kv.source import PeerKv
 
-        kv_beside = PeerKv
-    built = build_engine(settings, progress, clock, drafts, kv_beside, partial(load_group, places=places or {}))
+        peer_kv = PeerKv
+    built = build_engine(settings, progress, clock, drafts, peer_kv, partial(load_group, places=places or {}))
     warm = introduced(built, home, clock, is_shared=bool(places)) if in_fleet else None
     kept = drafts if built.drafts is drafts else None
 
@@ -84,11 +84,7 @@ def build_node(
         built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars, ways, lambda: built.executor.lacks
     )
     built.loans.wake = host.wake
-    peers: PeerKv | None = None
-    if in_fleet:
-        from paceline.ways.kv.source import PeerKv
-
-        peers = built.beside if isinstance(built.beside, PeerKv) else None
+    peers = built.beside if peer_kv is not None and isinstance(built.beside, peer_kv) else None
     if peers is not None:
         peers.role, peers.nixl = settings.role, settings.nixl
     place = built.setup.opened.location

@@ -10,8 +10,9 @@ from paceline.fleet.card import Device, NodeCard
 from paceline.fleet.plan import Choice, Plan, PlannedStage, Way
 from paceline.machine.settings import NodeSettings
 from paceline.node.ways import SPREAD, plan, plan_request
-from paceline.ways.pipeline.routes.build import PipelineOrder, check_layers
-from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess, typical_request
+from paceline.ways.pipeline.order import PipelineOrder, typical_request
+from paceline.ways.pipeline.routes.build import check_layers
+from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 
 SHOWN_S = 5.0
 """Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""

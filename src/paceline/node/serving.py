@@ -64,6 +64,11 @@ class Portrait:
     Args:
         drafts: what this node proposes tokens with.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
+        load: returns the number of sequences that run and wait.
+        prefills: returns the names of models that are there to compute prompts for other nodes.
+        served: returns a loaded model with the figures seen while it served.
+        engines: returns the models of foreign engines.
+        left_bytes: returns the memory that further models may take, as a person bounded it (`--models-memory`); None: what is free.
     """
 
     def __init__(
@@ -72,18 +77,15 @@ class Portrait:
         warm: tuple[WarmModel, ...] = (),
         drafts: tuple[ModelOffer, ...] = (),
         beside: Sequence[ModelLocation] = (),
+        *,
+        load: Callable[[], int] = lambda: 0,
+        prefills: Callable[[], Collection[str]] = tuple,
+        served: Callable[[WarmModel], WarmModel] = lambda model: model,
+        engines: Callable[[], tuple[ModelOffer, ...]] = tuple,
+        left_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
+        self._load, self._prefills, self._served, self._engines, self._left_bytes = load, prefills, served, engines, left_bytes
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
-        self.load: Callable[[], int] = lambda: 0
-        """Sequences that run and wait."""
-        self.prefills: Callable[[], Collection[str]] = tuple
-        """Names of models that are there to compute prompts for other nodes."""
-        self.served: Callable[[WarmModel], WarmModel] = lambda model: model
-        """A model that is loaded, with what was seen as it served."""
-        self.engines: Callable[[], tuple[ModelOffer, ...]] = tuple
-        """Models of foreign engines."""
-        self.left_bytes: Callable[[], int | None] = lambda: None
-        """What further models may take of memory, as a person bounded it (`--models-memory`); None: what is free."""
 
     def show(self, warm: tuple[WarmModel, ...]) -> None:
         """What is loaded and can be had changed; the next look says so."""
@@ -91,7 +93,7 @@ class Portrait:
 
     def look(self) -> bool:
         return self._portrait.look(
-            tuple(map(self.served, self._warm)), (*self.engines(), *self._drafts), tuple(self._beside), is_busy=self.load() > 0
+            tuple(map(self._served, self._warm)), (*self._engines(), *self._drafts), tuple(self._beside), is_busy=self._load() > 0
         )
 
     @property
@@ -105,8 +107,8 @@ class Portrait:
 
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
         """As of the last look."""
-        card, load, prefills = self._portrait.card(addresses, links), shown_load(self.load()), self.prefills()
-        if (left := self.left_bytes()) is not None:
+        card, load, prefills = self._portrait.card(addresses, links), shown_load(self._load()), self._prefills()
+        if (left := self._left_bytes()) is not None:
             devices = tuple(replace(device, memory_free_bytes=min(device.memory_free_bytes, max(0, left))) for device in card.devices)
             card = replace(card, memory_free_bytes=min(card.memory_free_bytes, max(0, left)), devices=devices)
         if not load and not prefills:
@@ -161,22 +163,26 @@ class FleetServing:
         self.engines = engines or ForeignEngines(home, clock)
         offers = tuple(one.offer for one in proposers)
         self._beside = list(beside)
-        portrait = self._portrait = Portrait(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside)
+        portrait = self._portrait = Portrait(
+            *(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside),
+            load=lambda: self.inference.own_load(),
+            prefills=self._prefilling,
+            served=self._as_served,
+            engines=self._engine_offers,
+            left_bytes=lambda: self.models.bound.most_bytes,
+        )
         self.fleet = FleetNode(settings, folder, portrait, clock)
         self.drafting = DraftService(self.fleet, proposers)
         self.kv = KvSharing(self.fleet, clock)
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
-        portrait.load, portrait.served, portrait.prefills = self.inference.own_load, self._as_served, self._prefilling
-        portrait.engines = self._engine_offers
-        portrait.left_bytes = lambda: self.models.bound.most_bytes
         self.metrics = fleet_metrics(self.fleet)
-        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves)
-        self.ranks = None if hosting is None else RankHost(self.fleet, home, hosting.threads, self._beside)
-        if self.ranks is not None and self.shards is not None:
-            ranks, self.ranks.left_bytes = self.ranks, self.shards.left_bytes
-            self.shards.host.warm.beside = lambda: (ranks.used_bytes, ranks.coming_bytes)
+        self.shards: ShardServing | None = None
+        self.ranks: RankHost | None = None
+        if hosting is not None:
+            self.shards = ShardServing(self.fleet, portrait, hosting, home, clock, self._beside, self.kv.moves, self._bytes_of_ranks)
+            self.ranks = RankHost(self.fleet, home, hosting.threads, self._beside, self.shards.left_bytes)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.planning: dict[str, object] = {}
@@ -273,6 +279,9 @@ class FleetServing:
 
     def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
         return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)
+
+    def _bytes_of_ranks(self) -> tuple[int, int]:
+        return (0, 0) if self.ranks is None else (self.ranks.used_bytes, self.ranks.coming_bytes)
 
     def _prefilling(self) -> Collection[str]:
         nodes = self.models.nodes

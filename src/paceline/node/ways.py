@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.backends import table
 from paceline.core.errors import ConfigError, ModelNotFound, PacelineError
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, ModelRef, WeightsFormat
@@ -18,19 +17,16 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
-from paceline.machine.config_file import CONFIG_FILE
-from paceline.store.catalog import ModelLocation, locations, open_weights, resolve
-from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.selection import is_path
 from paceline.ways.draft.price import Drafted
-from paceline.ways.kv.price import explain_prompts
+from paceline.ways.pipeline.order import PipelineOrder, request_of
 from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR, Shared
 
 if TYPE_CHECKING:
-    from paceline.ways.pipeline.routes.build import PipelineOrder
+    from paceline.store.catalog import ModelLocation
 
 WAYS: Final[tuple[PricesWay, ...]] = (Alone(), Drafted(), Pipelined(), Shared())
 
@@ -71,8 +67,6 @@ def plan_request(
     Raises:
         ConfigError: no way is left.
     """
-    from paceline.ways.pipeline.routes.build import request_of  # a machine alone plans nothing, and needs no connections
-
     others = tuple(NodeId(name) for name in ranks_on if name is not None)
     if others and len(ranks_on) == len(others) + 1:  # several ranks on one machine are in no plan: they stay a matter of this machine
         request = request_of(replace(order, pins=tuple(map(Pin, others)), own_layers=None), model, weights, own, lengths)
@@ -80,6 +74,8 @@ def plan_request(
     ways = frozenset(each.way for each in WAYS) if ways is None else ways
     allowed = ways if order.settings.enabled else ways - SPREAD
     if ways and not allowed:
+        from paceline.machine.config_file import CONFIG_FILE
+
         raise ConfigError(
             f"{CONFIG_FILE} switches off {' and '.join(sorted(ways))}", "Set enabled = true in its table [pipeline], or allow other ways."
         )
@@ -126,12 +122,18 @@ def explained(
         if not isinstance(found, PacelineError):  # this machine may call it otherwise: an alias, a path
             request = replace(request, model=found.name)
             if found.name not in named:  # it may be that it can't run here, which raises why
+                from paceline.backends import table
+                from paceline.store.catalog import open_weights
+                from paceline.store.digests import DigestCache
+
                 table.choose(open_weights(found.path, DigestCache(Home.from_environment())).spec, WeightsFormat.STORED)
         elif not isinstance(found, ModelNotFound) or is_path(request.model):
             raise found
     made = plan(cards, request, trust)
     lines = [*explain(made)]
     if len(made.chosen.stages) == 1:
+        from paceline.ways.kv.price import explain_prompts
+
         able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
         at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
         lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
@@ -188,6 +190,9 @@ def parse_pin(text: str) -> Pin:
 
 def _known_here(model: str) -> ModelLocation | PacelineError:
     """A model that this machine has, by any of its names, or why it has none. A bundled model's alias and its file are that model."""
+    from paceline.store.catalog import locations, open_weights, resolve
+    from paceline.store.digests import DigestCache
+
     home = Home.from_environment()
     try:
         found = resolve(model, home)

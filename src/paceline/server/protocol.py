@@ -41,12 +41,17 @@ def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection.
+
+    Args:
+        left: called once the connection is gone.
+    """
 
     bounds: ServerSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, left: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._left = left
         self._arriving: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._beside_body = 0
@@ -64,8 +69,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """The server stops: the next answer is the last."""
         self.is_connected = False
         """A transport has been given to it. Stays so after the end."""
-        self.left: Callable[[], None] = lambda: None
-        """Called once the connection is gone."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timer of the first request."""
@@ -82,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
-        self.left()
+        self._left()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; a request that is complete stops the clock, one that has begun starts it."""

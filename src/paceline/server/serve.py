@@ -72,11 +72,16 @@ class Acceptor:
     """Accepts the connections of one listening socket.
 
     Args:
+        make: makes a connection's protocol from a function that the protocol calls once the connection is gone.
         context: None: connections are plain.
     """
 
     def __init__(
-        self, listening: socket.socket, make: Callable[[], BoundedProtocol], bounds: ServerSettings, context: ssl.SSLContext | None
+        self,
+        listening: socket.socket,
+        make: Callable[[Callable[[], None]], BoundedProtocol],
+        bounds: ServerSettings,
+        context: ssl.SSLContext | None,
     ) -> None:
         self._listening, self._make, self._bounds, self._context = listening, make, bounds, context
         self._clients: dict[_Client, None] = {}
@@ -146,8 +151,7 @@ class Acceptor:
 
     async def _open(self, client: _Client, connection: socket.socket) -> None:
         def made() -> BoundedProtocol:
-            client.protocol = self._make()
-            client.protocol.left = lambda: self._leave(client)
+            client.protocol = self._make(lambda: self._leave(client))
             return client.protocol
 
         timeout_s = None if self._context is None else self._bounds.request_timeout_s
@@ -193,8 +197,8 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._acceptor = Acceptor(held, self._protocol, settings, config.ssl)
 
-    def _protocol(self) -> BoundedProtocol:
-        return cast("Any", self.config.http_protocol_class)(self.config, self.server_state, self.lifespan.state)
+    def _protocol(self, left: Callable[[], None]) -> BoundedProtocol:
+        return cast("Any", self.config.http_protocol_class)(self.config, self.server_state, self.lifespan.state, left=left)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -7,6 +7,7 @@ next request starts the process again. Only the bytes that a token spells are lo
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -24,6 +25,8 @@ from paceline.core.processes import python_command
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
+
+logger = logging.getLogger(__name__)
 
 PATIENCE: Final = 10.0
 """Limit of wall-clock time, as a multiple of the limit of CPU time that the child sets for itself: a busy machine runs it more slowly. Raising it:
@@ -128,12 +131,15 @@ class BoundedTokenizer:
         return self._ask({"messages": list(messages), "now": write_time(now), "given": told})
 
     def begin(self) -> None:
-        """Start the process in the background. Otherwise the first request waits for the start."""
+        """Start the process in the background, and warn if the chat template does not compile. Otherwise the first request waits for the start."""
         threading.Thread(target=self._begin, name="paceline-tokenizer", daemon=True).start()
 
     def _begin(self) -> None:
-        with self._lock, suppress(PacelineError, OSError):  # the first request reports it; at exit files may be closed
-            self._started()
+        with suppress(PacelineError, OSError):  # the first request reports it; at exit files may be closed
+            try:
+                self._ask({"compile": True})
+            except InvalidRequest as error:
+                logger.warning("%s: %s. %s.", self.model.template and self.model.template.path, error.message, error.hint)
 
     def close(self) -> None:
         """End the process; the next request starts another. Idempotent."""

@@ -77,14 +77,7 @@ class ChatTemplate:
             InvalidRequest: the template does not compile.
             TemplateRefused: the template refuses the messages, or fails on them.
         """
-        try:
-            template = self._compiled_for_tools if given.tools and self.tool_source else self._compiled
-        except Exception as error:  # a template is an untrusted program: it may raise anything
-            raise InvalidRequest(
-                f"the model's chat template does not compile ({_words(error)})",
-                "Use /v1/completions, or get the model's files again (`paceline pull`)",
-                field="messages",
-            ) from error
+        template = self._for_chat(with_tools=bool(given.tools))
         try:
             own = {"messages": messages, "add_generation_prompt": given.begins_turn and not given.continues, "strftime_now": now.strftime}
             fields = {**self.special_tokens, **given.switches, **own}
@@ -99,6 +92,21 @@ class ChatTemplate:
         except Exception as error:  # likewise
             raise TemplateRefused(
                 f"the model's chat template refuses these messages: {_words(error)}", "Send messages that it takes.", field="messages"
+            ) from error
+
+    def compile(self) -> None:
+        """Compile the template, for chats with tools too. Raises InvalidRequest if it does not compile."""
+        self._for_chat(with_tools=False)
+        self._for_chat(with_tools=True)
+
+    def _for_chat(self, *, with_tools: bool) -> jinja2.Template:
+        try:
+            return self._compiled_for_tools if with_tools and self.tool_source else self._compiled
+        except Exception as error:  # a template is an untrusted program: it may raise anything
+            raise InvalidRequest(
+                f"the model's chat template does not compile ({_words(error)})",
+                "Use /v1/completions, or get the model's files again (`paceline pull`)",
+                field="messages",
             ) from error
 
     @cached_property

@@ -20,7 +20,8 @@ from typing import Any, Final, cast
 
 from paceline.core.errors import DownloadError, FetchInProgress, ModelFileError, ModelNotFound, PacelineError
 from paceline.core.files import nearest_folder, write_file
-from paceline.core.manifest import PIECE, ModelManifest, ModelPart, PieceRun, is_sha256, pieces_needed
+from paceline.core.ids import is_sha256
+from paceline.core.manifest import PIECE, ModelManifest, ModelPart, PieceRun, pieces_needed
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
 from paceline.store.catalog import PART, find_whole, open_weights

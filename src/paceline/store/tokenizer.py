@@ -146,6 +146,11 @@ class ModelTokenizer:
     def response_template(self) -> Mapping[str, Any] | None:
         return None if self.template is None else self.template.response
 
+    def compile_template(self) -> None:
+        """Compile the chat template, if the model has one. Raises InvalidRequest if it does not compile."""
+        if self.template is not None:
+            self.template.compile()
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
         """See `Tokenizer.render_chat`. A model without a template refuses all chats."""
         if self.template is None:

@@ -75,7 +75,10 @@ def main() -> None:
             _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
         try:
             asked: dict[str, Any] = json.loads(data)
-            if "inside" in asked:
+            if "compile" in asked:
+                ids = []
+                tokenizer.compile_template()
+            elif "inside" in asked:
                 ids = tokenizer.encode_inside(asked["inside"])
             elif "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])

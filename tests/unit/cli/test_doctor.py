@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -266,6 +267,28 @@ def test_kernels_that_compute_otherwise_are_named(tmp_path: Path, monkeypatch: p
     assert wrong.level is Level.PROBLEM
     assert "other bytes" in wrong.what
     assert "--device torch-cpu" in wrong.todo
+
+
+@pytest.mark.parametrize(
+    ("said", "level"),
+    [
+        ("enabled", Level.OK),
+        ("RDMA is Enabled.", Level.OK),
+        ("disabled", Level.NOTE),
+        ("RDMA is not enabled", Level.NOTE),
+        ("rdma isn't enabled", Level.NOTE),
+        ("enabled: no", Level.NOTE),
+        ("enabled = false", Level.NOTE),
+        ("", Level.NOTE),
+    ],
+)
+def test_rdma_counts_as_enabled_only_if_the_mac_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, level: Level) -> None:
+    program = tmp_path / "rdma_ctl"
+    program.write_text(f'#!/bin/sh\necho "{said}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(doctor.platform, "mac_ver", lambda: ("26.2", ("", "", ""), ""))
+    assert doctor._rdma("here").level is level
 
 
 def test_little_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

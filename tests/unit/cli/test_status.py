@@ -21,10 +21,11 @@ from tests.unit.net.member.nodes import in_loop, make_node, running
 
 from paceline.cli import chat, doctor, status
 from paceline.cli.doctor import Level
+from paceline.cli.fleet_status import show
 from paceline.cli.plan import fleet_view
 from paceline.cli.running import EndpointLoad, KvDiskLoad, KvPeerLoad, announced, endpoints_here, show_endpoints, starting
 from paceline.cli.running import running as running_here
-from paceline.cli.status import _show, run_status
+from paceline.cli.status import run_status
 from paceline.core.clock import SystemClock
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
@@ -56,7 +57,7 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
         other_versions=(OtherVersion(NodeId("c"), 1, 2), OtherVersion(NodeId("d"), 3, 2)),
     )
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, sight), console)
+    show(Looked("f" * 16, sight), console)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     for part in (
@@ -76,6 +77,22 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     assert "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("line", "is_named"),
+    [("a [0..15] -> b.2 [16..31]: 10 tokens/s", True), ("a, drafting: b.2", True), ("a -> b.22 [3..4]", False), ("my-b.2 -> a", False)],
+)
+def test_a_running_plan_names_its_machines_that_do_not_answer(line: str, *, is_named: bool) -> None:
+    cards = [NodeCard(NodeId(name), 1, (f"{name}:1",), b"i", 120, 0) for name in ("a", "b.2")]
+    book = AddressBook()
+    book.failed("b.2:1", "no answer", 0.0)
+    view = FleetView(NodeId("a"), tuple(LiveCard(card, 1.0, 0, Trust.MEMBER) for card in cards), (), ())
+    console = Console(file=io.StringIO(), width=200)
+    show(Looked("f" * 16, Sight(view, book.failures, 0, plans=(("m", line),))), console)
+    assert isinstance(console.file, io.StringIO)
+    (shown,) = [each for each in console.file.getvalue().splitlines() if "runs here as planned" in each]
+    assert ("b.2 does not answer now" in shown) == is_named
+
+
 def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
     processors = Device("cpu-avx512bf16", "some processor", 64 << 30, 48 << 30, 0, weights=("stored",))
     card = NodeCard(
@@ -92,7 +109,7 @@ def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
         ring_address="mac.local:1",
     )
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, Sight(FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ()), (), 0)), console)
+    show(Looked("f" * 16, Sight(FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ()), (), 0)), console)
     assert isinstance(console.file, io.StringIO)
     gpu, other = (line for line in console.file.getvalue().splitlines() if " of " in line)
     assert "torch-cuda" in gpu
@@ -108,7 +125,7 @@ def test_two_files_under_one_name_are_shown() -> None:
     cards = [NodeCard(NodeId(name), 1, (f"{name}:1",), b"i", 120, 0, models=(one,)) for name, one in offers.items()]
     view = FleetView(NodeId("a"), tuple(LiveCard(card, 0.0, 0, Trust.MEMBER) for card in cards), (), ())
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, Sight(view, (), 0)), console)
+    show(Looked("f" * 16, Sight(view, (), 0)), console)
     assert isinstance(console.file, io.StringIO)
     (shown,) = (line for line in console.file.getvalue().splitlines() if "1" * 12 in line)
     assert "m" in shown
@@ -123,7 +140,7 @@ def test_drafts_are_shown_with_what_came_of_them() -> None:
     asked = DraftUse("fleet", 4, 16, 4, "b", "small", blocks=9, hop_s=0.0123, failures=2)
     lost = DraftUse("gone", trouble="No node in the fleet drafts with 'gone'")
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, Sight(view, (), 0, (used, asked, lost))), console)
+    show(Looked("f" * 16, Sight(view, (), 0, (used, asked, lost))), console)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     for part in (
@@ -140,7 +157,7 @@ def test_that_nobody_drafts_is_said_where_somebody_could(models: tuple[ModelOffe
     card = NodeCard(NodeId("b"), 1, ("b:1",), b"i", 120, 0, models=models)
     view = FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ())
     console = Console(file=io.StringIO(), width=200)
-    _show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="No node's drafts would save time"),))), console)
+    show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="No node's drafts would save time"),))), console)
     assert isinstance(console.file, io.StringIO)
     assert ("No node's drafts would save time" in console.file.getvalue()) == bool(models)
 

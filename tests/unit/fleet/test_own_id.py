@@ -79,8 +79,8 @@ def test_a_conflict_ends_in_time_and_a_later_one_is_said_again() -> None:
     risen(own_id, 0.0, 40.0, 80.0)
     (shown,) = own_id.conflicts(OWN, 100.0)
     assert shown.seen_s_ago == 20.0
-    assert own_id.conflicts(OWN, CONFLICT_S) != ()
-    assert own_id.conflicts(OWN, CONFLICT_S + 1) == ()
+    assert own_id.conflicts(OWN, CONFLICT_S - 1) != ()
+    assert own_id.conflicts(OWN, CONFLICT_S) == ()
     assert kinds(risen(own_id, 2000.0, 2040.0, 2080.0)).count(Clashed) == 1
 
 

@@ -23,6 +23,7 @@ from paceline.fleet.plan import ALONE, Constraint, Objective, Pin, Plan, PlanReq
 from paceline.node.ways import WAYS, plan
 from paceline.ways.draft.price import DRAFT, expected_tokens
 from paceline.ways.pipeline.splits import PIPELINE, arranged, balanced, pipelines, split
+from paceline.ways.tensor.price import TENSOR
 
 GIB = 1 << 30
 SHAPE = ModelShape(
@@ -506,6 +507,18 @@ def test_an_impossible_pin_is_no_silent_fallback() -> None:
     with pytest.raises(ImpossiblePin, match=r"bee is pinned, but needs") as caught:
         plan(fleet, PlanRequest("m", pins=(Pin(NodeId("bee")),)))
     assert caught.value.constraint == Constraint.MEMORY
+
+
+@pytest.mark.parametrize("pins", [(Pin(NodeId("ant")), Pin(NodeId("bee"))), (Pin(NodeId("ant"), LayerRange(0, 12)), Pin(NodeId("bee")))])
+@pytest.mark.parametrize("ways", [{ALONE}, {ALONE, TENSOR}, {TENSOR, DRAFT}])
+def test_several_pinned_machines_need_a_way_that_takes_pins(ways: set[Way], pins: tuple[Pin, ...]) -> None:
+    with pytest.raises(ImpossiblePin, match="only a pipeline"):
+        plan(sharing(), PlanRequest("m", ways=frozenset(ways), pins=pins))
+
+
+def test_pinned_machines_may_share_layers_if_no_other_way_is_allowed() -> None:
+    with pytest.raises(ImpossiblePin, match="Tensor ranks"):
+        plan(sharing(), PlanRequest("m", ways=frozenset({TENSOR}), pins=(Pin(NodeId("ant"), LayerRange(0, 12)), Pin(NodeId("bee")))))
 
 
 # ----------------------------------------------------------------------------------------------------------- orchestrators

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from typing import Self
 
-import grpc.aio
 from tests.fakes.fleets import TestFleet
+from tests.fleet.open_files import open_files
 from tests.unit.net.member.nodes import in_loop, until
-from tests.unit.net.trust.served import connections
+from tests.unit.net.trust.served import dial, node_server
 
-from paceline.fleet.eligibility import TrustPolicy
-from paceline.net.channels import CHANNEL_OPTIONS
-from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
-from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.credentials import channel_credentials
-from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.refusals import Refusals
+from paceline.net.server import SERVER_OPTIONS
 
 IMPATIENT = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 500}
 
@@ -61,17 +56,13 @@ async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @in_loop
 async def test_a_machine_that_vanished_keeps_no_connection() -> None:
-    fleet, refusals = TestFleet(), Refusals()
-    identity, caller = fleet.member("server-1"), fleet.member("alice-1")
-    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals)
-    server = NodeServer(identity, guard, RpcMeter(), TrustPolicy(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS])
-    port = await server.start("127.0.0.1", 0)
-    try:
-        async with Cable(port) as cable:
-            options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NODE_NAME)]
-            async with grpc.aio.secure_channel(f"127.0.0.1:{cable.port}", channel_credentials(caller), options) as channel:
-                await channel.channel_ready()
-                await cable.cut()
-                await until(lambda: not connections(port))
-    finally:
-        await server.stop(0)
+    fleet = TestFleet()
+    impatient = [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS]
+    async with (
+        node_server(fleet, options=impatient) as (_, port),
+        Cable(port) as cable,
+        dial(fleet, "alice-1", f"127.0.0.1:{cable.port}") as channel,
+    ):
+        await channel.channel_ready()
+        await cable.cut()
+        await until(lambda: not open_files(os.getpid()).connected_to(port))

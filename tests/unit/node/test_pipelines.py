@@ -28,7 +28,7 @@ from paceline.node.pipelines import LoadTold, names_of, serve_planned
 from paceline.node.planning import Constraints
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.routes.build import PipelineOrder
+from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR
 

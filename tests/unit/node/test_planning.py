@@ -17,7 +17,7 @@ from paceline.machine.settings import NodeSettings
 from paceline.node import planning
 from paceline.node.ways import explained, parse_pin, plan_request
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.pipeline.routes.build import PipelineOrder
+from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 from paceline.ways.tensor.price import TENSOR
 

@@ -47,7 +47,6 @@ async def test_a_model_that_comes_while_a_node_runs_is_read_and_one_that_could_n
 )
 def test_what_models_may_take_is_all_that_a_card_says_is_free(left: int | None, shown: tuple[int, int]) -> None:
     seen = NodeCard(NodeId("a"), 1, (), b"", 1, 0, memory_free_bytes=8 << 30, devices=(Device("b", "gpu", 8 << 30, 4 << 30, 0),))
-    portrait = serving.Portrait(SimpleNamespace(card=lambda *_: seen))  # type: ignore[arg-type]
-    portrait.left_bytes = lambda: left
+    portrait = serving.Portrait(SimpleNamespace(card=lambda *_: seen), left_bytes=lambda: left)  # type: ignore[arg-type]
     card = portrait.card((), ())
     assert (card.memory_free_bytes, card.devices[0].memory_free_bytes) == shown

@@ -39,7 +39,7 @@ def test_a_request_on_a_connection_that_has_just_opened_is_answered_though_no_mo
         config = uvicorn.Config(cast("Any", refuse), http=Closes, log_config=None, lifespan="off")
         config.load()
         listening = socket.create_server(("127.0.0.1", 0))
-        acceptor = Acceptor(listening, lambda: Closes(config, ServerState(), {}), Closes.bounds, None)
+        acceptor = Acceptor(listening, lambda left: Closes(config, ServerState(), {}, left=left), Closes.bounds, None)
         acceptor.open()
         reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -72,7 +72,7 @@ def test_a_server_that_stops_answers_each_request_that_came(state: str, n_client
         config.load()
         listening = socket.create_server(("127.0.0.1", 0), backlog=64)
         address = listening.getsockname()
-        acceptor = Acceptor(listening, lambda: Bounded(config, server, {}), Bounded.bounds, None)
+        acceptor = Acceptor(listening, lambda left: Bounded(config, server, {}, left=left), Bounded.bounds, None)
         acceptor.open()
         clients = [socket.create_connection(address, 10) for _ in range(n_clients)]
         if state != "not accepted":

@@ -32,7 +32,6 @@ from paceline.net.mapper import Codec, Mapped, from_ms, milliseconds, refuse_wit
 from paceline.net.protocol import OtherVersion
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import KIB, Service
-from paceline.net.tensor.listener import TENSOR_OPTIONS
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
@@ -40,6 +39,11 @@ from paceline.net.trust.handlers import Context, Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.wire import control_pb2 as wire
 from paceline.net.wire.control_pb2_grpc import ControlServiceServicer, ControlServiceStub, add_ControlServiceServicer_to_server
+
+OLD_S = 30 * 86400.0
+"""Age in seconds of the known revocations above which a person is warned. Raising it: an absent CA is noticed later."""
+ENDS_SOON_S = 60 * 86400.0
+"""Seconds left of this node's certificate below which a person is warned. Raising it: the warning comes earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,8 @@ class Claim:
     """
 
     def __init__(self, folder: FleetFolder, settings: FleetSettings) -> None:
+        from paceline.net.tensor.listener import TENSOR_OPTIONS  # commands that only look at a fleet open no streams
+
         with contextlib.ExitStack() as taken:
             taken.enter_context(claim_running(folder))
             self.fleet = taken.enter_context(hold_port(settings.host, settings.port, "the fleet", "--fleet-port or --fleet-host"))

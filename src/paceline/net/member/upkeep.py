@@ -24,6 +24,7 @@ from paceline.net.discovery import own_hosts
 from paceline.net.join_client import ask_to_renew
 from paceline.net.join_host import JoinHost
 from paceline.net.member.gossip import GossipDriver
+from paceline.net.member.state import ENDS_SOON_S, OLD_S
 from paceline.net.trust.certificates import join_host, make_request
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
@@ -177,13 +178,10 @@ class Upkeep:
 
 SIGN_EVERY_S = 3600.0
 """Seconds between two signatures of the CA on the complete revocations. Raising it: other nodes show their age less exactly."""
-OLD_S = 30 * 86400.0
-"""Age in seconds of the known revocations above which a person is warned. Raising it: an absent CA is noticed later."""
 FIRST_NEWS_S = 60.0
 """Seconds after a start before that warning, so that gossip can bring newer ones. Raising it: the warning comes later."""
 TRY_EVERY_S = 600.0
 """Seconds between two attempts to renew the certificate. Raising it: a renewal that failed is made up for later."""
-ENDS_SOON_S = 60 * 86400.0
 
 
 class TrustKeeper:

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from ipaddress import ip_address
 
 from paceline.core.errors import NodeUnreachable, StreamClosed, StreamCorrupt
+from paceline.fleet.eligibility import Voids
 from paceline.fleet.links import leads_here
 from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import CloseCode, Conversation, close
@@ -23,7 +24,6 @@ from paceline.net.tensor.pipe import Pipe, tune
 from paceline.net.trust.certificates import Member, join_host
 from paceline.net.trust.credentials import check_callable, client_context
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.seals import Voids
 
 HELLO_BYTES = 1024
 """Bytes read from a peer that has not said hello. A hello is shorter, and no peer sends more before the welcome."""
@@ -164,16 +164,17 @@ def _is_number(host: str) -> bool:
 
 
 def _reach(host: str, port: int, until: float) -> socket.socket:
-    """Connect to a host. A name is resolved first: a name that another node gave may lead to loopback, which only `localhost` and numbers may."""
+    """Connect to a host. Only `localhost` and numbers may lead to loopback: a name that another node gave must not.
+
+    A name is looked up once, and its addresses are tried here. `socket.create_connection` would look it up again, and may find loopback then.
+    """
     hosts = [host]
     if not (_is_number(host) or host.lower() == "localhost"):
         hosts = [str(where[0]) for *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         if any(leads_here(join_host(each, port)) for each in hosts):
             raise OSError(f"{host} leads to this machine itself")
-    for place, each in enumerate(hosts):
-        try:
-            return socket.create_connection((each, port), timeout=max(0.001, until - time.perf_counter()))
-        except OSError:
-            if place == len(hosts) - 1:
-                raise
-    raise OSError(f"{host} has no address")
+    *others, last = hosts
+    for each in others:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((each, port), timeout=max(0.001, min(ADDRESS_S, until - time.perf_counter())))
+    return socket.create_connection((last, port), timeout=max(0.001, until - time.perf_counter()))

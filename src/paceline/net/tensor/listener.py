@@ -21,6 +21,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.core.ports import hold_port, listen_on
+from paceline.fleet.eligibility import Voids
 from paceline.net.tensor.dialling import Newcomer, Wants
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode, Event
@@ -30,7 +31,6 @@ from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.credentials import server_context
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.seals import Voids
 
 
 class ExpectedStream:
@@ -290,15 +290,16 @@ class TensorListener:
             raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
 
     def _welcome(self, newcomer: Newcomer, ticket: bytes) -> None:
-        """Hand a member to the session that gave out its ticket."""
+        """Hand a member to the session that gave out its ticket. The ticket stays valid if the connection breaks before the welcome."""
         member = newcomer.member
         assert member is not None, "it has shown its certificate"
         with self._lock:
-            expected = self._expected.pop(ticket, None)
+            expected = self._expected.get(ticket)
         if expected is None:
             raise StreamClosed("it brought a ticket that is unknown or was used")
         newcomer.conversation.on(Event.WELCOME)
         newcomer.sock.send(WELCOME)
+        self._forget(expected)
         self._release(newcomer)
         receiver = TensorReceiver(
             Pipe(newcomer.sock, member.node_id),

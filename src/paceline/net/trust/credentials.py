@@ -19,10 +19,11 @@ import grpc.aio
 
 from paceline.core.errors import RevokedNode
 from paceline.fleet.card import SealedCard
+from paceline.fleet.eligibility import Voids
 from paceline.net.protocol import PROGRAM, Versions
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.seals import Voids, open_card
+from paceline.net.trust.seals import open_card
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire import fleet_pb2_grpc as rpc
 

@@ -20,10 +20,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
+from paceline.fleet.eligibility import Voids
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member
 from paceline.net.trust.handlers import Behaviour, Context, Continuation, Handler, rewrap, told
 from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.seals import REVOCATION_KEY, Voids
+from paceline.net.trust.seals import REVOCATION_KEY
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
 """Services that members may call even when this node's list of revocations is too old: they carry news of revocations, renew certificates, and serve

@@ -19,6 +19,7 @@ from paceline.core.errors import GossipRefused, JoinRefused, MembershipError, No
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
 from paceline.fleet.eligibility import Revocations
+from paceline.fleet.registry import CLOCKS_APART_S
 from paceline.net.protocol import PROTOCOL_VERSION
 from paceline.net.trust.authority import CertificateAuthority
 from paceline.net.trust.certificates import Member, open_request
@@ -43,7 +44,6 @@ ANOTHER = "Ask for another: paceline token, on the machine where paceline init r
 RENEW_BELOW_S = 300 * 86400.0
 """Seconds left of a certificate's year below which its node asks for the next one. Raising it: the CA signs more often; lowering it: the CA's node must be
 up more often."""
-CLOCKS_APART_S = 86400.0
 RENEW_EVERY_S = 300.0
 """Seconds between two renewals of one node; each costs a signature and a write to disk. Raising it: a node that did not get its answer waits longer for
 another."""

@@ -6,7 +6,7 @@ card's id, and not be revoked. The module `signing` keeps signatures on one kind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 import grpc.aio
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, RevocationList, SealedCard, SealedList, SealedRevocation
+from paceline.fleet.eligibility import Voids
 from paceline.net.card_codec import check_card, check_size, read_card, write_card
 from paceline.net.trust.certificates import FleetRoot, is_node_id
 from paceline.net.trust.identity import Identity
@@ -28,9 +29,6 @@ MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
 REVOCATION_KEY = "paceline-revocation-bin"
 """Trailing metadata of a refusal with the signed revocation, so that a revoked node need not believe the node that refuses it."""
-
-Voids = Callable[[NodeId, int], bool]
-"""Function of a node id and a time of issue (Unix seconds) that returns True if the certificate is revoked, such as `Revocations.voids`."""
 
 
 def _signed_bytes(card: bytes, beat: int) -> bytes:

@@ -237,7 +237,8 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] |
                 if not found[key]:
                     return None
             case "enum", list(mine), list(theirs):
-                found[key] = excluding(cast("list[object]", mine), excluding(cast("list[object]", mine), cast("list[object]", theirs)))
+                allowed = set(map(_key, cast("list[object]", theirs)))
+                found[key] = [value for value in cast("list[object]", mine) if _key(value) in allowed]
             case "required" | "allOf", list(mine), list(theirs):
                 found[key] = [*cast("list[object]", mine), *cast("list[object]", theirs)]
             case "pattern", mine, theirs:

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.generation import Range
-from paceline.core.ids import NodeId
-from paceline.core.manifest import is_sha256
+from paceline.core.ids import NodeId, is_sha256
 from paceline.core.model import WIDEST_BLOCK, ActivationDtype, WeightsFormat
 from paceline.core.text import printable
 from paceline.machine.kv_spans import KvMove

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.generation import Range
-from paceline.core.manifest import is_sha256
+from paceline.core.ids import is_sha256
 from paceline.core.model import WeightsFormat
 from paceline.core.text import printable
 from paceline.net.mapper import Codec, Length, Mapped, refuse_with

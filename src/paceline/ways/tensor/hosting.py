@@ -116,6 +116,7 @@ class RankHost:
     Args:
         threads: of a rank; None: one a core.
         beside: models that lie elsewhere than in the home.
+        left_bytes: returns the memory that one more rank may take; None: as much as is free.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class RankHost:
         home: Home,
         threads: int | None = None,
         beside: Sequence[ModelLocation] = (),
+        left_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._fleet, self._home, self._beside = fleet, home, beside
         self._threads = threads or usable_cores()
         self._open = Counter[NodeId]()
         self._held: list[tuple[HostedRank, int]] = []
         """And the bytes that each needs."""
-        self.left_bytes: Callable[[], int | None] = lambda: None
-        """That one more may take; None: as much as is free."""
+        self.left_bytes = left_bytes
         self._ended = asyncio.Event()
         """Set whenever one has."""
 

@@ -223,10 +223,13 @@ class Shared(PricesWay):
     way = TENSOR
     spreads = True
 
+    def takes_pins(self, request: PlanRequest) -> bool:
+        """Return whether only ranks are allowed; otherwise machines are pinned for a pipeline."""
+        return request.ways == ONLY
+
     def price(self, fleet: PricedFleet, machines: Sequence[Machine]) -> list[Choice]:
         request = fleet.request
-        # Machines are pinned for a pipeline, unless nothing but ranks is allowed.
-        if request.proposer is not None or request.last_route or (request.pins and request.ways != ONLY):
+        if request.proposer is not None or request.last_route or (request.pins and not self.takes_pins(request)):
             return []
         if request.pins and (not request.is_spread_by_pins or any(pin.layers is not None for pin in request.pins)):
             raise ImpossiblePin("Tensor ranks have a part of every layer, on two or three machines", "Pin those, without layers.")

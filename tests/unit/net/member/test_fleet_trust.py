@@ -15,7 +15,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import RevocationList, SealedList
 from paceline.fleet.eligibility import Use
 from paceline.net.channels import Purpose
-from paceline.net.member.upkeep import OLD_S
+from paceline.net.member.state import OLD_S
 from paceline.net.trust.authority import NODE_HOLDS, Authority, AuthorityProcess
 from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.folder import FleetFolder

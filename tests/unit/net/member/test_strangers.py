@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import ExitStack
 from functools import partial
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fleets import TestFleet
+from tests.fleet.open_files import open_files
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
-from tests.unit.net.trust.served import connections
 
 from paceline.net import server
 
@@ -29,7 +30,7 @@ async def test_connections_are_bounded_and_members_come_through_afterwards(tmp_p
         with ExitStack() as strangers:
             for _ in range(4 * MOST):
                 strangers.enter_context(socket.create_connection((host, int(port))))
-            await until(lambda: 0 < len(connections(int(port))) <= MOST)
+            await until(lambda: 0 < open_files(os.getpid()).connected_to(int(port)) <= MOST)
         b = make_node(fleet, tmp_path, "b", a)
         async with running(b):
             await until_seen(a, "a", "b")

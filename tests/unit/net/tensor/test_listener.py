@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.fakes.fleets import TestFleet
 from tests.unit.net.tensor.meeting import Meeting, meeting, soon, until_it_breaks
 
 from paceline.core.errors import ConfigError, NodeUnreachable, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
+from paceline.net.tensor import dialling
 from paceline.net.tensor import listener as module
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.frames import close, hello, tensor_start
@@ -232,11 +234,60 @@ def test_closing_ends_everything(met: Meeting) -> None:
     assert len(list(Path("/dev/fd").iterdir())) == descriptors
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_ticket_is_spent_by_the_welcome(met: Meeting, monkeypatch: pytest.MonkeyPatch, *, cancelled: bool) -> None:
+    """A connection that breaks before it leaves the ticket valid, unless the session cancelled it."""
+    expected, go_on = met.listener.expect(), module.Newcomer.go_on
+
+    def break_off(newcomer: module.Newcomer, admit: Any) -> module.Wants | bytes:
+        step = go_on(newcomer, admit)
+        if isinstance(step, bytes):
+            newcomer.sock.shutdown(socket.SHUT_RDWR)
+            if cancelled:
+                expected.cancel()
+        return step
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module.Newcomer, "go_on", break_off)
+        with pytest.raises(TensorStreamError):
+            met.dial(expected.ticket)
+    if cancelled:
+        with pytest.raises(TensorStreamError, match="unknown"):
+            met.dial(expected.ticket)
+        return
+    sender = met.dial(expected.ticket)
+    expected.wait(soon()).close()
+    with pytest.raises(TensorStreamError, match="was used"):
+        met.dial(expected.ticket)
+    sender.close()
+
+
 def test_a_port_that_is_taken_is_an_error(met: Meeting) -> None:
     second = module.TensorListener(met.far, met.fleet.revocations.voids, met.fleet.clock, met.refusals)
     with pytest.raises(ConfigError, match="Cannot listen"):
         second.start("127.0.0.1", met.listener.port)
     second.close()
+
+
+def test_a_name_with_several_addresses_leaves_time_for_the_next_one(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, resolve, waits = socket.create_connection, socket.getaddrinfo, list[float]()
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "192.0.2.1":
+            waits.append(timeout)
+            raise TimeoutError
+        return connect(address, timeout)
+
+    def getaddrinfo(host: str, *args: Any, **kw: Any) -> list[Any]:
+        return [found for each in ("192.0.2.1", "127.0.0.1") for found in resolve(each if host == "far.example" else host, *args, **kw)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    monkeypatch.setattr(dialling, "leads_here", lambda _: False)  # only loopback answers in a test
+    expected = met.listener.expect()
+    address = f"far.example:{met.listener.port}"
+    dial([address], met.far.member, expected.ticket, met.near, met.fleet.revocations.voids, soon()).close()
+    assert waits == [dialling.ADDRESS_S]
 
 
 @pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "evil.example"])

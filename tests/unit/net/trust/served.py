@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
-import psutil
 from tests.fakes.fleets import TestFleet, sealed_card
+from tests.fleet.open_files import open_files
 
 from paceline.core.ids import Trust
+from paceline.fleet.eligibility import TrustPolicy
+from paceline.net.channels import CHANNEL_OPTIONS, Options
 from paceline.net.protocol import PROTOCOL_VERSION
+from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter, Service
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import Context, PeerGuard
@@ -26,14 +32,25 @@ from paceline.net.wire import fleet_pb2 as wire
 ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
 CARD = "/paceline.v1.CapabilityService/GetNodeCapability"
 SOON_S = 100.0
-
-
-def connections(port: int) -> list[tuple[str, int]]:
-    """The far ends of the connections to a port of this process."""
-    held = psutil.Process().net_connections("tcp")
-    return [
-        (one.raddr.ip, one.raddr.port) for one in held if one.raddr and one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
-    ]
+FLOOD_CONNECTIONS = """
+import os, selectors, socket, sys
+os.nice(15)  # strangers come from elsewhere: their processor is not ours
+host, port, source, count = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+looking, held = selectors.DefaultSelector(), 0
+print("begun", flush=True)
+while True:
+    while held < count:
+        try:
+            one = socket.create_connection((host, port), source_address=(source, 0))
+        except OSError:
+            break
+        looking.register(one, selectors.EVENT_READ)
+        held += 1
+    for key, _ in looking.select(0.5):
+        looking.unregister(key.fileobj)
+        key.fileobj.close()
+        held -= 1
+"""
 
 
 class Services(grpc.GenericRpcHandler):
@@ -145,3 +162,49 @@ async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Serv
         yield Served(fleet, identity, guard, services, port, well_formed)
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def node_server(fleet: TestFleet, host: str = "127.0.0.1", options: Options = SERVER_OPTIONS) -> AsyncIterator[tuple[PeerGuard, int]]:
+    """Serve `Services` with the server that nodes use. Yields its guard and its port."""
+    identity = fleet.member("server-1")
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, Refusals())
+    server, services = NodeServer(identity, guard, RpcMeter(), TrustPolicy(), options), Services(guard, identity)
+    server.add(Service(lambda grpc_server: grpc_server.add_generic_rpc_handlers((services,)), {}))
+    server._limits |= dict.fromkeys((ECHO, COUNT), Limit(1 << 10, 8, least=Trust.GUEST))
+    port = await server.start(host, 0)
+    try:
+        yield guard, port
+    finally:
+        await server.stop(0)
+
+
+def dial(fleet: TestFleet, caller: str, address: str) -> grpc.aio.Channel:
+    """Return a channel to `address`, with the options and the credentials of a member."""
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NODE_NAME)]
+    return grpc.aio.secure_channel(address, channel_credentials(fleet.member(caller)), options)
+
+
+@contextmanager
+def silent_connections(host: str, port: int, count: int, source: str = "", inside: Sequence[str] = ()) -> Iterator[None]:
+    """Keep `count` silent connections to a port. Each is opened again as soon as it is closed.
+
+    Args:
+        source: the address they come from; empty: any.
+        inside: the command before the flood's own, such as `ip netns exec NAME`.
+    """
+    command = [*inside, sys.executable, "-c", FLOOD_CONNECTIONS, host, str(port), source, str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
+        try:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == "begun\n"
+            yield
+        finally:
+            flood.kill()
+
+
+async def until_connected(port: int, count: int) -> None:
+    """Wait until this process has `count` connections to a port of its own."""
+    async with asyncio.timeout(SOON_S):
+        while open_files(os.getpid()).connected_to(port) < count:  # noqa: ASYNC110 - sockets are looked at, there is no event
+            await asyncio.sleep(0.1)

@@ -33,8 +33,8 @@ from paceline.machine.memory_budget import HostedModel
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
-from paceline.ways.tensor import load_group
 from paceline.ways.tensor.group import TensorGroup
+from paceline.ways.tensor.loading import load_group
 from paceline.ways.tensor.process import RankProcess
 from paceline.ways.tensor.rank import WAKE, RankOrder
 from paceline.ways.tensor.ranks import MOST_STARTS, RankProcesses
@@ -226,7 +226,7 @@ def test_ranks_end_with_the_leader(model: Path) -> None:
         "import os, sys\n"
         "from paceline.machine.build import build_engine\n"
         "from paceline.machine.settings import NodeSettings\n"
-        "from paceline.ways.tensor import load_group\n"
+        "from paceline.ways.tensor.loading import load_group\n"
         "built = build_engine(NodeSettings(sys.argv[1], context=256, kv_tokens=512, threads=2, tensor=(1.0, 1.0)), spread=load_group)\n"
         "print(built.runner.processes[1], flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

@@ -37,11 +37,11 @@ from paceline.net.member.node import FleetNode
 from paceline.net.weights_client import WeightsClient
 from paceline.store.catalog import Library, resolve
 from paceline.store.home import Home
-from paceline.ways.tensor import load_group
 from paceline.ways.tensor.away import AwayRank
 from paceline.ways.tensor.codec import RankLoading, RankOpened, Stops, read_event
 from paceline.ways.tensor.hosted import HostedRank
 from paceline.ways.tensor.hosting import RankHost, RankPlace
+from paceline.ways.tensor.loading import load_group
 from paceline.ways.tensor.pump import GroupPump
 from paceline.ways.tensor.rank import EXPORT, block_request
 

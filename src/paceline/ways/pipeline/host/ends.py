@@ -26,6 +26,7 @@ from paceline.core.errors import BadPipelineRequest, ShardUnavailable, StreamCor
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import ActivationDtype
 from paceline.engine.local import WireBits
+from paceline.fleet.eligibility import Voids
 from paceline.net.member.node import FleetNode
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
@@ -35,7 +36,6 @@ from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.credentials import check_callable
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.seals import Voids
 from paceline.ways.pipeline.executor.route import ActivationSink, NextStage
 from paceline.ways.pipeline.executor.stage import StageBatch
 

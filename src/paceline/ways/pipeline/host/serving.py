@@ -131,6 +131,7 @@ class ShardServing:
         home: models, and the caches of kernels and speeds.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
         mover: of KV between stages and other nodes.
+        bytes_of_ranks: as `beside` of `WarmShards`, for the tensor ranks that run here.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class ShardServing:
         clock: Clock,
         beside: Sequence[ModelLocation] = (),
         mover: KvMover | None = None,
+        bytes_of_ranks: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._fleet, self._portrait = fleet, portrait
         threads = self._threads = hosting.threads or usable_cores()
@@ -165,6 +167,7 @@ class ShardServing:
             meter=self.meter,
             clock=clock,
             on_change=self._changed.set,
+            beside=bytes_of_ranks,
         )
         disk = StageDisk(home.kv, KvDiskLimits(hosting.kv_disk_bytes)) if hosting.kv_disk_bytes else None
         self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller, disk, mover)

@@ -58,6 +58,8 @@ class WarmShards:
         load_bytes: what the process itself takes, of a device's memory, while it loads.
         low_bytes: none of these are taken of a device's memory; with less free, idle shards there go.
         on_change: told when a shard comes or goes.
+        beside: returns the bytes that processors here hold for other members next to shards, within the same bound, and how many of these the system
+            still counts as free.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class WarmShards:
         meter: ShardMeter,
         clock: Clock,
         on_change: Callable[[], None],
+        beside: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._weights, self._load, self._limits = weights, load, limits
         self._load_bytes, self._low_bytes = load_bytes, low_bytes
@@ -86,8 +89,7 @@ class WarmShards:
         self._leaving = TaskSet()
         """Loads that were given up, and evictions, whose memory is not free yet."""
         self._failed: Final = FailedLoads(clock)
-        self.beside: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Bytes of what else processors here run for other members, of the same bound; and those of them that the system still calls free."""
+        self.beside = beside
         self._closed = False
 
     @property

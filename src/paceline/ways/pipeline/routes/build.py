@@ -25,10 +25,9 @@ from paceline.engine.drafts import MoreSources
 from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
+from paceline.fleet.plan import LEAST_ROWS, Choice
 from paceline.machine.build import EngineAssembly
 from paceline.machine.capability import WarmModel
-from paceline.machine.config_file import PipelineSettings
 from paceline.machine.kv_spans import ClosableKv, SpreadKvBeside
 from paceline.machine.kv_tier import KvDiskLimits, part_of
 from paceline.machine.settings import NodeSettings
@@ -41,13 +40,13 @@ from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, Opening, Pip
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.meter import PipelineMeter
+from paceline.ways.pipeline.order import PipelineOrder, request_of, typical_request
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted, typical_request
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess, Wanted
 from paceline.ways.pipeline.routes.opening import RouteOpener
 from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
 from paceline.ways.pipeline.routes.stage_kv import StagesKv
-from paceline.ways.pipeline.splits import PIPELINE
 
 
 class PipelineSlots:
@@ -82,44 +81,6 @@ Planned = TypeVar("Planned")
 
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOrder:
-    """What a person asked for, of one pipeline."""
-
-    settings: PipelineSettings
-    pins: tuple[Pin, ...] = ()
-    own_layers: int | None = None
-    """How many layers this machine runs itself; None: as the plan says."""
-    objective: Objective = Objective.LATENCY
-    planned: Choice | None = None
-    """What the node's plan chose, which is what is built; None: it is planned here."""
-
-
-def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId | None, lengths: tuple[int, int]) -> PlanRequest:
-    """Return what the plan is asked for a pipeline, as it was ordered. `node.ways.plan_request` makes of it a request for all ways.
-
-    Args:
-        model, weights: as `PlanRequest` has them.
-        own: the node that it begins on; None: any may begin it.
-        lengths: tokens of a typical prompt and answer.
-    """
-    prompt, answer = lengths
-    settings = order.settings
-    layers = 0 if order.own_layers is None and not settings.allow_self_as_shard else order.own_layers
-    request = PlanRequest(
-        model,
-        weights,
-        prompt,
-        answer,
-        ways=frozenset({PIPELINE}),
-        pins=order.pins,
-        objective=order.objective,
-        orchestrator=own,
-        orchestrator_layers=None if own is None else layers,
-    )
-    return settings.constrained(request)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

@@ -20,7 +20,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.machines import barred_hosts
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import TYPICAL_ANSWER, TYPICAL_PROMPT, PlanRequest
+from paceline.fleet.plan import PlanRequest
 from paceline.net.member.node import FleetNode
 from paceline.ways.pipeline.cover import asked_of_shards, other_weights
 from paceline.ways.pipeline.price import Pipelined
@@ -134,11 +134,6 @@ class Wanted:
     request: PlanRequest
     """Its pins hold as long as all of their machines are there: where one is lost, any others may go on."""
     layers: LayerRange
-
-
-def typical_request(context: int) -> tuple[int, int]:
-    """Tokens of prompt and answer that plans are made for: no more than a context holds, or no machine with layers loaded would fit."""
-    return min(TYPICAL_PROMPT, 2 * context // 3), min(TYPICAL_ANSWER, context // 3)
 
 
 def choose(

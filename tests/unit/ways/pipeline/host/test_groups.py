@@ -26,8 +26,8 @@ from paceline.store.catalog import open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
-from paceline.ways.tensor import load_stage
 from paceline.ways.tensor.group import TensorGroup
+from paceline.ways.tensor.loading import load_stage
 
 pytestmark = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX2")
 

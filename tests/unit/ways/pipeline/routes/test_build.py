@@ -21,10 +21,11 @@ from paceline.fleet.plan import Objective, Pin, PlanRequest
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.kv_tier import KvDiskLimits
 from paceline.machine.settings import NodeSettings
+from paceline.ways.pipeline.order import PipelineOrder, request_of
 from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.routes import build
 from paceline.ways.pipeline.routes import build as orders
-from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers, plan_in_time, request_of
+from paceline.ways.pipeline.routes.build import build_engine_over, check_layers, plan_in_time
 from paceline.ways.pipeline.routes.stage_kv import StagesKv
 from paceline.ways.pipeline.splits import PIPELINE
 

@@ -12,8 +12,9 @@ from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Pin, PlanRequest
+from paceline.ways.pipeline.order import typical_request
 from paceline.ways.pipeline.price import Pipelined
-from paceline.ways.pipeline.routes.fleet_access import Wanted, choose, typical_request
+from paceline.ways.pipeline.routes.fleet_access import Wanted, choose
 from paceline.ways.pipeline.splits import PIPELINE
 
 GIB = 1 << 30

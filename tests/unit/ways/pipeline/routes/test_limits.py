@@ -12,7 +12,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import PipelineDisabled, ShardUnavailable
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
-from paceline.ways.pipeline.routes.build import PipelineOrder, PipelineSlots, build_engine_over
+from paceline.ways.pipeline.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import PipelineSlots, build_engine_over
 from paceline.ways.pipeline.routes.fleet_access import choose
 
 
