@@ -37,6 +37,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PassedChats:
+    """Which chats reach a model's engine as they are."""
+
+    always: bool
+    """All of them: no prompt can be rendered here."""
+    images: bool = False
+    """The model takes images."""
+    tools: bool = False
+    """The engine reads calls of tools."""
+    schemas: bool = False
+    """The engine follows a JSON schema."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that answers here."""
 
@@ -49,6 +63,8 @@ class ServedModel:
     fingerprint: str
     """The `fingerprint_of` the model. Models with equal ones give equal bytes."""
     facts: ModelFacts = ModelFacts()
+    chats: PassedChats | None = None
+    """None: every prompt is rendered here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class FleetServing:
         warm = [(node, node.warm) for node in nodes if node.warm is not None]
         up = [one for node, one in warm if node.host.is_up]
         own = {one.model.name for _, one in warm}
-        foreign = [one.model for one in self.engines.offered if one.model.name not in own and one.model.tokenizer is not None]
+        foreign = [one.model for one in self.engines.offered if one.model.name not in own]
         serves = Together(self.models, self.engines) if nodes or self.models.on_demand or foreign else None
         loaded = [*(_loaded(node, one) for node, one in warm), *map(_foreign, foreign)]
         self._local.show(serves, loaded, {one.model.name for one in up} | {one.name for one in foreign})
@@ -363,7 +363,8 @@ class FleetServing:
 
 
 def _foreign(model: ForeignModel) -> LoadedModel:
-    return LoadedModel(model.ref, "", model.created, model.context, model.tokenizer_sha256)
+    has_tokenizer = model.tokenizer is not None
+    return LoadedModel(model.ref, "", model.created, model.context, model.tokenizer_sha256, has_tokenizer=has_tokenizer)
 
 
 def _loaded(node: BuiltNode, warm: WarmModel) -> LoadedModel:

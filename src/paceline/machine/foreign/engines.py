@@ -327,8 +327,7 @@ class ForeignEngines:
     # ------------------------------------------------------------------------------------------------------------ for the server
 
     def models(self) -> Sequence[ServedModel]:
-        """Those with a tokenizer here."""
-        return [served(one.model) for _, one in self._by_name.values() if one.model.tokenizer is not None]
+        return [served(one.model) for _, one in self._by_name.values()]
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: an engine that is being tested or is away may come back with it."""

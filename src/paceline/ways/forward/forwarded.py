@@ -143,6 +143,8 @@ class Forwarded:
 
     async def _found_leg(self) -> bool:
         """Find a node. False where an answer that has begun waited for one in vain."""
+        if self._begun and self._request.chat:  # its engine alone knows the prompt
+            return False
         while True:
             request = self._request
             if self._begun:

@@ -33,7 +33,7 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
+from paceline.ways.forward.routes import MESSAGES, AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class FleetInference:
         own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
-            described.served(_numerics(route), route.size_bytes)
+            described.served(_numerics(route), route.size_bytes, route.chats)
             for name, route in self._routes.items()
             if name not in names and (described := self._described.get((name, route.meaning))) is not None
         ]
@@ -212,7 +212,7 @@ class FleetInference:
         # What would be loaded here on demand is asked of those that have it loaded.
         described = None if route is None or loaded is not None else self._described.get((model.name, route.meaning))
         if route is not None and described is not None:
-            return described.served(_numerics(route), route.size_bytes)
+            return described.served(_numerics(route), route.size_bytes, route.chats)
         if route is None or loaded is None or _numerics(route) == loaded.numerics_id:
             return model
         return replace(model, fingerprint=fingerprint_of(loaded.model, _numerics(route)))
@@ -235,7 +235,8 @@ class FleetInference:
         if route is None or route.meaning != meaning:
             return None
         prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
-        following = dict(open_to(route.stops, after, left, exact=request.exact))
+        stops = [stop for stop in route.stops if _can_take(stop, request)]
+        following = dict(open_to(stops, after, left, exact=request.exact))
 
         def held() -> Mapping[NodeId, float]:
             found: dict[NodeId, float] = {}
@@ -338,6 +339,13 @@ class FleetInference:
                 described = await self._tokenizers.describe(channel, stop.node_id, name, meaning)
                 if key in self._described:
                     self._described[key] = described
+
+
+def _can_take(stop: RouteStop, request: GenerationRequest) -> bool:
+    """Return whether a node takes the request's form of prompt: a whole chat goes to engines that take them, and ids to all that hold the tokenizer."""
+    if request.chat:
+        return stop.engine is not None and MESSAGES in stop.engine.takes
+    return stop.engine is None or any(form != MESSAGES for form in stop.engine.takes)
 
 
 def _numerics(route: AnswerRoute) -> str:

@@ -24,8 +24,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
 from paceline.core.following import Following, Holding, may_follow
 from paceline.core.ids import NodeId
+from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import ALONE, TYPICAL_ANSWER, TYPICAL_PROMPT, Choice, PlanRequest
@@ -38,6 +39,8 @@ WORTH_A_HOP = 1.25
 and back is not in them. Raising it: more requests stay where they arrived."""
 
 
+MESSAGES = "messages"
+"""See `engines.contract.Takes`."""
 NO_MODEL = ModelRef("", "")
 
 
@@ -68,6 +71,8 @@ class RouteStop:
     """It is there to compute prompts for others: asked where no other can answer."""
     model: ModelRef = NO_MODEL
     """What it has loaded."""
+    engine: EngineOffer | None = None
+    """The engine of another maker that runs it."""
 
     @property
     def holding(self) -> Holding:
@@ -84,6 +89,15 @@ class AnswerRoute:
     """The best first; never empty."""
     size_bytes: int = 0
     """Of the weights, as their cards say."""
+
+    @property
+    def chats(self) -> PassedChats | None:
+        """Which chats reach engines as they are: what any of its engines can do."""
+        engines = [stop.engine for stop in self.stops if stop.engine is not None and MESSAGES in stop.engine.takes]
+        if not engines:
+            return None
+        able = {capability for engine in engines for capability in engine.capabilities}
+        return PassedChats(not self.meaning.tokenizer, "images" in able, "tools" in able, "schemas" in able)
 
 
 def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning]) -> dict[str, AnswerRoute]:
@@ -111,7 +125,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
             card.node_id: RouteStop(
                 *(card.node_id, card.instance, offer.numerics_id, card.addresses),
                 *(times.get(card.node_id, _engine_s(offer)), _token_s(offer)),
-                *(offer.under_way, offer.role is Role.PREFILL, offer.model),
+                *(offer.under_way, offer.role is Role.PREFILL, offer.model, offer.engine),
             )
             for card, offer in holders
         }
