@@ -13,9 +13,10 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
 from tests.unit.net.member.nodes import in_loop
 
-from paceline.core.errors import EngineGone, ModelAway, UnknownModel, WayNotAllowed
+from paceline.core.errors import EngineGone, ModelAway, NotServed, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
@@ -81,7 +82,10 @@ async def test_a_model_whose_files_are_elsewhere_is_known_by_name_and_quantisati
     assert (offer.model_id, offer.model.has_digest, offer.engine.takes) == ("mine", False, ("messages",))
     assert offer.digest == digest_of_name("mine", "Q4_K_M")
     assert engines.offered[0].model.context == ASSUMED_CONTEXT
-    assert engines.models() == []  # no tokenizer is known for it
+    (model,) = engines.models()
+    assert model.chats == PassedChats(always=True)
+    with pytest.raises(NotServed):
+        model.tokenizer.encode("text")
     await engines.close()
 
 
