@@ -75,6 +75,7 @@ class Home:
     api = Under("api")
     running = Under("running")
     chat_history = Under("chat_history")
+    engine_logs = Under("logs", "engines")
     fleet = Under("fleet")
 
     @property
