@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 """Shares of a model's layers on the GPU, tried in turn when its memory is too small. More of them: a better fit, and more loads until one is found."""
 MOST_CRASHES: Final = 8
-"""Crashes in a row after which an engine stays down. With the pauses between them they take four minutes. Raising it: more time for a cause to pass; a
+"""Crashes in a row after which an engine stays down. The pauses between them take two minutes. Raising it: more time for a cause to pass; a
 model that crashes its engine costs its load time more often."""
 MAX_SOCKET_PATH: Final = 100
 """Longest path of a Unix socket, in bytes. macOS allows 103, Linux 107."""
