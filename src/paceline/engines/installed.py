@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from paceline.core.processes import python_command
+from paceline.engines import xllamacpp_server
 from paceline.engines.environment import engine_environment
 
 ASK_S: Final = 30.0
@@ -98,7 +99,7 @@ def _binary(environment: Mapping[str, str]) -> Installed | None:
 def _wheel(environment: Mapping[str, str]) -> Installed | None:
     if find_spec("xllamacpp") is None:
         return None
-    return _llama(tuple(python_command("-m", "paceline.engines.xllamacpp_server")), environment, is_wheel=True)
+    return _llama(tuple(python_command("-m", xllamacpp_server.__name__)), environment, is_wheel=True)
 
 
 def _llama(program: tuple[str, ...], environment: Mapping[str, str], *, is_wheel: bool) -> Installed | None:
@@ -106,18 +107,12 @@ def _llama(program: tuple[str, ...], environment: Mapping[str, str], *, is_wheel
     if listed is None:
         return None  # it can't run here: it is built for another processor, or a library is missing
     devices = read_devices(listed)
-    number = version("xllamacpp") if is_wheel else read_version(_ask([*program, "--version"], environment) or "")
-    words = read_words(_ask([*program, "--help"], environment) or "")
-    return Installed(
-        Kind.LLAMA,
-        "llama-server",
-        number,
-        program,
-        frozenset(gpu for gpu, _ in devices),
-        tuple(name for _, name in devices),
-        words,
-        is_wheel,
-    )
+    if is_wheel:
+        number, text = version("xllamacpp"), xllamacpp_server.parser().format_help()
+    else:
+        number, text = read_version(_ask([*program, "--version"], environment) or ""), _ask([*program, "--help"], environment) or ""
+    gpus, names = frozenset(gpu for gpu, _ in devices), tuple(name for _, name in devices)
+    return Installed(Kind.LLAMA, "llama-server", number, program, gpus, names, read_words(text), is_wheel)
 
 
 def _vllm(environment: Mapping[str, str]) -> Installed | None:

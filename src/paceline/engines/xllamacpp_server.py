@@ -54,7 +54,10 @@ def main(args: Sequence[str]) -> None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # C++ code runs for minutes, and Python's handlers only between two calls of it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    server = xllamacpp.Server(_parameters(xllamacpp, asked))
+    try:
+        server = xllamacpp.Server(_parameters(xllamacpp, asked))
+    except RuntimeError:  # the server has printed why
+        sys.exit(1)
     print(f"listening on {server.listening_address}", flush=True)  # noqa: T201
     while True:
         signal.pause()

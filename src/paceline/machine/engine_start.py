@@ -27,7 +27,7 @@ from paceline.engines.process import MAX_SOCKET_PATH, EngineProcess, Launch, Pat
 from paceline.machine.devices import gpu_of_own_kernels, gpus_here, usable_cores
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model, resolve
 from paceline.store.gguf_file import read_parts
-from paceline.store.gguf_header import GgufHeader, is_gguf, read_header
+from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import ENCODERS
 from paceline.store.home import Home
 
@@ -93,7 +93,7 @@ def decide(
     """
     location = resolve(ref, home)
     gpus = gpus_here() if gpus is None else gpus
-    gguf = read_gguf(location.path) if is_gguf(location.path) else None
+    gguf = read_gguf(location.path) if location.path.is_file() else None
     opened, own_lacks = None, ""
     if asked in {None, Asked.OWN}:
         try:
