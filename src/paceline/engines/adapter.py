@@ -1,0 +1,149 @@
+"""What all adapters have in common. Each engine's module says how it differs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from paceline.core.errors import NotServed, PacelineError
+from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
+from paceline.engines.http import Http, Patience, Stream
+from paceline.engines.shapes import Choices, chat_body, entries, sensible
+
+TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
+VECTOR_BYTES: Final = 512 << 10
+"""Maximum size of one vector as JSON. Raising it: a broken engine can fill more memory; 16,384 numbers of 20 digits take 340 KiB."""
+
+
+class Adapter:
+    """An engine with OpenAI's API. Subclasses override what their engine does otherwise."""
+
+    name: ClassVar[str]
+    """The engine's name, as in `EngineIdentity`."""
+    alive_path: ClassVar[str] = "/v1/models"
+    """A cheap page that the engine answers while its model is at work."""
+
+    verifies: ClassVar[bool] = False
+    """Look whether the model is still the same while a prompt is read. For engines that say so quickly."""
+
+    def __init__(self, door: Door, patience: Patience | None = None) -> None:
+        self.http = Http(door, self.name, patience or Patience())
+        self._marks: dict[str, Hashable] = {}
+        """What each listed model was, by name: an engine may change its model under a name."""
+
+    @property
+    def door(self) -> Door:
+        return self.http.door
+
+    async def identify(self) -> EngineIdentity | None:
+        raise NotImplementedError
+
+    async def models(self) -> tuple[EngineModel, ...]:
+        raise NotImplementedError
+
+    async def is_ready(self) -> bool:
+        return bool(await self.models())
+
+    async def busy(self) -> Busy:
+        return Busy()
+
+    async def load(self, model: str) -> None:
+        raise NotServed(f"{self.name} can't load {model} on demand", f"Start {self.name} with it.")
+
+    async def unload(self, model: str) -> None:
+        raise NotServed(f"{self.name} can't unload {model} on demand", f"Stop {self.name} to free its memory.")
+
+    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        if isinstance(ask.prompt, Mapping):
+            return self._openai("/v1/chat/completions", self.chat_body(ask), ask)
+        return self._openai("/v1/completions", self.text_body(ask), ask)
+
+    def chat_body(self, ask: Ask) -> dict[str, Any]:
+        return chat_body(ask)
+
+    def text_body(self, ask: Ask) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def _openai(self, path: str, body: Mapping[str, Any], ask: Ask) -> AsyncGenerator[Piece]:
+        async with self.stream(path, body, ask.model) as stream:
+            async for piece in Choices(self.http, stream, body["model"], self.is_other).pieces():
+                yield piece
+
+    def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
+        """Send a request for an answer of a model."""
+        verify = partial(self._verify, model) if self.verifies else None
+        return self.http.stream(path, body, self.explain, verify=verify, lines=lines, refusal=self.refusal)
+
+    def is_other(self, asked: str, said: str) -> bool:
+        """Return whether a name in an answer means another model than the one that was asked for."""
+        return said != asked
+
+    def refusal(self, status: int, message: str) -> PacelineError | None:
+        """Return the error for a refusal of this engine alone. None: the common reading is right."""
+        del status, message
+        return None
+
+    async def explain(self) -> None:
+        """Find out whether an engine whose answer is silent lives.
+
+        Raises:
+            EngineGone: it does not.
+        """
+        await self.http.ask("GET", self.alive_path)
+
+    async def mark(self, model: str) -> Hashable:
+        """Return what tells a model from another of the same name."""
+        listed = entries(await self.http.get("/v1/models"))
+        return next((self.mark_of(each) for each in listed if each.get("id") == model), None)
+
+    def mark_of(self, listed: Mapping[str, Any]) -> Hashable:
+        """Return the mark of an entry in the list of models."""
+        return tuple(listed.get(name) for name in ("root", "max_model_len"))
+
+    async def _verify(self, model: str) -> None:
+        try:
+            now = await self.mark(model)
+        except (PacelineError, TypeError, KeyError):  # it says nothing else about a model that answers
+            return
+        if now != self._marks.setdefault(model, now):
+            raise self.http.gone(f"has another model under the name {model}", "Ask again: its list of models is read anew.")
+
+    async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
+        body = {"model": model, "input": list(texts), "encoding_format": "float"}
+        wait_s = self.http.patience.first_token_s
+        max_bytes = (1 << 20) + VECTOR_BYTES * len(texts)
+        found = await self.http.post("/v1/embeddings", body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal)
+        return in_order(self.http, found, "data", "embedding", len(texts))
+
+    async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
+        body = {"model": model, "query": query, "documents": list(texts)}
+        found = await self.http.post("/v1/rerank", body, wait_s=self.http.patience.first_token_s, refusal=self.refusal)
+        return in_order(self.http, found, "results", "relevance_score", len(texts))
+
+    async def close(self) -> None:
+        await self.http.close()
+
+
+def in_order(http: Http, found: Mapping[str, Any], listed: str, field: str, count: int) -> list[Any]:
+    """Return a field of each result, in the order of the texts that were sent.
+
+    Raises:
+        EngineGone: results are missing.
+    """
+    by_index = sensible(http, lambda: {each["index"]: each[field] for each in entries(found, listed)})
+    if sorted(by_index) != list(range(count)):
+        raise http.gone(f"returned {len(by_index)} results for {count} texts")
+    return [by_index[index] for index in range(count)]
+
+
+def needs(name: str, **unmet: bool) -> None:
+    """Refuse a request with a part that the engine can't do.
+
+    Raises:
+        NotServed: a part is asked for.
+    """
+    for part, asked in unmet.items():
+        if asked:
+            raise NotServed(f"{name} can't do {part}", "Ask without it, or another engine.", field=part)

@@ -1,0 +1,169 @@
+"""OpenAI's shapes, which all engines have in common: lists of models, streams of text and of chat, embeddings and rerank."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from paceline.core.generation import FinishReason
+from paceline.engines.contract import Ask, Piece
+from paceline.engines.http import Http, Stream
+
+T = TypeVar("T")
+FINISHES: Final = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "content_filter": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+}
+"""Finish reasons of an answer that is complete. Any other ends it as lost."""
+
+
+def sensible(http: Http, read: Callable[..., T], *found: Any) -> T:
+    """Return what `read` makes of an engine's JSON.
+
+    Raises:
+        EngineGone: the JSON has another shape than `read` expects.
+    """
+    try:
+        return read(*found)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise http.gone("answers in another shape than its API has", "Its version may be too old or too new for Paceline.") from None
+
+
+def number(found: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields that is a positive integer, or 0."""
+    for name in names:
+        value = found.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+def text_of(found: Mapping[str, Any], name: str) -> str:
+    """Return a field that is a text, or an empty text."""
+    value = found.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def entries(found: Mapping[str, Any], name: str = "data") -> list[dict[str, Any]]:
+    """Return the objects in a list of an answer. Raises TypeError if there is no such list."""
+    listed = found[name]
+    if not isinstance(listed, list):
+        raise TypeError(name)
+    return [each for each in listed if isinstance(each, dict)]
+
+
+def chat_body(ask: Ask) -> dict[str, Any]:
+    """Return the body of a chat completion as it is sent: as the client wrote it, but for the model, the stream and the length."""
+    assert isinstance(ask.prompt, Mapping)
+    body = dict(ask.prompt) | {"model": ask.model, "stream": True, "stream_options": {"include_usage": True}}
+    if ask.max_tokens is not None:
+        body["max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"] = ask.max_tokens
+    return body
+
+
+@dataclass(slots=True)
+class Usage:
+    """Figures at the end of an answer, in tokens."""
+
+    prompt: int = 0
+    cached: int = 0
+    answer: int = 0
+
+    def read(self, usage: Mapping[str, Any]) -> None:
+        self.prompt, self.answer = number(usage, "prompt_tokens"), number(usage, "completion_tokens")
+        details = usage.get("prompt_tokens_details")
+        self.cached = number(details, "cached_tokens") if isinstance(details, dict) else 0
+
+
+@dataclass(slots=True)
+class Choices:
+    """Reads the events of one answer, of a text completion or a chat completion."""
+
+    http: Http
+    stream: Stream
+    asked: str
+    is_other: Callable[[str, str], bool]
+    """Whether a name in an answer means another model than the one that was asked for."""
+    counted: int = 0
+    usage: Usage | None = None
+    finish: FinishReason | None = None
+    stopped_by_text: bool = False
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yield the answer. The last piece has `finish`.
+
+        Raises:
+            EngineGone: another model answers, or the events have another shape.
+        """
+        async for event in self.stream:
+            piece = self._progress(event) if isinstance(event, bytes) else sensible(self.http, self._piece, event)
+            if piece is None:
+                continue
+            if piece.tokens_read is None and not self.stream.began:
+                await self.stream.begin()
+            yield piece
+        usage = self.usage or Usage()
+        yield Piece(
+            n_tokens=max(0, usage.answer - self.counted),
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            finish=self.finish,
+            stopped_by_text=self.stopped_by_text,
+        )
+
+    def _piece(self, event: Mapping[str, Any]) -> Piece | None:
+        said = event.get("model")
+        if said and said != self.asked and self.is_other(self.asked, said):
+            raise self.http.gone(f"answers with another model than {self.asked}", "Look at which models it has.")
+        usage = event.get("usage")
+        if usage:
+            self.usage = self.usage or Usage()
+            self.usage.read(usage)
+        progress = event.get("prompt_progress")
+        if progress:
+            return Piece(tokens_read=progress["processed"])
+        choices = event.get("choices")
+        if not choices:
+            return None
+        choice = choices[0]
+        if choice.get("index"):
+            raise ValueError("several answers at once")
+        piece = self._gained(choice)
+        reason = choice.get("finish_reason")
+        if reason is not None:
+            self.finish, self.stream.settled = FINISHES[reason], True
+            self.stopped_by_text = isinstance(choice.get("stop_reason"), str)
+        return piece
+
+    def _gained(self, choice: Mapping[str, Any]) -> Piece | None:
+        delta = choice.get("delta")
+        if delta is None:
+            return self._text(choice)
+        if not delta:
+            return None
+        text = delta.get("content") or ""
+        gained = 1 if any(value for name, value in delta.items() if name != "role") else 0
+        self.counted += gained
+        return Piece(text=text if isinstance(text, str) else "", n_tokens=gained, delta=delta)
+
+    def _text(self, choice: Mapping[str, Any]) -> Piece | None:
+        text = choice.get("text") or ""
+        ids = choice.get("token_ids")
+        if not text and not ids:
+            return None
+        gained = 1 if ids is None else len(ids)
+        self.counted += gained
+        return Piece(text=text, token_ids=tuple(ids or ()), n_tokens=gained)
+
+    @staticmethod
+    def _progress(comment: bytes) -> Piece | None:
+        """Return the progress in a comment such as mlx-lm's `: keepalive 512/2048`."""
+        words = comment.removeprefix(b":").split()
+        if len(words) == 2 and words[0] == b"keepalive":
+            read = words[1].partition(b"/")[0]
+            return Piece(tokens_read=int(read)) if read.isdigit() else None
+        return None
