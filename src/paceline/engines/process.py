@@ -33,6 +33,8 @@ from paceline.core.processes import python_command
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
+from paceline.engines.http import Http
+from paceline.engines.http import Patience as HttpPatience
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 MOST_CRASHES: Final = 8
 """Crashes in a row after which an engine stays down. The pauses between them take two minutes. Raising it: more time for a cause to pass; a
 model that crashes its engine costs its load time more often."""
+READY_S: Final = 3.0
+"""Seconds for an engine to say whether it takes requests. Raising it: an engine that hangs while it loads is asked less often."""
 MAX_SOCKET_PATH: Final = 100
 """Longest path of a Unix socket, in bytes. macOS allows 103, Linux 107."""
 
@@ -73,6 +77,8 @@ class Launch:
     """All of its variables."""
     folder: Path
     """Folder of this start alone, for the socket. It is removed when the engine ends."""
+    ready_path: str = "/health"
+    """Answered with 200 once the engine takes requests."""
     n_layers: int = 0
     """Layers that the engine could hold on a GPU; 0: no GPU is used, or the engine can't split a model."""
     gpu_layers: int | None = None
@@ -166,7 +172,6 @@ class EngineProcess:
     Args:
         launch: how it is started.
         logs: folder for its output.
-        is_ready: asks the engine at the door whether it takes requests. It may raise EngineGone.
         pause: waits; tests give a pause that moves their clock.
     """
 
@@ -174,7 +179,6 @@ class EngineProcess:
         self,
         launch: Launch,
         logs: Path,
-        is_ready: Callable[[], Awaitable[bool]],
         clock: Clock,
         *,
         patience: Patience | None = None,
@@ -187,7 +191,7 @@ class EngineProcess:
         """Called on the event loop for each end of the process that was not asked for, before the pause."""
         self.n_restarts = 0
         """Starts after crashes."""
-        self._logs, self._is_ready, self._clock, self._pause = logs, is_ready, clock, pause
+        self._logs, self._clock, self._pause = logs, clock, pause
         self._patience = patience or Patience()
         self._backoff = Backoff(1.0, 60.0, steady_s=300.0)
         self._changed = asyncio.Event()
@@ -330,10 +334,9 @@ class EngineProcess:
         assert log is not None
         watch = LoadWatch(self._patience, self._clock.monotonic())
         while process.returncode is None:
-            with suppress(EngineGone, TimeoutError):
-                async with asyncio.timeout(5):
-                    if _listens(process.pid, self.door) and await self._is_ready():
-                        return None
+            with suppress(EngineGone):
+                if _listens(process.pid, self.door) and await _takes_requests(self.launch):
+                    return None
             why = watch.look(_signs(process.pid, log.n_bytes), self._clock.monotonic())
             if why is not None:
                 return self._with_last_lines(why)
@@ -441,6 +444,15 @@ def _signs(pid: int, n_output: int) -> Signs:
                 if hasattr(process, "io_counters"):  # not on macOS
                     read += process.io_counters().read_bytes
     return Signs(n_output, memory, read, processor_s)
+
+
+async def _takes_requests(launch: Launch) -> bool:
+    """Return whether the engine says that it takes requests. Raises EngineGone if it says nothing."""
+    http = Http(launch.door, launch.identity.name, HttpPatience(answer_s=READY_S))
+    try:
+        return (await http.ask("GET", launch.ready_path)).status == 200
+    finally:
+        await http.close()
 
 
 def _listens(pid: int, door: Door) -> bool:

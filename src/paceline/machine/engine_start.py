@@ -22,7 +22,6 @@ from paceline.engines.commands import Wanted, command_of, variables_of
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.environment import engine_environment
 from paceline.engines.installed import Gpu, Installed, Kind, find_installed
-from paceline.engines.probe import answers_ok
 from paceline.engines.process import MAX_SOCKET_PATH, EngineProcess, Launch, Patience, new_folder
 from paceline.machine.devices import gpu_of_own_kernels, gpus_here, usable_cores
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model, resolve
@@ -38,7 +37,6 @@ DEFAULT_SLOTS: Final = 4
 """Requests at once. Raising it: more of them run at the same time, each more slowly, and each takes memory for a whole context."""
 CACHE_SHARE: Final = 0.05
 """Share of this machine's memory that a llama-server may fill with earlier prompts. Its own limit is 8 GiB, on every machine."""
-_READY_PATHS: Final = {Kind.LLAMA: "/health", Kind.VLLM: "/health", Kind.MLX: "/health"}
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 
 
@@ -159,8 +157,7 @@ async def start_child(
         n_layers=facts.n_layers + 1 if engine.gpus and facts.n_layers and engine.kind is Kind.LLAMA else 0,  # the head counts as a layer
         gpu_layers=gpu_layers,
     )
-    path = _READY_PATHS[engine.kind]
-    process = EngineProcess(launch, home.engine_logs, lambda: answers_ok(door, path), clock, patience=patience)
+    process = EngineProcess(launch, home.engine_logs, clock, patience=patience)
     try:
         await process.start()
     except BaseException:

@@ -22,7 +22,6 @@ from tests.fakes.clock import FakeClock
 from paceline.core.errors import EngineGone, OutOfMemory, PacelineError
 from paceline.core.processes import python_command
 from paceline.engines.contract import Door, EngineIdentity
-from paceline.engines.probe import answers_ok
 from paceline.engines.process import (
     MOST_CRASHES,
     EngineExit,
@@ -58,8 +57,7 @@ class Bench:
         self.clock, self.notes, self.exits, self.pauses = FakeClock(), list[str](), list[EngineExit](), list[float]()
         self._wait = wait
         launched = launch(mode, n_layers)
-        door = launched.door
-        self.engine = EngineProcess(launched, logs, lambda: answers_ok(door, "/health"), self.clock, patience=PATIENCE, pause=self._pause)
+        self.engine = EngineProcess(launched, logs, self.clock, patience=PATIENCE, pause=self._pause)
         self.engine.on_exit = self.exits.append
 
     async def _pause(self, seconds: float) -> None:
