@@ -45,6 +45,12 @@ _HOST = re.compile(
 )
 
 
+_CAUSE = re.compile(
+    r"(?:error loading model|CUDA error|what\(\)|RuntimeError|ValueError|ImportError|ModuleNotFoundError): +(\S.*)|(GGML_ASSERT.*)"
+)
+"""Words that llama.cpp, C++ and Python print before the reason for a failure."""
+
+
 def memory_lacked(line: str) -> Memory | None:
     """Return the memory that a line of an engine's output says was too small; None if it says nothing like it."""
     if _DEVICE.search(line):
@@ -76,6 +82,8 @@ class EngineLog:
         self._rest = b""
         self._late, self._late_bytes, self._n_dropped = deque[bytes](), 0, 0
         self._last = deque[str](maxlen=SHOWN_LINES)
+        self.cause = ""
+        """The first reason for a failure that the engine printed, safe to show; empty: none was recognised."""
         self.lacked: Memory | None = None
         """The memory that the engine said was too small. A device's counts before the machine's own: on failure both are often named."""
 
@@ -94,6 +102,8 @@ class EngineLog:
             text = text.replace(self._secret, "[key]")
         if text.strip():
             self._last.append(text)
+        if not self.cause and (found := _CAUSE.search(text)):
+            self.cause = escaped((found[1] or found[2])[:300])
         lacked = memory_lacked(text)
         if lacked is not None and self.lacked is not Memory.DEVICE:
             self.lacked = lacked

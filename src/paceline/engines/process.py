@@ -3,7 +3,7 @@
 Laws:
 - The process started here is the only one that is ever signalled, with its descendants. It ends with the node's process, however that ends (`guard`).
 - A load may take as long as it shows signs of progress, up to `Patience.longest_s`. Signs are output, growing memory and bytes read.
-- Out of memory on a device: the load is retried with fewer layers there, at most `len(SHARES)` times, and each time is announced.
+- Out of memory on a device: the load is retried with fewer layers there, at most `len(loading.SHARES)` times, and each time is announced.
 - A first start that fails ends the matter with its reason. After a crash of an engine that was ready, it is started again after growing pauses.
 - The door stays the same over restarts.
 """
@@ -35,11 +35,10 @@ from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
 from paceline.engines.http import Http
 from paceline.engines.http import Patience as HttpPatience
+from paceline.engines.loading import LoadWatch, Patience, fewer_layers, signs_of
 
 logger = logging.getLogger(__name__)
 
-SHARES: Final = (0.75, 0.5, 0.25, 0.0)
-"""Shares of a model's layers on the GPU, tried in turn when its memory is too small. More of them: a better fit, and more loads until one is found."""
 MOST_CRASHES: Final = 8
 """Crashes in a row after which an engine stays down. The pauses between them take two minutes. Raising it: more time for a cause to pass; a
 model that crashes its engine costs its load time more often."""
@@ -47,22 +46,6 @@ READY_S: Final = 3.0
 """Seconds for an engine to say whether it takes requests. Raising it: an engine that hangs while it loads is asked less often."""
 MAX_SOCKET_PATH: Final = 100
 """Longest path of a Unix socket, in bytes. macOS allows 103, Linux 107."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long things may take, in seconds."""
-
-    silent_s: float = 120.0
-    """A load without output, growing memory or bytes read, while the engine uses no processor. Raising it: a load that hangs is given up later."""
-    working_s: float = 600.0
-    """The same while the engine uses processors: GPU kernels are compiled at the first start, which says nothing and takes minutes."""
-    longest_s: float = 3600.0
-    """A whole load, whatever it shows. Raising it: an engine that talks without end is given up later; lowering it: models on slow disks never load."""
-    grace_s: float = 5.0
-    """From SIGTERM to SIGKILL when the engine is stopped. Raising it: running answers may end; a hung engine holds up its node."""
-    look_s: float = 0.25
-    """Between two looks at a load. Raising it: readiness is noticed later; lowering it: more processor time for looking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,64 +83,13 @@ class EngineExit:
     """The end of an engine's process that was not asked for."""
 
     why: str
-    """In words, with the last lines of its output."""
+    """In words, on one line."""
     code: int
     """Its exit code; 128 + number for a signal."""
     n_crashes: int
     """Crashes in a row, this one included."""
     pause_s: float | None
     """Seconds until it is started again; None: it stays down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """Signs of a load so far. Each number only matters if it grows."""
-
-    output: int = 0
-    memory: int = 0
-    read: int = 0
-    processor_s: float = 0.0
-
-
-class LoadWatch:
-    """Decides from a load's signs whether it still makes progress. Times are seconds of one monotonic clock."""
-
-    def __init__(self, patience: Patience, now: float) -> None:
-        self._patience, self._began_s = patience, now
-        self._progress_s = self._worked_s = now
-        self._most = Signs()
-
-    def look(self, signs: Signs, now: float) -> str | None:
-        """Take the signs of this moment. Returns why the load is given up; None: it goes on."""
-        most = self._most
-        # A megabyte more, not a byte: an idle process's memory also varies.
-        if signs.output > most.output or signs.memory >= most.memory + (1 << 20) or signs.read > most.read:
-            self._progress_s = self._worked_s = now
-        elif signs.processor_s > most.processor_s + 0.02:
-            self._worked_s = now
-        self._most = Signs(
-            max(signs.output, most.output),
-            max(signs.memory, most.memory),
-            max(signs.read, most.read),
-            max(signs.processor_s, most.processor_s),
-        )
-        silent_s, idle_s = now - self._progress_s, now - self._worked_s
-        if now - self._began_s > self._patience.longest_s:
-            return f"it was not ready after {self._patience.longest_s:.0f} s"
-        if idle_s > self._patience.silent_s or silent_s > self._patience.working_s:
-            return f"it showed no progress for {silent_s:.0f} s"
-        return None
-
-
-def fewer_layers(layers: int | None, n_layers: int) -> int | None:
-    """Return the next lower number of layers to try on the GPU; None: no lower one is left.
-
-    Args:
-        layers: the number that was too large; None: the engine chose it.
-        n_layers: layers of the model; 0: the engine uses no GPU.
-    """
-    now = n_layers if layers is None else min(layers, n_layers)
-    return next((lower for share in SHARES if (lower := int(n_layers * share)) < now), None)
 
 
 Pause = Callable[[float], Awaitable[None]]
@@ -337,9 +269,9 @@ class EngineProcess:
             with suppress(EngineGone):
                 if _listens(process.pid, self.door) and await _takes_requests(self.launch):
                     return None
-            why = watch.look(_signs(process.pid, log.n_bytes), self._clock.monotonic())
+            why = watch.look(signs_of(process.pid, log.n_bytes), self._clock.monotonic())
             if why is not None:
-                return self._with_last_lines(why)
+                return why
             await self._pause(self._patience.look_s)
         return await self._crash()
 
@@ -354,12 +286,8 @@ class EngineProcess:
         how = f"it was ended by signal {code - 128}" if code > 128 else f"it ended with code {code}"
         if code == 137:
             how += ", which the system does when memory runs out"
-        return self._with_last_lines(how)
-
-    def _with_last_lines(self, why: str) -> str:
         assert self.log is not None
-        last = self.log.last_lines()
-        return f"{why}. Its last lines, of {self.log.path}:\n{last}" if last else f"{why}, and printed nothing"
+        return f"{self.log.cause} ({how})" if self.log.cause else how
 
     def _retries_with_fewer_layers(self) -> bool:
         assert self.log is not None
@@ -376,11 +304,18 @@ class EngineProcess:
     def _fail(self, why: str) -> None:
         assert self.log is not None
         if self.log.lacked is not None:
-            hint = "Ask for a smaller context (--context) or fewer requests at once, take a smaller quantisation, or stop programs that hold memory"
-            self.error = OutOfMemory(f"{self.identity} has too little memory for the model: {why}", hint)
+            advice = "Ask for a smaller context (--context) or fewer requests at once, take a smaller quantisation, or stop programs that hold memory"
+            self.error = OutOfMemory(f"{self.identity} has too little memory for the model: {why}", self._hint(advice))
         else:
-            self.error = EngineGone(f"{self.identity} can't run the model: {why}")
+            advice = "A newer version of it may know the model" if "unknown" in self.log.cause else ""
+            self.error = EngineGone(f"{self.identity} can't run the model: {why}", self._hint(advice))
         self._become(EngineState.FAILED)
+
+    def _hint(self, advice: str) -> str:
+        assert self.log is not None
+        last = self.log.last_lines()
+        lines = f"Its last lines, of {self.log.path}:\n{last}" if last else "It printed nothing"
+        return f"{advice}. {lines}" if advice else lines
 
     def _note_crash(self, why: str) -> float | None:
         """Count a crash. Returns the seconds until the next start; None: it stays down."""
@@ -388,7 +323,7 @@ class EngineProcess:
         n_crashes = self._backoff.failures
         if n_crashes >= MOST_CRASHES:
             pause_s = None
-            self.error = EngineGone(f"{self.identity} crashed {n_crashes} times in a row and stays down. The last time, {why}")
+            self.error = EngineGone(f"{self.identity} crashed {n_crashes} times in a row and stays down: {why}", self._hint(""))
             self._become(EngineState.FAILED)
         else:
             self._become(EngineState.PAUSED)
@@ -430,20 +365,6 @@ async def _copy(process: Process, log: EngineLog) -> None:
     assert process.stdout is not None
     while data := await process.stdout.read(1 << 16):
         log.write(data)
-
-
-def _signs(pid: int, n_output: int) -> Signs:
-    """Return the signs of a load by the guard `pid`: sums over its descendants."""
-    memory, read, processor_s = 0, 0, 0.0
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error), process.oneshot():
-                memory += process.memory_info().rss
-                times = process.cpu_times()
-                processor_s += times.user + times.system
-                if hasattr(process, "io_counters"):  # not on macOS
-                    read += process.io_counters().read_bytes
-    return Signs(n_output, memory, read, processor_s)
 
 
 async def _takes_requests(launch: Launch) -> bool:

@@ -22,7 +22,8 @@ from paceline.engines.commands import Wanted, command_of, variables_of
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.environment import engine_environment
 from paceline.engines.installed import Gpu, Installed, Kind, find_installed
-from paceline.engines.process import MAX_SOCKET_PATH, EngineProcess, Launch, Patience, new_folder
+from paceline.engines.loading import Patience
+from paceline.engines.process import MAX_SOCKET_PATH, EngineProcess, Launch, new_folder
 from paceline.machine.devices import gpu_of_own_kernels, gpus_here, usable_cores
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model, resolve
 from paceline.store.gguf_file import read_parts
