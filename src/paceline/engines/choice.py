@@ -28,7 +28,7 @@ class Asked(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelTraits:
     """Properties of the model that decide the choice."""
 
     name: str
@@ -39,7 +39,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EngineChoice:
     engine: Installed | None
     """The engine to start; None: own kernels."""
     reason: str
@@ -52,7 +52,9 @@ _WHEELS: Final = "https://xorbitsai.github.io/xllamacpp/whl/"
 _FOLDERS: Final = {Gpu.CUDA: "cu128", Gpu.ROCM: "rocm-6.4.1", Gpu.VULKAN: "vulkan"}
 
 
-def choose(asked: Asked | None, model: ModelFacts, installed: Sequence[Installed], gpus: Collection[Gpu], own_gpu: Gpu | None) -> Choice:
+def choose(
+    asked: Asked | None, model: ModelTraits, installed: Sequence[Installed], gpus: Collection[Gpu], own_gpu: Gpu | None
+) -> EngineChoice:
     """Choose what runs a model.
 
     Args:
@@ -69,14 +71,14 @@ def choose(asked: Asked | None, model: ModelFacts, installed: Sequence[Installed
             raise ConfigError(
                 f"Paceline's own kernels can't run {model.name}: {model.own_lacks}", "Leave --engine out, or choose --engine llama"
             )
-        return Choice(None, "asked for with --engine own")
+        return EngineChoice(None, "asked for with --engine own")
     if asked is not None:
         kind = Kind(asked.value)
         why_not = _why_not(kind, model, installed, gpus)
         if why_not:
             raise ConfigError(f"--engine {asked} can't run {model.name}: {why_not[0]}", why_not[1])
         engine = _best(kind, installed)
-        return Choice(engine, f"asked for with --engine {asked}", _note(engine, gpus))
+        return EngineChoice(engine, f"asked for with --engine {asked}", _note(engine, gpus))
     fitting = [_best(kind, installed) for kind in Kind if not _why_not(kind, model, installed, gpus)]
     with_gpu = [engine for engine in fitting if _uses(engine, gpus)]
     if model.own_lacks:
@@ -86,17 +88,17 @@ def choose(asked: Asked | None, model: ModelFacts, installed: Sequence[Installed
                 f"Run: {how_to_start_with(model, gpus)}",
             )
         engine = (with_gpu or fitting)[0]
-        return Choice(engine, f"own kernels can't run it: {model.own_lacks}", _note(engine, gpus))
+        return EngineChoice(engine, f"own kernels can't run it: {model.own_lacks}", _note(engine, gpus))
     if not gpus:
-        return Choice(None, "own kernels are the fastest on this machine's processors")
+        return EngineChoice(None, "own kernels are the fastest on this machine's processors")
     if own_gpu is not None and not model.is_quantised:
-        return Choice(None, "own kernels use the GPU, and hold this model as its file does")
+        return EngineChoice(None, "own kernels use the GPU, and hold this model as its file does")
     if with_gpu:
         held = "own kernels hold bf16 only on a GPU" if own_gpu is not None else "own kernels can't use this GPU"
-        return Choice(with_gpu[0], f"{with_gpu[0]} runs it on the GPU, and {held}")
+        return EngineChoice(with_gpu[0], f"{with_gpu[0]} runs it on the GPU, and {held}")
     where = "hold it in bf16 on the GPU" if own_gpu is not None else "run it on processors"
     note = f"A llama-server that uses this machine's GPU ({_named(gpus)}) would be faster. Install one: {how_to_start_with(model, gpus)}"
-    return Choice(None, f"own kernels {where}, and no engine that uses the GPU is installed", note if model.is_gguf else "")
+    return EngineChoice(None, f"own kernels {where}, and no engine that uses the GPU is installed", note if model.is_gguf else "")
 
 
 def _best(kind: Kind, installed: Sequence[Installed]) -> Installed:
@@ -108,7 +110,7 @@ def _uses(engine: Installed, gpus: Collection[Gpu]) -> bool:
     return bool(engine.gpus.intersection(gpus) or (gpus and engine.devices))
 
 
-def _why_not(kind: Kind, model: ModelFacts, installed: Sequence[Installed], gpus: Collection[Gpu]) -> tuple[str, str] | None:
+def _why_not(kind: Kind, model: ModelTraits, installed: Sequence[Installed], gpus: Collection[Gpu]) -> tuple[str, str] | None:
     """Return why an engine can't run a model here, and what to do; None: it can."""
     is_here = any(each.kind is kind for each in installed)
     match kind:
@@ -138,7 +140,7 @@ def _why_not(kind: Kind, model: ModelFacts, installed: Sequence[Installed], gpus
 def _note(engine: Installed, gpus: Collection[Gpu]) -> str:
     if not gpus or _uses(engine, gpus):
         return ""
-    model = ModelFacts("", is_gguf=engine.kind is Kind.LLAMA, is_quantised=True)
+    model = ModelTraits("", is_gguf=engine.kind is Kind.LLAMA, is_quantised=True)
     return f"{engine} can't use this machine's GPU ({_named(gpus)}) and runs on processors. To use it: {how_to_start_with(model, gpus)}"
 
 
@@ -146,7 +148,7 @@ def _named(gpus: Collection[Gpu]) -> str:
     return ", ".join(sorted(gpus))
 
 
-def how_to_start_with(model: ModelFacts, gpus: Collection[Gpu]) -> str:
+def how_to_start_with(model: ModelTraits, gpus: Collection[Gpu]) -> str:
     """Return the shell command that installs an engine for a model on this machine's GPU; without a GPU, for processors."""
     if not model.is_gguf:
         return how_to_install("mlx-lm" if Gpu.METAL in gpus else "vllm")

@@ -18,7 +18,7 @@ NO_PAGE: Final = "https://paceline.invalid"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EngineOptions:
     """The model that an engine is started for, and its limits."""
 
     model: Path
@@ -41,7 +41,7 @@ class Wanted:
     """Host memory for prompts of earlier requests, in MiB; None: the engine's own limit."""
 
 
-def command_of(engine: Installed, wanted: Wanted, door: Door, gpu_layers: int | None) -> list[str]:
+def command_of(engine: Installed, wanted: EngineOptions, door: Door, gpu_layers: int | None) -> list[str]:
     """Return the command that starts an engine.
 
     Args:
@@ -75,7 +75,7 @@ def _address(door: Door) -> list[str]:
     return ["--host", host, "--port", port]
 
 
-def _llama(engine: Installed, wanted: Wanted, door: Door, gpu_layers: int | None) -> list[str]:
+def _llama(engine: Installed, wanted: EngineOptions, door: Door, gpu_layers: int | None) -> list[str]:
     command = [*engine.program, "--model", str(wanted.model), *_address(door)]
 
     def add(spellings: tuple[str, ...], *values: object) -> None:
@@ -109,7 +109,7 @@ def _llama(engine: Installed, wanted: Wanted, door: Door, gpu_layers: int | None
     return command
 
 
-def _vllm(engine: Installed, wanted: Wanted, door: Door) -> list[str]:
+def _vllm(engine: Installed, wanted: EngineOptions, door: Door) -> list[str]:
     command = [*engine.program, "--model", str(wanted.model), "--served-model-name", wanted.name, "--max-num-seqs", str(wanted.slots)]
     if wanted.context is not None:
         command += ["--max-model-len", str(wanted.context)]

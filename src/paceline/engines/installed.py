@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from paceline.core.processes import python_command
-from paceline.engines import xllamacpp_server
+from paceline.engines import run_xllamacpp
 from paceline.engines.environment import engine_environment
 
 ASK_S: Final = 30.0
@@ -99,7 +99,7 @@ def _binary(environment: Mapping[str, str]) -> Installed | None:
 def _wheel(environment: Mapping[str, str]) -> Installed | None:
     if find_spec("xllamacpp") is None:
         return None
-    return _llama(tuple(python_command("-m", xllamacpp_server.__name__)), environment, is_wheel=True)
+    return _llama(tuple(python_command("-m", run_xllamacpp.__name__)), environment, is_wheel=True)
 
 
 def _llama(program: tuple[str, ...], environment: Mapping[str, str], *, is_wheel: bool) -> Installed | None:
@@ -108,7 +108,7 @@ def _llama(program: tuple[str, ...], environment: Mapping[str, str], *, is_wheel
         return None  # it can't run here: it is built for another processor, or a library is missing
     devices = read_devices(listed)
     if is_wheel:
-        number, text = version("xllamacpp"), xllamacpp_server.parser().format_help()
+        number, text = version("xllamacpp"), run_xllamacpp.parser().format_help()
     else:
         number, text = read_version(_ask([*program, "--version"], environment) or ""), _ask([*program, "--help"], environment) or ""
     gpus, names = frozenset(gpu for gpu, _ in devices), tuple(name for _, name in devices)
@@ -130,7 +130,7 @@ def _vllm(environment: Mapping[str, str]) -> Installed | None:
 def _mlx() -> Installed | None:
     if find_spec("mlx") is None or find_spec("mlx_lm") is None:
         return None
-    program = tuple(python_command("-m", "paceline.engines.mlx_server"))
+    program = tuple(python_command("-m", "paceline.engines.run_mlx"))
     gpus = frozenset({Gpu.METAL}) if sys.platform == "darwin" else frozenset[Gpu]()
     return Installed(Kind.MLX, "mlx_lm.server", _version("mlx-lm"), program, gpus)
 

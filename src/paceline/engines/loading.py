@@ -13,7 +13,7 @@ SHARES: Final = (0.75, 0.5, 0.25, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LoadPatience:
     """How long things may take, in seconds."""
 
     silent_s: float = 120.0
@@ -29,7 +29,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class LoadSigns:
     """Signs of a load so far. Each number only matters if it grows."""
 
     output: int = 0
@@ -41,12 +41,12 @@ class Signs:
 class LoadWatch:
     """Decides from a load's signs whether it still makes progress. Times are seconds of one monotonic clock."""
 
-    def __init__(self, patience: Patience, now: float) -> None:
+    def __init__(self, patience: LoadPatience, now: float) -> None:
         self._patience, self._began_s = patience, now
         self._progress_s = self._worked_s = now
-        self._most = Signs()
+        self._most = LoadSigns()
 
-    def look(self, signs: Signs, now: float) -> str | None:
+    def look(self, signs: LoadSigns, now: float) -> str | None:
         """Take the signs of this moment. Returns why the load is given up; None: it goes on."""
         most = self._most
         # A megabyte more, not a byte: an idle process's memory also varies.
@@ -54,7 +54,7 @@ class LoadWatch:
             self._progress_s = self._worked_s = now
         elif signs.processor_s > most.processor_s + 0.02:
             self._worked_s = now
-        self._most = Signs(
+        self._most = LoadSigns(
             max(signs.output, most.output),
             max(signs.memory, most.memory),
             max(signs.read, most.read),
@@ -79,7 +79,7 @@ def fewer_layers(layers: int | None, n_layers: int) -> int | None:
     return next((lower for share in SHARES if (lower := int(n_layers * share)) < now), None)
 
 
-def signs_of(pid: int, n_output: int) -> Signs:
+def signs_of(pid: int, n_output: int) -> LoadSigns:
     """Return the signs of a load by the guard `pid`: sums over its descendants."""
     memory, read, processor_s = 0, 0, 0.0
     with suppress(psutil.Error):
@@ -90,4 +90,4 @@ def signs_of(pid: int, n_output: int) -> Signs:
                 processor_s += times.user + times.system
                 if hasattr(process, "io_counters"):  # not on macOS
                     read += process.io_counters().read_bytes
-    return Signs(n_output, memory, read, processor_s)
+    return LoadSigns(n_output, memory, read, processor_s)

@@ -2,7 +2,7 @@
 
 Laws:
 - The process started here is the only one that is ever signalled, with its descendants. It ends with the node's process, however that ends (`guard`).
-- A load may take as long as it shows signs of progress, up to `Patience.longest_s`. Signs are output, growing memory and bytes read.
+- A load may take as long as it shows signs of progress, up to `LoadPatience.longest_s`. Signs are output, growing memory and bytes read.
 - Out of memory on a device: the load is retried with fewer layers there, at most `len(loading.SHARES)` times, and each time is announced.
 - A first start that fails ends the matter with its reason. After a crash of an engine that was ready, it is started again after growing pauses.
 - The door stays the same over restarts.
@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ import psutil
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, EngineGone, OutOfMemory, PacelineError
-from paceline.core.processes import python_command
+from paceline.core.processes import start_python
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
 from paceline.engines.http import Http
 from paceline.engines.http import Patience as HttpPatience
-from paceline.engines.loading import LoadWatch, Patience, fewer_layers, signs_of
+from paceline.engines.loading import LoadPatience, LoadWatch, fewer_layers, signs_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class EngineProcess:
     Args:
         launch: how it is started.
         logs: folder for its output.
+        on_exit: called on the event loop for each end of the process that was not asked for, before the pause.
         pause: waits; tests give a pause that moves their clock.
     """
 
@@ -113,18 +114,17 @@ class EngineProcess:
         logs: Path,
         clock: Clock,
         *,
-        patience: Patience | None = None,
+        patience: LoadPatience | None = None,
+        on_exit: Callable[[EngineExit], None] | None = None,
         pause: Pause = asyncio.sleep,
     ) -> None:
         self.launch, self.gpu_layers = launch, launch.gpu_layers
         self.state, self.error = EngineState.LOADING, None
         self.log: EngineLog | None = None
-        self.on_exit: Callable[[EngineExit], None] | None = None
-        """Called on the event loop for each end of the process that was not asked for, before the pause."""
         self.n_restarts = 0
         """Starts after crashes."""
         self._logs, self._clock, self._pause = logs, clock, pause
-        self._patience = patience or Patience()
+        self._patience, self._on_exit = patience or LoadPatience(), on_exit
         self._backoff = Backoff(1.0, 60.0, steady_s=300.0)
         self._changed = asyncio.Event()
         self._listeners: list[Note] = [logger.info]
@@ -247,12 +247,10 @@ class EngineProcess:
         launch.folder.mkdir(mode=0o700, exist_ok=True)
         if launch.door.socket is not None:
             launch.door.socket.unlink(missing_ok=True)
-        command = python_command("-m", guard.__name__, str(self._patience.grace_s), str(launch.folder), *launch.command(self.gpu_layers))
+        arguments = ("-m", guard.__name__, str(self._patience.grace_s), str(launch.folder), *launch.command(self.gpu_layers))
         try:
             self.log = EngineLog(self._logs, launch.identity.name, self._clock.wall(), launch.door.api_key)
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env=dict(launch.environment), start_new_session=True
-            )
+            self._process = await start_python(*arguments, environment=launch.environment)
         except OSError as error:
             raise ConfigError(f"{launch.identity} can't be started: {error.strerror or error}") from error
         self._reader = asyncio.create_task(_copy(self._process, self.log))
@@ -336,8 +334,8 @@ class EngineProcess:
         return 0 if self._process is None else self._process.returncode or 0
 
     def _tell_exit(self, exit_: EngineExit) -> None:
-        if self.on_exit is not None:
-            self.on_exit(exit_)
+        if self._on_exit is not None:
+            self._on_exit(exit_)
 
     async def _end(self) -> None:
         """End the process, if it runs, and close its log. Idempotent."""

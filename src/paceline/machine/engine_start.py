@@ -17,13 +17,13 @@ from paceline.backends.memory import total_bytes
 from paceline.core.clock import Clock
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.ports import find_port
-from paceline.engines.choice import Asked, Choice, ModelFacts, choose
-from paceline.engines.commands import Wanted, command_of, variables_of
+from paceline.engines.choice import Asked, EngineChoice, ModelTraits, choose
+from paceline.engines.commands import EngineOptions, command_of, variables_of
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.environment import engine_environment
 from paceline.engines.installed import Gpu, Installed, Kind, find_installed
-from paceline.engines.loading import Patience
-from paceline.engines.process import MAX_SOCKET_PATH, EngineProcess, Launch, new_folder
+from paceline.engines.loading import LoadPatience
+from paceline.engines.process import MAX_SOCKET_PATH, EngineExit, EngineProcess, Launch, new_folder
 from paceline.machine.devices import gpu_of_own_kernels, gpus_here, usable_cores
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model, resolve
 from paceline.store.gguf_file import read_parts
@@ -56,7 +56,7 @@ class GgufFacts:
 class Decision:
     """The choice for one model on this machine."""
 
-    choice: Choice
+    choice: EngineChoice
     location: ModelLocation
     gguf: GgufFacts | None
     """None: the model is a folder."""
@@ -100,7 +100,7 @@ def decide(
         except UnsupportedModel as error:
             own_lacks = error.message
     quantised = _folder_is_quantised(location.path) if gguf is None else gguf.is_quantised
-    facts = ModelFacts(location.name, gguf is not None, quantised, own_lacks)
+    facts = ModelTraits(location.name, gguf is not None, quantised, own_lacks)
     needs_engine = asked not in {None, Asked.OWN} or (asked is None and (own_lacks or gpus))
     choice = choose(asked, facts, find() if needs_engine else (), gpus, own_gpu() if gpus else None)
     projector = find_projector(location.path, gguf.hidden) if gguf is not None else None
@@ -116,7 +116,9 @@ async def start_child(
     slots: int = DEFAULT_SLOTS,
     draft: Path | None = None,
     gpu_layers: int | None = None,
-    patience: Patience | None = None,
+    threads: int | None = None,
+    on_exit: Callable[[EngineExit], None] | None = None,
+    patience: LoadPatience | None = None,
 ) -> EngineProcess:
     """Start the engine of a decision. Returns while it loads: wait with `EngineProcess.wait_ready`.
 
@@ -125,6 +127,8 @@ async def start_child(
         slots: requests at once.
         draft: GGUF file of a smaller model that drafts tokens.
         gpu_layers: layers on the GPU; None: as many as fit.
+        threads: threads that compute; None: a thread for each core if no GPU is used, else what the engine decides.
+        on_exit: called on the event loop each time the process ends unasked, with the pause until its next start.
 
     Raises:
         ConfigError: the system starts no process, or no port is free.
@@ -138,7 +142,7 @@ async def start_child(
         door = Door("http://127.0.0.1", key, socket)
     else:
         door = Door(f"http://127.0.0.1:{find_port('127.0.0.1')}", key)
-    wanted = Wanted(
+    wanted = EngineOptions(
         decision.location.path,
         decision.location.name,
         context=context or min(facts.context or DEFAULT_CONTEXT, DEFAULT_CONTEXT),
@@ -146,7 +150,7 @@ async def start_child(
         projector=decision.projector,
         predicts_ahead=facts.predicts_ahead,
         draft=draft,
-        threads=None if engine.gpus else usable_cores(),
+        threads=threads or (None if engine.gpus else usable_cores()),
         cache_mib=int(total_bytes() * CACHE_SHARE) >> 20,
     )
     launch = Launch(
@@ -158,7 +162,7 @@ async def start_child(
         n_layers=facts.n_layers + 1 if engine.gpus and facts.n_layers and engine.kind is Kind.LLAMA else 0,  # the head counts as a layer
         gpu_layers=gpu_layers,
     )
-    process = EngineProcess(launch, home.engine_logs, clock, patience=patience)
+    process = EngineProcess(launch, home.engine_logs, clock, patience=patience, on_exit=on_exit)
     try:
         await process.start()
     except BaseException:

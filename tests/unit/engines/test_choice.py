@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.engines.choice import Asked, Choice, ModelFacts, choose
+from paceline.engines.choice import Asked, EngineChoice, ModelTraits, choose
 from paceline.engines.environment import engine_environment
 from paceline.engines.installed import Gpu, Installed, Kind, read_devices, read_version, read_words
 
@@ -17,10 +17,10 @@ WITH_CUDA = replace(LLAMA, gpus=frozenset({Gpu.CUDA}), devices=("RTX 4090",))
 WITH_VULKAN = replace(LLAMA, gpus=frozenset({Gpu.VULKAN}), devices=("RTX 4090",))
 VLLM = Installed(Kind.VLLM, "vllm", "0.32", ("vllm", "serve"), frozenset({Gpu.CUDA}))
 MLX = Installed(Kind.MLX, "mlx_lm.server", "0.32", ("mlx",), frozenset({Gpu.METAL}))
-Q4 = ModelFacts("q4.gguf", is_gguf=True, is_quantised=True)
-BF16 = ModelFacts("bf16.gguf", is_gguf=True, is_quantised=False)
+Q4 = ModelTraits("q4.gguf", is_gguf=True, is_quantised=True)
+BF16 = ModelTraits("bf16.gguf", is_gguf=True, is_quantised=False)
 NEW = replace(Q4, own_lacks="its architecture is 'new'")
-FOLDER = ModelFacts("folder", is_gguf=False, is_quantised=False, own_lacks="its architecture is 'new'")
+FOLDER = ModelTraits("folder", is_gguf=False, is_quantised=False, own_lacks="its architecture is 'new'")
 CUDA, METAL = (frozenset({gpu}) for gpu in (Gpu.CUDA, Gpu.METAL))
 NO_GPU = frozenset[Gpu]()
 
@@ -52,11 +52,11 @@ NO_GPU = frozenset[Gpu]()
     (Asked.MLX, FOLDER, (MLX,), NO_GPU, None, MLX, ""),
 ])  # fmt: skip
 def test_the_engine_and_what_is_said(
-    asked: Asked | None, model: ModelFacts, installed: tuple[Installed, ...], gpus: frozenset[Gpu], own_gpu: Gpu | None,
+    asked: Asked | None, model: ModelTraits, installed: tuple[Installed, ...], gpus: frozenset[Gpu], own_gpu: Gpu | None,
     engine: Installed | None, note: str,
 ) -> None:  # fmt: skip
     choice = choose(asked, model, installed, gpus, own_gpu)
-    assert choice == Choice(engine, choice.reason, choice.note)
+    assert choice == EngineChoice(engine, choice.reason, choice.note)
     assert choice.reason
     assert note in choice.note
     assert bool(note) == bool(choice.note)
@@ -75,7 +75,7 @@ def test_the_engine_and_what_is_said(
     (Asked.MLX, Q4, (MLX,), "GGUF"),
 ])  # fmt: skip
 def test_what_can_not_run_says_why_and_what_to_do(
-    asked: Asked | None, model: ModelFacts, installed: tuple[Installed, ...], why: str
+    asked: Asked | None, model: ModelTraits, installed: tuple[Installed, ...], why: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(asked, model, installed, NO_GPU, None)

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engines.commands import Wanted, command_of, variables_of
+from paceline.engines.commands import EngineOptions, command_of, variables_of
 from paceline.engines.contract import Door
 from paceline.engines.engine_log import HEAD_BYTES, KEPT_LOGS, TAIL_BYTES, EngineLog, Memory, memory_lacked
 from paceline.engines.installed import Installed, Kind
-from paceline.engines.xllamacpp_server import parser
+from paceline.engines.run_xllamacpp import parser
 
 KEY = "a-random-key"
 SOCKET = Door("http://127.0.0.1", KEY, Path("/run/x/engine.sock"))
 PORT = Door("http://127.0.0.1:31234", KEY)
 LLAMA = Installed(Kind.LLAMA, "llama-server", "b6000", ("llama-server",), frozenset())
 OLD = replace(LLAMA, words=frozenset({"--parallel", "--ctx-size", "--no-webui", "--n-gpu-layers", "--model-draft", "--mmproj"}))
-FULL = Wanted(
+FULL = EngineOptions(
     Path("/m/model.gguf"),
     "model",
     context=4096,

@@ -22,11 +22,11 @@ from tests.fakes.clock import FakeClock
 from paceline.core.errors import EngineGone, OutOfMemory, PacelineError
 from paceline.core.processes import python_command
 from paceline.engines.contract import Door, EngineIdentity
-from paceline.engines.loading import LoadWatch, Patience, Signs, fewer_layers
+from paceline.engines.loading import LoadPatience, LoadSigns, LoadWatch, fewer_layers
 from paceline.engines.process import MOST_CRASHES, EngineExit, EngineProcess, EngineState, Launch, new_folder
 
 KEY = "a-random-key"
-PATIENCE = Patience(grace_s=0.2, look_s=50.0)
+PATIENCE = LoadPatience(grace_s=0.2, look_s=50.0)
 
 
 def launch(mode: str, n_layers: int = 0, program: Path = Path(engine_program.__file__)) -> Launch:
@@ -47,8 +47,7 @@ class Bench:
         self.clock, self.notes, self.exits, self.pauses = FakeClock(), list[str](), list[EngineExit](), list[float]()
         self._wait = wait
         launched = launch(mode, n_layers)
-        self.engine = EngineProcess(launched, logs, self.clock, patience=PATIENCE, pause=self._pause)
-        self.engine.on_exit = self.exits.append
+        self.engine = EngineProcess(launched, logs, self.clock, patience=PATIENCE, on_exit=self.exits.append, pause=self._pause)
 
     async def _pause(self, seconds: float) -> None:
         """Let the clock run, and processes for a moment."""
@@ -303,17 +302,17 @@ def test_it_ends_however_its_node_ends(tmp_path: Path, victim: str) -> None:
 
 
 @pytest.mark.parametrize(("signs", "every_s", "given_up_s"), [
-    ([Signs()] * 999, 10, 130),
-    ([Signs(output=n) for n in range(999)], 10, 3610),
-    ([Signs(memory=n << 20) for n in range(999)], 10, 3610),
-    ([Signs(memory=n << 10) for n in range(999)], 10, 130),  # noise
-    ([Signs(read=n) for n in range(999)], 10, 3610),
-    ([Signs(processor_s=n) for n in range(999)], 10, 610),  # kernels are compiled, or it spins
-    ([*[Signs(output=n) for n in range(100)], *[Signs(output=99)] * 99], 10, 1120),
-    ([Signs(memory=-n << 20) for n in range(999)], 10, 130),  # shrinking is no progress
+    ([LoadSigns()] * 999, 10, 130),
+    ([LoadSigns(output=n) for n in range(999)], 10, 3610),
+    ([LoadSigns(memory=n << 20) for n in range(999)], 10, 3610),
+    ([LoadSigns(memory=n << 10) for n in range(999)], 10, 130),  # noise
+    ([LoadSigns(read=n) for n in range(999)], 10, 3610),
+    ([LoadSigns(processor_s=n) for n in range(999)], 10, 610),  # kernels are compiled, or it spins
+    ([*[LoadSigns(output=n) for n in range(100)], *[LoadSigns(output=99)] * 99], 10, 1120),
+    ([LoadSigns(memory=-n << 20) for n in range(999)], 10, 130),  # shrinking is no progress
 ])  # fmt: skip
-def test_a_load_is_given_up_by_its_signs(signs: list[Signs], every_s: int, given_up_s: int) -> None:
-    watch = LoadWatch(Patience(), 0.0)
+def test_a_load_is_given_up_by_its_signs(signs: list[LoadSigns], every_s: int, given_up_s: int) -> None:
+    watch = LoadWatch(LoadPatience(), 0.0)
     at = next(n * every_s for n, each in enumerate(signs) if watch.look(each, n * every_s))
     assert at == given_up_s
 

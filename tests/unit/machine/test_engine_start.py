@@ -19,6 +19,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, EngineGone, ModelFileError, OutOfMemory, PacelineError, UnsupportedModel
 from paceline.engines.choice import Asked
 from paceline.engines.installed import Gpu, Installed, Kind
+from paceline.engines.llama_server import LlamaServer
 from paceline.engines.process import EngineProcess
 from paceline.machine.devices import gpus_here
 from paceline.machine.engine_start import Decision, decide, find_projector, read_gguf, start_child
@@ -160,7 +161,7 @@ def test_a_hybrid_model_answers_from_a_child_that_only_its_node_can_use(
     decision = decide(str(hybrid), Home(tmp_path), gpus=())
 
     async def test() -> tuple[str, str]:
-        engine = await start_child(decision, Home(tmp_path), SystemClock(), context=256, slots=2)
+        engine = await start_child(decision, Home(tmp_path), SystemClock(), context=256, slots=2, threads=1)
         try:
             await engine.wait_ready()
             key, socket = engine.door.api_key, engine.door.socket
@@ -175,6 +176,10 @@ def test_a_hybrid_model_answers_from_a_child_that_only_its_node_can_use(
                     assert refused.headers.get("Access-Control-Allow-Origin") not in {"*", page["Origin"]}
                     for path in ("/props", "/slots", "/metrics"):
                         assert (await http.get(path, headers=headers)).status_code == 401
+            adapter = LlamaServer(engine.door)
+            (model,) = await adapter.models()
+            assert (model.name, model.path, model.context, model.slots) == ("hybrid", hybrid, 256, 2)
+            await adapter.close()
             assert engine.pid is not None
             family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
             assert len(family) == 2
@@ -199,10 +204,10 @@ def test_the_bundled_model_answers_from_a_child_and_a_wrong_one_says_why(tmp_pat
     notes: list[str] = []
 
     async def test() -> None:
-        engine = await start_child(decision, Home(tmp_path), SystemClock(), context=256, slots=1)
+        engine = await start_child(decision, Home(tmp_path), SystemClock(), context=256, slots=1, threads=1)
         try:
             await engine.wait_ready(notes.append)
-            assert await say(engine, "Say hello.")
+            assert await say(engine, "Say hello.", max_tokens=4)
             assert "ready" in notes[-1]
         finally:
             await engine.stop()

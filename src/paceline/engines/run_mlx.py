@@ -1,4 +1,4 @@
-"""mlx-lm's server with a key and a Unix socket: `python -m paceline.engines.mlx_server`, with the options of `mlx_lm.server`.
+"""mlx-lm's server with a key and a Unix socket: `python -m paceline.engines.run_mlx`, with the options of `mlx_lm.server`.
 
 Of itself it has neither, and lets every page read its answers. The key comes from MLX_SERVER_KEY. A `--host` that ends in .sock is the path of a socket.
 Written for mlx-lm 0.32.

@@ -1,4 +1,4 @@
-"""llama.cpp's server out of the wheel `xllamacpp`, as a program: `python -m paceline.engines.xllamacpp_server`.
+"""llama.cpp's server out of the wheel `xllamacpp`, as a program: `python -m paceline.engines.run_xllamacpp`.
 
 Its options, and what it prints, are those of `llama-server`, so both are started and asked in the same way. The API key comes from LLAMA_API_KEY.
 """
@@ -19,7 +19,7 @@ _SPELLED = {"CUDA": "CUDA", "ROCM": "ROCm", "HIP": "ROCm", "VULKAN": "Vulkan", "
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    found = argparse.ArgumentParser("xllamacpp_server", allow_abbrev=False)
+    found = argparse.ArgumentParser("run_xllamacpp", allow_abbrev=False)
     found.add_argument("--list-devices", action="store_true", help="print list of available devices and exit")
     found.add_argument("--version", action="store_true", help="show version and exit")
     found.add_argument("--model", help="path of a GGUF file")
