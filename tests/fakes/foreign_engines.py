@@ -15,10 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.store.catalog import open_model
-from paceline.store.gguf_header import read_header
-from paceline.store.tokenizer_files import build_encoder
-
 START_S = 60.0
 """Longest start of an engine; reached only when a test fails."""
 
@@ -65,34 +61,11 @@ def llama_server(model: Path, **params: object) -> Generator[Running]:
 
 @contextmanager
 def mlx_server(folder: Path, *args: str) -> Generator[Running]:
-    """Run `mlx_lm.server` with a folder that `mlx_folder` wrote."""
+    """Run `mlx_lm.server` with a folder of a model, without a way to the hub."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port), *args]
     with _started(command, port, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(folder)) as running:
         yield running
-
-
-def mlx_folder(gguf: Path, folder: Path) -> Path:
-    """Write a GGUF model as a folder that mlx-lm reads: bf16 weights, settings and tokenizer."""
-    import mlx.core as mx
-    from bench.weights import config_of
-
-    from paceline.backends.quantize import to_bf16_bits
-
-    opened = open_model(str(gguf))
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: mx.array(to_bf16_bits(opened.weights.read(name))).view(mx.bfloat16) for name in opened.weights.names()}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    eos = opened.tokenizer.text_of(sorted(opened.tokenizer.eos_ids)[:1])
-    (folder / "config.json").write_text(json.dumps(config_of(opened.spec, opened.tokenizer.eos_ids)))
-    build_encoder(read_header(gguf)).save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos or "<|im_end|>",
-        "chat_template": opened.tokenizer.chat_template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @contextmanager

@@ -1,16 +1,20 @@
-"""What all adapters have in common. Each engine's module says how it differs."""
+"""The adapter of an engine with OpenAI's API. Each engine's module says how it differs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Hashable, Mapping
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from paceline.core.errors import NotServed, PacelineError
+import orjson
+
+from paceline.core.errors import InvalidRequest, NotServed, PacelineError
+from paceline.core.generation import Grammar, GrammarKind
 from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
 from paceline.engines.http import Http, Patience, Stream
 from paceline.engines.shapes import Choices, chat_body, entries, sensible
+from paceline.engines.stops import until_stop
 
 TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
 VECTOR_BYTES: Final = 512 << 10
@@ -31,7 +35,7 @@ class Adapter:
     def __init__(self, door: Door, patience: Patience | None = None) -> None:
         self.http = Http(door, self.name, patience or Patience())
         self._marks: dict[str, Hashable] = {}
-        """What each listed model was, by name: an engine may change its model under a name."""
+        """Marks of the listed models, by name. An engine may change its model under a name."""
 
     @property
     def door(self) -> Door:
@@ -57,8 +61,15 @@ class Adapter:
 
     def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         if isinstance(ask.prompt, Mapping):
-            return self._openai("/v1/chat/completions", self.chat_body(ask), ask)
-        return self._openai("/v1/completions", self.text_body(ask), ask)
+            return self._openai("/v1/chat/completions", self.chat_body, ask)
+        return until_stop(self.write(ask), ask.stop) if ask.stop else self.write(ask)
+
+    def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+        """Write after token ids or a text, without looking for stop texts."""
+        return self._openai("/v1/completions", self.text_body, ask)
+
+    async def prepare(self, ask: Ask) -> None:
+        """Refuse a request that the engine would take for something else."""
 
     def chat_body(self, ask: Ask) -> dict[str, Any]:
         return chat_body(ask)
@@ -66,9 +77,11 @@ class Adapter:
     def text_body(self, ask: Ask) -> dict[str, Any]:
         raise NotImplementedError
 
-    async def _openai(self, path: str, body: Mapping[str, Any], ask: Ask) -> AsyncGenerator[Piece]:
+    async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Piece]:
+        body = write_body(ask)
+        await self.prepare(ask)
         async with self.stream(path, body, ask.model) as stream:
-            async for piece in Choices(self.http, stream, body["model"], self.is_other).pieces():
+            async for piece in Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0).pieces():
                 yield piece
 
     def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
@@ -86,12 +99,14 @@ class Adapter:
         return None
 
     async def explain(self) -> None:
-        """Find out whether an engine whose answer is silent lives.
+        """Find out whether the engine lives, while its answer is silent.
 
         Raises:
             EngineGone: it does not.
         """
-        await self.http.ask("GET", self.alive_path)
+        reply = await self.http.ask("GET", self.alive_path)
+        if reply.status >= 500:
+            raise self.http.gone(f"answers {self.alive_path} with status {reply.status}", "See its own log for the cause.")
 
     async def mark(self, model: str) -> Hashable:
         """Return what tells a model from another of the same name."""
@@ -147,3 +162,18 @@ def needs(name: str, **unmet: bool) -> None:
     for part, asked in unmet.items():
         if asked:
             raise NotServed(f"{name} can't do {part}", "Ask without it, or another engine.", field=part)
+
+
+def schema_of(name: str, grammar: Grammar) -> Any:
+    """Return a JSON schema, for engines that follow one.
+
+    Raises:
+        NotServed: the grammar is of another kind.
+        InvalidRequest: it is not JSON.
+    """
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        raise NotServed(f"{name} can't follow this form of an answer", "Ask for a JSON schema, or another engine.", field="response_format")
+    try:
+        return orjson.loads(grammar.text)
+    except orjson.JSONDecodeError:
+        raise InvalidRequest("The JSON schema is not JSON", "Send a JSON schema.", field="response_format") from None

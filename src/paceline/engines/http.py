@@ -234,6 +234,8 @@ class Http:
             raise self.refused(reply.status, found, reply.headers.get("Retry-After", ""), refusal)
         if not isinstance(found, dict):
             raise self.gone(f"did not answer {path} with a JSON object")
+        if found.keys() == {"error"}:  # LM Studio's answer to a page that it does not have
+            raise self.refused(404, found, refusal=refusal)
         return found
 
     def _request(self, method: str, path: str, body: Any = None) -> Any:
@@ -318,7 +320,7 @@ class Stream:
             await self._read()
         event = self._events.popleft()
         if isinstance(event, dict) and (error := event.get("error")) is not None:
-            status = error.get("code") if isinstance(error, dict) else None
+            status = error.get("code") if isinstance(error, dict) else event.get("status")
             raise self._http.refused(status if isinstance(status, int) else 500, event, refusal=self._refusal)
         return event
 

@@ -31,6 +31,7 @@ RETRY_S: Final = 2
 
 _CONTEXT = re.compile(r"context (length|size|window)|exceed_context|context_length_exceeded|maximum context|max_model_len", re.IGNORECASE)
 _NO_MODEL = re.compile(r"model\b.*\b(not (found|exist|loaded|available)|unknown|does not exist|no such)|(unknown|invalid|no such) model|model_not_found", re.IGNORECASE | re.DOTALL)  # fmt: skip
+_CANNOT = re.compile(r"(does not|doesn't|not) support", re.IGNORECASE)
 _LOADING = re.compile(r"\bloading\b", re.IGNORECASE)
 _BUSY = re.compile(r"\bbusy\b|overload|queue|too many|pending requests|capacity|rate limit|try again", re.IGNORECASE)
 
@@ -64,7 +65,7 @@ def refusal_of(
             return ContextOverflow(said, "Send a shorter prompt, or fewer max_tokens.", field="messages")
         if _NO_MODEL.search(about):
             return UnknownModel(said, "Ask for its list of models.")
-    if status in {404, 405, 501}:
+    if status in {404, 405, 501} or (status in {400, 422} and _CANNOT.search(message)):
         return NotServed(said, "It can't do that, or not as it was started.")
     if 400 <= status < 500 and body is not None:
         return InvalidRequest(said, "Change the request.")

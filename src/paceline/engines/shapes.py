@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from paceline.core.generation import FinishReason
+from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.contract import Ask, Piece
 from paceline.engines.http import Http, Stream
 
@@ -49,7 +49,7 @@ def text_of(found: Mapping[str, Any], name: str) -> str:
 
 
 def entries(found: Mapping[str, Any], name: str = "data") -> list[dict[str, Any]]:
-    """Return the objects in a list of an answer. Raises TypeError if there is no such list."""
+    """Return the objects in a list of an answer. Raises TypeError if it has no list there."""
     listed = found[name]
     if not isinstance(listed, list):
         raise TypeError(name)
@@ -87,11 +87,15 @@ class Choices:
     stream: Stream
     asked: str
     is_other: Callable[[str, str], bool]
-    """Whether a name in an answer means another model than the one that was asked for."""
+    """Returns true if a name in an answer means another model than the one that was asked for."""
+    n_top: int = 0
+    """Alternatives of each log probability."""
     counted: int = 0
+    ids: list[int] = field(default_factory=list[int])
+    """Tokens without text so far: the first of a character, or the end token."""
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     usage: Usage | None = None
     finish: FinishReason | None = None
-    stopped_by_text: bool = False
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield the answer. The last piece has `finish`.
@@ -112,7 +116,6 @@ class Choices:
             prompt_tokens=usage.prompt,
             cached_tokens=usage.cached,
             finish=self.finish,
-            stopped_by_text=self.stopped_by_text,
         )
 
     def _piece(self, event: Mapping[str, Any]) -> Piece | None:
@@ -132,12 +135,10 @@ class Choices:
         choice = choices[0]
         if choice.get("index"):
             raise ValueError("several answers at once")
-        piece = self._gained(choice)
         reason = choice.get("finish_reason")
         if reason is not None:
             self.finish, self.stream.settled = FINISHES[reason], True
-            self.stopped_by_text = isinstance(choice.get("stop_reason"), str)
-        return piece
+        return self._gained(choice)
 
     def _gained(self, choice: Mapping[str, Any]) -> Piece | None:
         delta = choice.get("delta")
@@ -151,19 +152,42 @@ class Choices:
         return Piece(text=text if isinstance(text, str) else "", n_tokens=gained, delta=delta)
 
     def _text(self, choice: Mapping[str, Any]) -> Piece | None:
-        text = choice.get("text") or ""
-        ids = choice.get("token_ids")
-        if not text and not ids:
+        text, ids = choice.get("text") or "", choice.get("token_ids")
+        if ids is None:
+            self.counted += bool(text)
+            return Piece(text=text + "", n_tokens=1) if text else None
+        self.counted += len(ids)
+        self.ids += ids
+        if choice.get("logprobs"):
+            self.logprobs += _logprobs(choice["logprobs"], self.n_top)
+        if choice.get("finish_reason") == "stop" and self.ids:  # the last token is the one that ends the answer
+            self.ids.pop()
+            self.logprobs = self.logprobs[: len(self.ids)]
+        if not text and (not self.ids or self.finish is None):
             return None
-        gained = 1 if ids is None else len(ids)
-        self.counted += gained
-        return Piece(text=text, token_ids=tuple(ids or ()), n_tokens=gained)
+        piece = Piece(text=text + "", token_ids=tuple(self.ids), logprobs=tuple(self.logprobs), n_tokens=len(self.ids))
+        self.ids.clear()
+        self.logprobs.clear()
+        return piece
 
     @staticmethod
     def _progress(comment: bytes) -> Piece | None:
         """Return the progress in a comment such as mlx-lm's `: keepalive 512/2048`."""
         words = comment.removeprefix(b":").split()
         if len(words) == 2 and words[0] == b"keepalive":
-            read = words[1].partition(b"/")[0]
-            return Piece(tokens_read=int(read)) if read.isdigit() else None
+            read, _, total = words[1].partition(b"/")
+            return Piece(tokens_read=int(read), prompt_tokens=int(total)) if read.isdigit() and total.isdigit() else None
         return None
+
+
+def _logprobs(found: Mapping[str, Any], n_top: int) -> list[TokenLogprob]:
+    """Return the log probabilities of a text completion that names tokens `token_id:5`."""
+    logprobs: list[TokenLogprob] = []
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        ordered = sorted((top or {}).items(), key=lambda each: -each[1])[:n_top]
+        logprobs.append(TokenLogprob(_id_of(token), logprob, tuple((_id_of(name), value) for name, value in ordered)))
+    return logprobs
+
+
+def _id_of(token: str) -> int:
+    return int(token.removeprefix("token_id:"))

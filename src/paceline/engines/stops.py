@@ -1,0 +1,50 @@
+"""Stop texts, looked for on this side: engines differ in where they cut, and some lose text that they held back for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from paceline.core.generation import FinishReason
+from paceline.engines.contract import Piece
+
+
+async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> AsyncGenerator[Piece]:
+    """Yield pieces up to the first of the stop texts. Text that may begin one is held back, with its tokens.
+
+    The answer is closed at a stop text, so that the engine ends it. Figures that engines send at the end are then missing.
+    """
+    held = deque[Piece]()
+    text = ""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if not piece.text and piece.finish is None:
+                if piece.n_tokens and held:
+                    held.append(piece)
+                else:
+                    yield piece
+                continue
+            text += piece.text
+            if piece.text:
+                held.append(piece)
+            place = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
+            safe = place if place >= 0 else len(text) if piece.finish is not None else len(text) - _beginning(text, stops)
+            while held and len(held[0].text) <= safe:
+                text, safe, given = text[len(held[0].text) :], safe - len(held[0].text), held.popleft()
+                yield given
+            if place >= 0:
+                if safe:
+                    yield replace(held[0], text=held[0].text[:safe])
+                yield Piece(finish=FinishReason.STOP, stopped_by_text=True)
+                return
+            if piece.finish is not None:
+                yield replace(piece, text="") if piece.text else piece
+
+
+def _beginning(text: str, stops: tuple[str, ...]) -> int:
+    """Return the length of the longest end of the text that begins a stop text."""
+    return max(
+        next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0) for stop in stops
+    )
