@@ -56,8 +56,12 @@ def command_of(engine: Installed, wanted: EngineOptions, door: Door, gpu_layers:
             return [*engine.program, "--model", str(wanted.model), "--max-tokens", str(wanted.context or 4096), *_address(door)]
 
 
-def variables_of(engine: Installed, key: str) -> dict[str, str]:
-    """Return the environment variables that carry the key and keep an engine from asking a hub."""
+def variables_of(engine: Installed, key: str, folder: Path) -> dict[str, str]:
+    """Return the environment variables that carry the key and keep an engine from asking a hub.
+
+    Args:
+        folder: stands in for the hub's cache. mlx-lm's server lists and loads every model there, and fails where there is no cache.
+    """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     match engine.kind:
         case Kind.LLAMA:
@@ -65,7 +69,7 @@ def variables_of(engine: Installed, key: str) -> dict[str, str]:
         case Kind.VLLM:
             return {**offline, "VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
         case Kind.MLX:
-            return {**offline, "MLX_SERVER_KEY": key}
+            return {**offline, "HF_HUB_CACHE": str(folder), "MLX_SERVER_KEY": key}
 
 
 def _address(door: Door) -> list[str]:

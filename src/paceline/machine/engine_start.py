@@ -157,7 +157,7 @@ async def start_child(
         EngineIdentity(engine.name, engine.version),
         lambda layers: command_of(engine, wanted, door, layers),
         door,
-        engine_environment(os.environ, variables_of(engine, key)),
+        engine_environment(os.environ, variables_of(engine, key, folder)),
         folder,
         n_layers=facts.n_layers + 1 if engine.gpus and facts.n_layers and engine.kind is Kind.LLAMA else 0,  # the head counts as a layer
         gpu_layers=gpu_layers,

@@ -21,6 +21,7 @@ from paceline.engines.choice import Asked
 from paceline.engines.installed import Gpu, Installed, Kind
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.process import EngineProcess
+from paceline.engines.table import open_engine
 from paceline.machine.devices import gpus_here
 from paceline.machine.engine_start import Decision, decide, find_projector, read_gguf, start_child
 from paceline.store.catalog import BUNDLED
@@ -220,5 +221,28 @@ def test_the_bundled_model_answers_from_a_child_and_a_wrong_one_says_why(tmp_pat
             assert not isinstance(caught.value, OutOfMemory)
         finally:
             await wrong.stop()
+
+    asyncio.run(test())
+
+
+@pytest.mark.whole("mlx-lm's server imports transformers, for seconds; only its key and its socket are ours")
+def test_mlx_lm_serves_its_one_model_behind_a_socket_and_a_key(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    folder = write_folder(tmp_path / "tiny", shape("tiny", n_layers=1))
+    decision = decide(str(folder), Home(tmp_path), Asked.MLX, gpus=())
+
+    async def test() -> None:
+        engine = await start_child(decision, Home(tmp_path), SystemClock(), context=256)
+        adapter = await open_engine(engine.door, name=engine.identity.name)
+        try:
+            await engine.wait_ready()
+            assert [model.path for model in await adapter.models()] == [folder]
+            async with client(engine) as http:
+                for path in ("/health", "/v1/models"):
+                    assert (await http.get(path, headers={"Origin": "https://evil.example"})).status_code == 401
+            assert await say(engine, "Hello", max_tokens=2)
+        finally:
+            await adapter.close()
+            await engine.stop()
 
     asyncio.run(test())
