@@ -1,6 +1,8 @@
 """A program that behaves as engines do: it loads, serves, hangs, runs out of memory, crashes and forks. It imports little, so that it starts in no time.
 
 python -S engine_program.py MODE SOCKET [LAYERS]
+
+SOCKET is the path of a Unix socket, or HOST:PORT.
 """
 
 import contextlib
@@ -25,9 +27,11 @@ def say(text: str) -> None:
 
 def serve(path: str, n_answers: int = -1) -> None:
     """Answer every request with 200, as many as asked for."""
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(path)
-    listening.listen()
+    host, _, port = path.rpartition(":")
+    listening = socket.create_server((host, int(port))) if port.isdigit() else socket.socket(socket.AF_UNIX)
+    if not port.isdigit():
+        listening.bind(path)
+        listening.listen()
     while n_answers:
         connection, _ = listening.accept()
         connection.recv(4096)
@@ -38,7 +42,7 @@ def serve(path: str, n_answers: int = -1) -> None:
 
 
 def main(mode: str, path: str, layers: str = "-") -> None:
-    started = Path(path).parent / "started"
+    started = Path(os.environ["FOLDER"]) / "started"
     n_started = int(started.read_text()) if started.exists() else 0
     started.write_text(str(n_started + 1))
     match mode.split(":"):

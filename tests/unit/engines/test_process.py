@@ -20,6 +20,7 @@ from tests.fakes import engine_program
 from tests.fakes.clock import FakeClock
 
 from paceline.core.errors import EngineGone, OutOfMemory, PacelineError
+from paceline.core.ports import find_port
 from paceline.core.processes import python_command
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.loading import LoadPatience, LoadSigns, LoadWatch, fewer_layers
@@ -29,24 +30,34 @@ KEY = "a-random-key"
 PATIENCE = LoadPatience(grace_s=0.2, look_s=50.0)
 
 
-def launch(mode: str, n_layers: int = 0, program: Path = Path(engine_program.__file__)) -> Launch:
+def launch(mode: str, n_layers: int = 0, port: int = 0) -> Launch:
     folder = new_folder()
-    door = Door("http://127.0.0.1", KEY, folder / "engine.sock")
+    door = Door(f"http://127.0.0.1:{port}", KEY) if port else Door("http://127.0.0.1", KEY, folder / "engine.sock")
+    at = f"127.0.0.1:{port}" if port else str(door.socket)
 
     def command(layers: int | None) -> list[str]:
-        return [sys.executable, "-S", str(program), mode, str(door.socket), *([] if layers is None else [str(layers)])]
+        return [sys.executable, "-S", engine_program.__file__, mode, at, *([] if layers is None else [str(layers)])]
 
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    return Launch(EngineIdentity("llama-server", "b1"), command, door, {**environment, "LLAMA_API_KEY": KEY}, folder, n_layers=n_layers)
+    return Launch(
+        EngineIdentity("llama-server", "b1"),
+        command,
+        door,
+        {**environment, "LLAMA_API_KEY": KEY, "FOLDER": str(folder)},
+        folder,
+        n_layers=n_layers,
+    )
 
 
 class Bench:
     """An engine, the test's clock, and what was said."""
 
-    def __init__(self, mode: str, logs: Path, n_layers: int = 0, wait: Callable[[Bench], Awaitable[object]] | None = None) -> None:
+    def __init__(
+        self, mode: str, logs: Path, n_layers: int = 0, wait: Callable[[Bench], Awaitable[object]] | None = None, port: int = 0
+    ) -> None:
         self.clock, self.notes, self.exits, self.pauses = FakeClock(), list[str](), list[EngineExit](), list[float]()
         self._wait = wait
-        launched = launch(mode, n_layers)
+        launched = launch(mode, n_layers, port)
         self.engine = EngineProcess(launched, logs, self.clock, patience=PATIENCE, on_exit=self.exits.append, pause=self._pause)
 
     async def _pause(self, seconds: float) -> None:
@@ -67,6 +78,11 @@ class Bench:
         except PacelineError as error:
             return error
         return None
+
+
+async def settle(bench: Bench) -> None:
+    """Let processes run, in a load in which the clock never stands still."""
+    await asyncio.sleep(0.02)
 
 
 def run(bench: Bench, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -120,6 +136,35 @@ def test_it_serves_with_a_key_that_no_command_line_shows(tmp_path: Path) -> None
     run(bench, test)
 
 
+def test_without_sockets_it_serves_on_a_port(tmp_path: Path) -> None:
+    bench = Bench("serve", tmp_path, port=find_port("127.0.0.1"))
+
+    async def test() -> None:
+        assert await bench.ready() is None
+
+    run(bench, test)
+
+
+def test_a_program_that_took_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> None:
+    asked: list[bytes] = []
+
+    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(stranger, "127.0.0.1", 0) as server:
+            bench = Bench("silent", tmp_path, wait=settle, port=server.sockets[0].getsockname()[1])
+            try:
+                assert await bench.ready() is not None
+            finally:
+                await bench.engine.stop()
+        assert not asked  # it would have read the key
+
+    asyncio.run(test())
+
+
 def test_out_of_gpu_memory_is_tried_again_with_fewer_layers_and_said(tmp_path: Path) -> None:
     bench = Bench("fits:16", tmp_path, n_layers=33)
 
@@ -155,9 +200,6 @@ def test_a_first_start_that_fails_ends_with_the_reason(tmp_path: Path, mode: str
 
 
 def test_a_load_that_shows_nothing_is_given_up(tmp_path: Path) -> None:
-    async def settle(bench: Bench) -> None:
-        await asyncio.sleep(0.02)
-
     bench = Bench("silent", tmp_path, wait=settle)
 
     async def test() -> None:
