@@ -60,7 +60,7 @@ def variables_of(engine: Installed, key: str, folder: Path) -> dict[str, str]:
     """Return the environment variables that carry the key and keep an engine from asking a hub.
 
     Args:
-        folder: stands in for the hub's cache. mlx-lm's server lists and loads every model there, and fails where there is no cache.
+        folder: stands in for the hub's cache. mlx-lm's server lists and loads every model there, and fails where it is missing.
     """
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     match engine.kind:

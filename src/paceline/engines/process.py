@@ -29,7 +29,7 @@ import psutil
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, EngineGone, OutOfMemory, PacelineError
-from paceline.core.processes import start_python
+from paceline.core.piped import start_python
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
