@@ -241,6 +241,7 @@ class EngineProcess:
             self._become(EngineState.FAILED)
         finally:
             await self._end()
+            shutil.rmtree(self.launch.folder, ignore_errors=True)
 
     async def _spawn(self) -> None:
         launch = self.launch

@@ -194,6 +194,7 @@ def test_a_first_start_that_fails_ends_with_the_reason(tmp_path: Path, mode: str
         assert shows in f"{error.message} {error.hint}"
         assert "\n" not in error.message
         assert bench.engine.state is EngineState.FAILED
+        await until(lambda: not bench.engine.launch.folder.exists())
 
     run(bench, test)
     assert len(list(tmp_path.glob("*.log"))) <= 5
