@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -81,8 +81,10 @@ class Adapter:
         body = write_body(ask)
         await self.prepare(ask)
         async with self.stream(path, body, ask.model) as stream:
-            async for piece in Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0).pieces():
-                yield piece
+            choices = Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0)
+            async with aclosing(choices.pieces()) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
         """Send a request for an answer of a model."""

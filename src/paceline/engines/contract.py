@@ -1,4 +1,4 @@
-"""What Paceline asks of an engine of another maker, and what the engine answers. Each adapter implements `Engine`; one conformance suite tests them all.
+"""The contract with engines of other makers: the requests that Paceline makes, and the answers. Each adapter implements `Engine`; one conformance suite tests them all.
 
 Laws:
 - Nothing but `load`, `unload` and `generate` makes an engine work: `identify`, `models`, `is_ready` and `busy` only read.

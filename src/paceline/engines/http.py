@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -23,7 +23,6 @@ from paceline.core.errors import ConfigError, EngineGone, PacelineError
 from paceline.engines.contract import Door
 from paceline.engines.refusals import refusal_of
 
-T = TypeVar("T")
 Refusal = Callable[[int, str], PacelineError | None]
 """An adapter's own reading of a refusal: its status and message. None: the common reading is right."""
 
@@ -76,6 +75,12 @@ class Reply:
             return None
 
 
+def place_of(door: Door) -> str:
+    """Return a door's address for messages, without a password."""
+    parts = urlsplit(door.url)
+    return str(door.socket) if door.socket is not None else f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
 class Http:
     """Requests to one engine. One event loop uses it."""
 
@@ -93,8 +98,7 @@ class Http:
                 "An engine's key has characters that no HTTP header takes", "Copy the key again: letters, digits and signs only."
             )
         self.door, self.name, self.patience = door, name, patience
-        parts = urlsplit(door.url)
-        self.place = str(door.socket) if door.socket is not None else f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self.place = place_of(door)
         """The address in messages."""
         self._session: aiohttp.ClientSession | None = None
 
@@ -184,7 +188,12 @@ class Http:
         verified = None if verify is None else asyncio.ensure_future(verify())
         try:
             async with self._opened(sent, explain, refusal) as response:
-                yield Stream(self, response, explain, verified, b"\n" if lines else b"\n\n", refusal)
+                stream = Stream(self, response, explain, verified, b"\n" if lines else b"\n\n", refusal)
+                watched = asyncio.ensure_future(stream.watch())
+                try:
+                    yield stream
+                finally:
+                    watched.cancel()
         finally:
             if verified is not None and not verified.cancel() and not verified.cancelled():
                 verified.exception()  # seen, so that the event loop does not report it
@@ -293,6 +302,8 @@ class Stream:
         self._events: deque[dict[str, Any] | bytes] = deque()
         self._part = b""
         self._ended = False
+        self._reads = False
+        """A reader waits for the next bytes."""
         self._loop = asyncio.get_running_loop()
         self._moved_s = self._part_s = self._loop.time()
 
@@ -317,22 +328,20 @@ class Stream:
                 raise StopAsyncIteration
             if self._ended:
                 raise self._http.gone("broke off its answer", "See its own log for the cause.")
-            await self._read()
+            self._reads = True
+            try:
+                chunk = await self._content.readany()
+            except (aiohttp.ClientError, OSError):
+                chunk = b""
+            self._reads = False
+            self._feed(chunk)
         event = self._events.popleft()
-        if isinstance(event, dict) and (error := event.get("error")) is not None:
+        if type(event) is dict and (error := event.get("error")) is not None:
             status = error.get("code") if isinstance(error, dict) else event.get("status")
             raise self._http.refused(status if isinstance(status, int) else 500, event, refusal=self._refusal)
         return event
 
-    async def _read(self) -> None:
-        try:
-            async with asyncio.timeout(self._http.patience.quiet_s):
-                chunk = await self._content.readany()
-        except TimeoutError:
-            await self._silent()
-            return
-        except (aiohttp.ClientError, OSError):
-            chunk = b""
+    def _feed(self, chunk: bytes) -> None:
         if not chunk:
             self._ended = True
             return
@@ -352,7 +361,7 @@ class Stream:
         data = event[6:] if event.startswith(b"data: ") and b"\n" not in event else _data_of(event, self._separator)
         if data == b"[DONE]":
             self._ended = True
-        elif data.startswith(b":"):
+        elif data.startswith(b":") and self._separator != b"\n":
             self._events.append(data)
         elif data:
             try:
@@ -368,10 +377,24 @@ class Stream:
     def _bound_s(self) -> float:
         return self._http.patience.next_token_s if self.began else self._http.patience.first_token_s
 
-    async def _silent(self) -> None:
-        """Decide what silence means."""
+    async def watch(self) -> None:
+        """Look at each silence, and end the answer if it means that the engine is gone."""
+        quiet_s = self._http.patience.quiet_s
+        while not self._ended:
+            silent_s = self._loop.time() - self._part_s if self._reads else 0.0
+            if silent_s >= quiet_s:
+                try:
+                    await self._judge()
+                except PacelineError as error:
+                    self._content.set_exception(error)
+                    return
+                silent_s = 0.0
+            await asyncio.sleep(quiet_s - silent_s)
+
+    async def _judge(self) -> None:
+        """Decide what a silence means."""
         if self.settled:
-            self._ended = True
+            self._content.feed_eof()
             return
         now_s = self._loop.time()
         if self._part and now_s - self._part_s > self._http.patience.half_event_s:

@@ -77,7 +77,7 @@ class Ollama(Adapter):
         async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True) as stream:
             counted = 0
             async for event in stream:
-                assert not isinstance(event, bytes), "lines have no comments"
+                assert not isinstance(event, bytes), "streams of lines have no comments"
                 text = event.get("response")
                 if text:
                     if not stream.began:

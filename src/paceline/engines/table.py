@@ -49,7 +49,9 @@ async def open_engine(door: Door, patience: Patience | None = None, *, name: str
             return adapter(door, patience)
     found = await identify(door, patience)
     if found is None:
-        raise EngineGone(f"No engine that Paceline knows answers at {door.url}", "Check the address: it is the one without /v1.")
+        from paceline.engines.http import place_of
+
+        raise EngineGone(f"No engine that Paceline knows answers at {place_of(door)}", "Check the address: it is the one without /v1.")
     return found[0]
 
 
