@@ -12,7 +12,7 @@ import typer
 
 from paceline import __version__
 from paceline.backends.memory import GIB
-from paceline.cli import benches, enrolment, service
+from paceline.cli import benches, enrolment, service, share
 from paceline.cli.logs import write_log
 from paceline.cli.options import (
     OWN_LAYERS_HELP,
@@ -123,6 +123,13 @@ def up(
     role: Role = None,
     device: Device = None,
     threads: Threads = None,
+    engine: Annotated[
+        Literal["own", "llama", "vllm", "mlx"] | None,
+        of_model(
+            "--engine",
+            help="What runs the model: Paceline's own kernels, llama-server, vLLM or mlx-lm. Default: the fastest here that can.",
+        ),
+    ] = None,
     tensor: Tensor = "1",
     max_running: MaxRunning = 32,
     prefill_chunk: PrefillChunk = 512,
@@ -201,6 +208,7 @@ def up(
     from paceline.cli.options import ApiOptions, server_settings
     from paceline.cli.sharing import run_shared
     from paceline.cli.sharing_options import SharingOptions
+    from paceline.engines.choice import Asked
 
     write_log(log_level.upper())
     first, *more = model or [DEFAULT_MODEL]
@@ -251,6 +259,7 @@ def up(
         embeddings=embeddings,
         more=() if no_model else tuple(more),
         on_demand=on_demand,
+        engine=None if engine is None else Asked(engine),
         memory_bytes=None if models_memory is None else int(models_memory * GIB),
         kv_disk_bytes=settings.kv_disk_bytes,
         ways=ways,
@@ -331,36 +340,6 @@ def chat(
         api_key=read_key(api_key, api_key_file),
         tls_ca=tls_ca,
     )
-
-
-@app.command()
-def share(
-    url: Annotated[
-        str | None, typer.Argument(help="The engine's address: loopback or https. Without it: show what is shared.", show_default=False)
-    ] = None,
-    name: Annotated[str, typer.Option("--name", help="What clients call its model. Default: as the engine does.")] = "",
-    models: Annotated[
-        str, typer.Option("--models", metavar="NAME,...", help="Those to share, as the engine names them. Default: all.")
-    ] = "",
-    key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="A file with the engine's key. It stays on this machine, readable for you alone.")
-    ] = None,
-    plain_http: Annotated[
-        bool, typer.Option("--plain-http", help="Allow http to another machine: prompts cross the network unencrypted.")
-    ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Share it no more. The engine itself is not touched.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Offer an engine that runs already: llama-server, Ollama, LM Studio, vLLM, mlx_lm.server, or any other OpenAI endpoint."""
-    from paceline.cli.share import list_shares, run_share, run_unshare
-
-    if url is None:
-        list_shares(as_json=as_json)
-    elif remove:
-        run_unshare(url)
-    else:
-        named = tuple(part.strip() for part in models.split(",") if part.strip())
-        run_share(url, name=name, models=named, key_file=key_file, plain_http=plain_http)
 
 
 @app.command()
@@ -478,6 +457,7 @@ def hostfile(
 
 app.add_typer(benches.app)
 app.add_typer(enrolment.app)
+app.add_typer(share.app)
 app.add_typer(service.app, name="service")
 
 

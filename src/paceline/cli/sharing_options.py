@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.backends.table import Kernels
 from paceline.machine.settings import PrefillRole
+
+if TYPE_CHECKING:
+    from paceline.engines.choice import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class SharingOptions:
     """Models in addition to the first."""
     on_demand: bool | None = None
     """Requests may load models; None: only if no other machine could be asked for them."""
+    engine: Asked | None = None
+    """What is to run the models; None: what is expected to be the fastest that can."""
     memory_bytes: int | None = None
     """Memory that models may take together, in bytes; None: what is free."""
     kv_disk_bytes: int = 0
