@@ -132,7 +132,7 @@ class Adapter:
         wait_s = self.http.patience.first_token_s
         max_bytes = (1 << 20) + VECTOR_BYTES * len(texts)
         found = await self.http.post("/v1/embeddings", body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal)
-        return in_order(self.http, found, "data", "embedding", len(texts))
+        return vectors_of(self.http, in_order(self.http, found, "data", "embedding", len(texts)))
 
     async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
         body = {"model": model, "query": query, "documents": list(texts)}
@@ -141,6 +141,18 @@ class Adapter:
 
     async def close(self) -> None:
         await self.http.close()
+
+
+def vectors_of(http: Http, vectors: list[Any]) -> list[list[float]]:
+    """Return vectors that were checked.
+
+    Raises:
+        EngineGone: one is not made of numbers, or has another length than the others.
+    """
+    for vector in vectors:
+        if not isinstance(vector, list) or len(vector) != len(vectors[0]) or any(type(value) not in {float, int} for value in vector):
+            raise http.gone("returned a vector that is not made of numbers", "See its own log for the cause.")
+    return vectors
 
 
 def in_order(http: Http, found: Mapping[str, Any], listed: str, field: str, count: int) -> list[Any]:

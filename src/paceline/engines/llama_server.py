@@ -108,7 +108,7 @@ class LlamaServer(Adapter):
             found = set[Capability]()
             for path, capability in (("/v1/embeddings", Capability.EMBEDDINGS), ("/v1/rerank", Capability.RERANK)):
                 reply = await self.http.ask("POST", path, {"model": name})
-                if reply.status == 400:
+                if reply.status == 400 and b"ooling type" not in reply.body:  # a server without pooling makes none of OpenAI's
                     found.add(capability)
             self._more[name] = frozenset(found)
         return self._more[name]
