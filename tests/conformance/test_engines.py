@@ -139,4 +139,4 @@ class TestPaceline(EngineSuite):
 class TestOpenAi(EngineSuite):
     @pytest.fixture
     def case(self, llama: Running) -> EngineCase:
-        return EngineCase("openai", OpenAi, Door(llama.url), TEXT_AND_MESSAGES, unknown_model=False)
+        return EngineCase("openai", OpenAi, Door(llama.url), TEXT_AND_MESSAGES, unknown_model=False, is_recognised=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import quote
 
-from paceline.core.errors import EngineGone, NotServed, Overloaded, PacelineError
+from paceline.core.errors import EngineGone, NotServed, Overloaded, PacelineError, UnknownModel
 from paceline.engines.adapter import Adapter
 from paceline.engines.contract import Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Piece, Takes
 from paceline.engines.http import Patience
@@ -152,7 +152,10 @@ class LlamaServer(Adapter):
     async def _switch(self, verb: str, model: str, wanted: str) -> None:
         if not self._is_router and (await self.identify() is None or not self._is_router):
             await (super().load(model) if verb == "load" else super().unload(model))
-        if await self._state(model) == wanted:
+        state = await self._state(model)
+        if not state:
+            raise UnknownModel(f"{self.name} at {self.http.place} has no model {model}", "Ask for its list of models.")
+        if state == wanted or (state == "sleeping" and wanted == "loaded"):
             return
         await self.http.post(f"/models/{verb}", {"model": model})
         try:
