@@ -20,12 +20,12 @@ from tests.fakes.served import Served
 from paceline.core.errors import EngineGone
 from paceline.engines.adapter import TEXT_AND_MESSAGES
 from paceline.engines.contract import Ask, Capability, Door, Engine, EngineModel, Takes
-from paceline.engines.http import Patience
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
+from paceline.engines.patience import Patience
 from paceline.engines.vllm import Vllm
 from paceline.store.catalog import open_model
 

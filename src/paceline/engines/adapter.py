@@ -12,9 +12,11 @@ import orjson
 from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
-from paceline.engines.http import Http, Patience, Stream
+from paceline.engines.http import Http
+from paceline.engines.patience import Patience
 from paceline.engines.shapes import Choices, chat_body, entries, sensible
 from paceline.engines.stops import until_stop
+from paceline.engines.stream import Stream
 
 TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
 VECTOR_BYTES: Final = 512 << 10
@@ -111,7 +113,7 @@ class Adapter:
             raise self.http.gone(f"answers {self.alive_path} with status {reply.status}", "See its own log for the cause.")
 
     async def mark(self, model: str) -> Hashable:
-        """Return what tells a model from another of the same name."""
+        """Return what tells a model from another of the same name. None: the engine does not say now."""
         listed = entries(await self.http.get("/v1/models"))
         return next((self.mark_of(each) for each in listed if each.get("id") == model), None)
 
@@ -124,7 +126,10 @@ class Adapter:
             now = await self.mark(model)
         except (PacelineError, TypeError, KeyError):  # it says nothing else about a model that answers
             return
-        if now != self._marks.setdefault(model, now):
+        known = self._marks.get(model)
+        if now is None or known is None:
+            self._marks[model] = now or known
+        elif now != known:
             raise self.http.gone(f"has another model under the name {model}", "Ask again: its list of models is read anew.")
 
     async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:

@@ -17,13 +17,14 @@ from paceline.core.generation import FinishReason, Grammar, GrammarKind, Samplin
 from paceline.engines import llama_server
 from paceline.engines.adapter import Adapter
 from paceline.engines.contract import Ask, Busy, Capability, Door, Engine, Piece, Takes
-from paceline.engines.http import Http, Patience
+from paceline.engines.http import Http
 from paceline.engines.llama_completion import completion_body
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
+from paceline.engines.patience import Patience
 from paceline.engines.table import open_engine
 from paceline.engines.vllm import Vllm
 
