@@ -12,9 +12,11 @@ import orjson
 from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
-from paceline.engines.http import Http, Patience, Stream
+from paceline.engines.http import Http
+from paceline.engines.patience import Patience
 from paceline.engines.shapes import Choices, chat_body, entries, sensible
 from paceline.engines.stops import until_stop
+from paceline.engines.stream import Stream
 
 TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
 VECTOR_BYTES: Final = 512 << 10
@@ -111,7 +113,7 @@ class Adapter:
             raise self.http.gone(f"answers {self.alive_path} with status {reply.status}", "See its own log for the cause.")
 
     async def mark(self, model: str) -> Hashable:
-        """Return what tells a model from another of the same name."""
+        """Return what tells a model from another of the same name. None: the engine does not say now."""
         listed = entries(await self.http.get("/v1/models"))
         return next((self.mark_of(each) for each in listed if each.get("id") == model), None)
 
@@ -124,7 +126,10 @@ class Adapter:
             now = await self.mark(model)
         except (PacelineError, TypeError, KeyError):  # it says nothing else about a model that answers
             return
-        if now != self._marks.setdefault(model, now):
+        known = self._marks.get(model)
+        if now is None or known is None:
+            self._marks[model] = now or known
+        elif now != known:
             raise self.http.gone(f"has another model under the name {model}", "Ask again: its list of models is read anew.")
 
     async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
@@ -132,7 +137,7 @@ class Adapter:
         wait_s = self.http.patience.first_token_s
         max_bytes = (1 << 20) + VECTOR_BYTES * len(texts)
         found = await self.http.post("/v1/embeddings", body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal)
-        return in_order(self.http, found, "data", "embedding", len(texts))
+        return vectors_of(self.http, in_order(self.http, found, "data", "embedding", len(texts)))
 
     async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
         body = {"model": model, "query": query, "documents": list(texts)}
@@ -141,6 +146,18 @@ class Adapter:
 
     async def close(self) -> None:
         await self.http.close()
+
+
+def vectors_of(http: Http, vectors: list[Any]) -> list[list[float]]:
+    """Return vectors that were checked.
+
+    Raises:
+        EngineGone: one is not made of numbers, or has another length than the others.
+    """
+    for vector in vectors:
+        if not isinstance(vector, list) or len(vector) != len(vectors[0]) or any(type(value) not in {float, int} for value in vector):
+            raise http.gone("returned a vector that is not made of numbers", "See its own log for the cause.")
+    return vectors
 
 
 def in_order(http: Http, found: Mapping[str, Any], listed: str, field: str, count: int) -> list[Any]:

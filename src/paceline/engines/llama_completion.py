@@ -9,8 +9,9 @@ from typing import Any, Final
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.adapter import schema_of
 from paceline.engines.contract import Ask, Piece
-from paceline.engines.http import Http, Stream
+from paceline.engines.http import Http
 from paceline.engines.shapes import sensible, text_of
+from paceline.engines.stream import Stream
 
 FIELDS: Final = ["stop", "stop_type", "tokens", "content", "model", "tokens_evaluated", "timings"]
 """Fields of the last event. Without the list it repeats the whole prompt."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Hashable, Mapping
 from typing import Any, Final
 
 from paceline.core.generation import FinishReason
-from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of
+from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of, vectors_of
 from paceline.engines.contract import Ask, Capability, EngineIdentity, EngineModel, Piece
 from paceline.engines.openai import MAX_SEED
 from paceline.engines.shapes import entries, number, sensible, text_of
@@ -71,7 +71,7 @@ class Ollama(Adapter):
         vectors = sensible(self.http, lambda: list(found["embeddings"]))
         if len(vectors) != len(texts):
             raise self.http.gone(f"returned {len(vectors)} vectors for {len(texts)} texts")
-        return vectors
+        return vectors_of(self.http, vectors)
 
     async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
         async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True) as stream:

@@ -8,7 +8,8 @@ from typing import Any, Final, TypeVar
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.contract import Ask, Piece
-from paceline.engines.http import Http, Stream
+from paceline.engines.http import Http
+from paceline.engines.stream import Stream
 
 T = TypeVar("T")
 FINISHES: Final = {

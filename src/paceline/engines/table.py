@@ -9,7 +9,7 @@ from paceline.core.errors import EngineGone
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
     from paceline.engines.contract import Door, Engine, EngineIdentity
-    from paceline.engines.http import Patience
+    from paceline.engines.patience import Patience
 
 PORTS: Final = {
     8080: "llama-server, mlx_lm.server",

@@ -16,6 +16,7 @@ import pytest
 from paceline.core.errors import ContextOverflow, EngineGone, NotServed, UnknownModel
 from paceline.core.generation import FinishReason, Grammar, GrammarKind, SamplingParams
 from paceline.engines.contract import Ask, Capability, Door, Engine, EngineModel, Piece, Takes
+from paceline.engines.table import open_engine
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0)
@@ -42,6 +43,8 @@ class EngineCase:
     model: Mapping[str, object] = field(default_factory=dict[str, object])
     tells_length: bool = True
     """It counts the tokens of prompts."""
+    is_recognised: bool = True
+    """The adapter is the one that fits best."""
     draws_bytes: bool = False
     """Its model draws bytes that are not UTF-8."""
     unknown_model: bool = True
@@ -88,6 +91,9 @@ class EngineSuite:
             assert identity is not None
             assert identity.name == case.name
             assert engine.door == case.door
+            opened = await open_engine(case.door)
+            assert type(opened) is type(engine) or not case.is_recognised
+            await opened.close()
             assert model.takes == case.takes
             for name, value in case.model.items():
                 assert getattr(model, name) == value, name
