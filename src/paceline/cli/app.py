@@ -151,6 +151,12 @@ def up(
         ),
     ] = None,
     greet: Annotated[bool, of_server("--greet", help="Answer one question through the endpoint once it is up.")] = False,
+    engines: Annotated[
+        Literal["ask", "auto", "off"],
+        of_server(
+            "--engines", help="Engines of other makers that run on this machine: ask whether to offer them, offer yours, or don't look."
+        ),
+    ] = "ask",
     no_model: Annotated[bool, of_fleet("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
     fleet_port: Annotated[int, of_fleet("--fleet-port", **PORTS, help="For the fleet's machines. 0: any free one.")] = FLEET_PORT,
     tensor_port: Annotated[
@@ -259,6 +265,7 @@ def up(
         embeddings=embeddings,
         more=() if no_model else tuple(more),
         on_demand=on_demand,
+        engines=engines,
         engine=None if engine is None else Asked(engine),
         memory_bytes=None if models_memory is None else int(models_memory * GIB),
         kv_disk_bytes=settings.kv_disk_bytes,

@@ -105,7 +105,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         Terminal().print(f"[yellow]note:[/] {said}", soft_wrap=True)
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
-    shared = settings is None and bool(read_shares(Home.from_environment()))
+    shared = settings is None and (sharing.engines == "auto" or bool(read_shares(Home.from_environment())))
     needed = (settings is None and sharing.embeddings is None and not shared) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
     if settings is not None:

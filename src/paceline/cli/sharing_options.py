@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from paceline.backends.table import Kernels
 from paceline.machine.settings import PrefillRole
@@ -44,6 +44,8 @@ class SharingOptions:
     """Models in addition to the first."""
     on_demand: bool | None = None
     """Requests may load models; None: only if no other machine could be asked for them."""
+    engines: Literal["ask", "auto", "off"] = "ask"
+    """What becomes of engines of other makers that run on this machine."""
     engine: Asked | None = None
     """What is to run the models; None: what is expected to be the fastest that can."""
     memory_bytes: int | None = None

@@ -87,15 +87,15 @@ class Intake:
 
     def chat_of(self, asked: ChatCompletionRequest) -> Call:
         """Return the call of a chat of any API; raises as `chat` does, but not Refusal."""
+        return self.passed(asked) or self.call_of(asked, self.prompt_of(asked))
+
+    def passed(self, asked: ChatCompletionRequest) -> Call | None:
+        """Return the call of a chat that reaches its engine as it is; None if its prompt is rendered here. Raises as `chat_of` does."""
         model = self.model(asked.model)
         chats = model.chats
-        has_media = any(message.media for message in asked.messages)
-        if chats is not None and (chats.always or (chats.images and has_media)):
-            return self._passed(asked, model, chats)
-        call = self.call_of(asked, self.prompt_of(asked))
-        # No engine of another maker follows forms in the middle of ids, and some follow schemas in chats.
-        is_formed = any(request.grammar is not None for request in call.requests)
-        return self._passed(asked, model, chats) if is_formed and chats is not None else call
+        if chats is None or not (chats.always or (chats.images and any(message.media for message in asked.messages))):
+            return None
+        return self._passed(asked, model, chats)
 
     def takes_images(self, name: str | None) -> bool:
         """Return whether the model of a name takes images. Raises as `model` does."""
@@ -167,6 +167,8 @@ class Intake:
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
+        if grammar is not None and prompt.model.chats is not None:
+            return self._passed(asked, prompt.model, prompt.model.chats)  # its engine follows no grammar over ids
         requests = tuple(replace(request, grammar=grammar) for request in call.requests)
         is_turn, reading = not asked.continue_final_message, prompt.reading
         if reading is not None and grammar is not None and grammar.kind in EVERY_LETTER:
