@@ -22,7 +22,7 @@ from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import FleetView, Use
 from paceline.fleet.placement import ONE_NAME_HINT, different_models, headline
-from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
+from paceline.machine.config_file import read_settings, read_trust_policy
 from paceline.net.member.meter import SAME_ID_HINT
 from paceline.net.member.state import Looked, Sight, look
 from paceline.net.member.upkeep import ENDS_SOON_S, OLD_S
@@ -261,14 +261,14 @@ def _lost(looked: Looked) -> frozenset[NodeId]:
 def _plans(looked: Looked) -> list[tuple[str, str]]:
     """Plan which nodes would run each model that others serve, without nodes that do not answer. Returns a line or an error for each model."""
     eligible, lost = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER), _lost(looked)
-    settings, trust = read_pipeline_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
+    settings, trust = read_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
     cards = [card for card in eligible.cards if card.node_id not in lost]
     offers = [offer for card in cards for offer in card.models if offer.warm and offer.runs_whole]
     context = {offer.model_id: offer.shape.max_context for offer in offers if offer.shape is not None}
-    lines: list[tuple[str, str]] = []
+    order, lines = PipelineOrder(settings.pipeline, exact=settings.plan.exact), list[tuple[str, str]]()
     for name in sorted(context.keys() - {name for name, _ in looked.sight.plans}):
         try:
-            request = plan_request(PipelineOrder(settings), name, lengths=typical_request(context[name]))
+            request = plan_request(order, name, lengths=typical_request(context[name]))
             lines.append((name, headline(plan(cards, request, trust).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))
