@@ -248,7 +248,10 @@ def test_an_answer_continues_on_a_machine_of_other_numerics_and_says_so(trio: Tr
     unlike.node.kill()
     unlike.up("--model", str(trio.model), *SMALL, "--device", "torch-cpu")
     until(lambda: trio.offers(unlike))
-    asked: dict[str, Any] = {**LONG, "extra_body": {**LONG["extra_body"], "stream_options": {"include_events": True, "include_usage": True}}}
+    asked: dict[str, Any] = {
+        **LONG,
+        "extra_body": {**LONG["extra_body"], "stream_options": {"include_events": True, "include_usage": True}},
+    }
     told, usage = list[Any](), None
     for number, chunk in enumerate(trio.client.chat.completions.create(**asked, stream=True)):
         told += [event for event in [chunk.model_extra or {}] if event.get("event") == "numerics_changed"]
