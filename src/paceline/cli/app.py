@@ -18,13 +18,13 @@ from paceline.cli.options import (
     OWN_LAYERS_HELP,
     PIN_HELP,
     PORTS,
-    AllowUnlike,
     ApiKeyFile,
     AsJson,
     Commands,
     Context,
     Device,
     Draft,
+    Exact,
     KvDisk,
     KvTokens,
     MaxRunning,
@@ -182,7 +182,7 @@ def up(
         bool | None,
         of_pipeline("--fallback-to-local/--no-fallback-to-local", help="Go on alone when a pipeline has no machines left."),
     ] = None,
-    allow_unlike: AllowUnlike = None,
+    exact: Exact = None,
     ways: Annotated[
         str,
         of_fleet(
@@ -270,7 +270,7 @@ def up(
         memory_bytes=None if models_memory is None else int(models_memory * GIB),
         kv_disk_bytes=settings.kv_disk_bytes,
         ways=ways,
-        allow_unlike=allow_unlike,
+        exact=exact,
         role=role,
         threads=threads,
         device=device,
@@ -414,19 +414,20 @@ def plan(
     ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline, tensor: those allowed. Default: all.")] = "",
     pin: Pins = None,
     pin_draft: PinDraft = None,
-    allow_unlike: AllowUnlike = None,
+    exact: Exact = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
     from paceline.cli.plan import fleet_view, run_plan
-    from paceline.machine.config_file import read_pipeline_settings
+    from paceline.machine.config_file import read_settings
     from paceline.node.ways import parse_pin, parse_ways, plan_request
     from paceline.store.home import Home
     from paceline.ways.pipeline.order import PipelineOrder
 
-    settings = read_pipeline_settings(Home.from_environment()).overridden(allow_unlike=allow_unlike)
+    settings = read_settings(Home.from_environment())
+    order = PipelineOrder(settings.pipeline, tuple(map(parse_pin, pin or ())), exact=settings.plan.exact if exact is None else exact)
     request = plan_request(
-        *(PipelineOrder(settings, tuple(map(parse_pin, pin or ()))), model, weights),
+        *(order, model, weights),
         lengths=(prompt_tokens, answer_tokens),
         ways=parse_ways(ways),
         proposer=None if pin_draft is None else NodeId(pin_draft),

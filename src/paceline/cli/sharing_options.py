@@ -54,7 +54,8 @@ class SharingOptions:
     """Disk space for KV, in bytes; 0: no KV is kept on the disk."""
     ways: str = ""
     """Ways that the plan may choose from, as a person wrote them; empty: all."""
-    allow_unlike: bool | None = None
+    exact: bool | None = None
+    """None: as configured."""
     role: PrefillRole | None = None
     """None: what config.toml says."""
     threads: int | None = None

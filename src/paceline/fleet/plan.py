@@ -89,8 +89,8 @@ class PlanRequest:
     numerics_id: str = ""
     """Numerics id that all stages of a pipeline must compute. A machine known to compute other bytes is left out; one that is not known yet is not.
     Empty: any machine may hold layers."""
-    allows_unlike: bool = False
-    """True: machines that are known to compute different bytes may share the layers."""
+    exact: bool = False
+    """True: machines that are known to compute different bytes, or to promise none, take no part together. Speed decides otherwise."""
     max_shards: int = 16
     """Largest number of machines that run layers of a pipeline for its orchestrator."""
     last_route: tuple[LayerSpan, ...] = ()

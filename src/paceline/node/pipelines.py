@@ -423,6 +423,9 @@ class _Replanning:
         if self._spans != _others(running):  # after a loss, say
             over = " -> ".join(f"{span.node_id} [{span.layers.start}..{span.layers.stop - 1}]" for span in self._spans)
             words += f"; now over {over}" if over else "; looks for machines now"
+        node = self._node
+        if self._spans and node is not None and node.host.stats().numerics_id == "" and not running.is_unlike:
+            words += "; its machines compute other bytes than one another"
         if rather is not None:
             words += f"; would rather be {_brief(rather)}"
         elif made is not None and (other := next((each for each in (made.chosen, *made.runners_up) if not is_same(each, running)), None)):

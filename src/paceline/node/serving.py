@@ -288,11 +288,14 @@ class FleetServing:
         return {node.model.name for node in nodes if node.peer_kv is not None and node.peer_kv.role is PrefillRole.PREFILL}
 
     def _as_served(self, model: WarmModel) -> WarmModel:
-        """With what its engine saw. Steps over several machines are not this one's."""
+        """With what its engine saw. Steps over several machines are not this one's, and their numerics may change."""
         node = next((node for node in self.models.nodes if node.warm is model), None)
-        if node is None or node.is_shared:
+        if node is None:
             return model
         stats = node.host.stats()
+        if node.is_shared:
+            now = model.speed.numerics_id if stats.numerics_id is None else stats.numerics_id
+            return replace(model, speed=replace(model.speed, numerics_id=now, holds_identity=model.speed.holds_identity and bool(now)))
         return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))
 
     def _show_models(self) -> None:

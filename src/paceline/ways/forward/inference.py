@@ -355,7 +355,7 @@ def _numerics(route: AnswerRoute) -> str:
 
 
 class _Nodes:
-    """Nodes of the route that a request found at its start.
+    """Implements `Nodes` over the route that a request found at its start.
 
     Raises:
         WayNotAllowed: the request is exact, and no node of the route promises its bytes.
@@ -366,7 +366,7 @@ class _Nodes:
         self._meaning = None if route is None else route.meaning
         self._left: dict[NodeId, bytes] = {}
         self._first: Holding | None = None
-        """The holder whose bytes an exact answer has; None: any may begin."""
+        """The holder that an exact answer has the bytes of; None: any may begin."""
         if exact and route is not None:
             self._first = next((stop.holding for stop in route.stops if promises_bytes(stop.holding)), None)
             if self._first is None:

@@ -70,7 +70,7 @@ class RouteStop:
     prefills: bool = False
     """It is there to compute prompts for others: asked where no other can answer."""
     model: ModelRef = NO_MODEL
-    """What it has loaded."""
+    """The model that is loaded there."""
     engine: EngineOffer | None = None
     """The engine of another maker that runs it."""
 

@@ -200,7 +200,10 @@ class LocalModels:
 
     def find(self, name: str) -> LoadedModel | None:
         loaded, served = self._loaded.get(name), self.served(name)
-        return loaded if loaded is None or served is None else replace(loaded, max_context=served.max_context)
+        if loaded is None or served is None:
+            return loaded
+        now = loaded.numerics_id if served.numerics_id is None else served.numerics_id
+        return replace(loaded, max_context=served.max_context, numerics_id=now)
 
     def served(self, name: str) -> ServedModel | None:
         models = () if self.inference is None else self.inference.models()
