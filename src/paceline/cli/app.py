@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ import typer
 
 from paceline import __version__
 from paceline.backends.memory import GIB
-from paceline.cli import benches, enrolment, service, share
+from paceline.cli import benches, enrolment, hostfile, service, share
 from paceline.cli.logs import write_log
 from paceline.cli.options import (
     OWN_LAYERS_HELP,
@@ -46,7 +45,7 @@ from paceline.cli.options import (
     tensor_speeds,
     up_params,
 )
-from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, Terminal, discard, own_command, print_lines, report
+from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.presets import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -447,25 +446,10 @@ def launch(
     run_launch(context.args, hostfile, up_params(context, context.args)["fleet_port"])
 
 
-@app.command()
-def hostfile(
-    file: Annotated[Path, typer.Argument(help="To be written.")],
-    host: Annotated[list[str], typer.Argument(help="The ranks' hosts, the one that serves first: a name or a number, or NAME=NUMBER.")],
-) -> None:
-    """Write a file of hosts for `mlx.launch` and `paceline launch`."""
-    from paceline.cli.launch import create_hostfile, read_hostfile
-
-    pairs = [each.partition("=") for each in host]
-    if not all(name for name, _, _ in pairs):
-        raise UserError("A host has no name", "Write each as NAME, or as NAME=NUMBER without blanks.")
-    ranks = read_hostfile(create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file))
-    start = f"mlx.launch --hostfile {shlex.quote(str(file))} -- {own_command()} launch"
-    print_lines(Terminal(), f"{file} is written: a rank each for {', '.join(ranks)}; the first serves. Start them: {start}")
-
-
 app.add_typer(benches.app)
 app.add_typer(enrolment.app)
 app.add_typer(share.app)
+app.add_typer(hostfile.app)
 app.add_typer(service.app, name="service")
 
 
