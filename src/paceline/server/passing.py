@@ -27,13 +27,14 @@ OWN_FIELDS: Final = frozenset(
 
 def passed_body(asked: ChatCompletionRequest) -> str:
     """Return the body of a chat completion, JSON, without the model and how to stream."""
-    body = asked.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(OWN_FIELDS))
+    # Kinds are told apart as bodies have them, so that pydantic warns about the models in their places.
+    body = asked.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(OWN_FIELDS), warnings=False)
     body["messages"] = [_message(message) for message in asked.messages]
     return json_bytes(body).decode()
 
 
 def _message(message: Message) -> dict[str, Any]:
-    written = message.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"content", "cache_control"})
+    written = message.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"content", "cache_control"}, warnings=False)
     if isinstance(message.content, list):
         written["content"] = [
             image_part(part) if isinstance(part, MediaPart) else {"type": "text", "text": part.text} for part in message.content
