@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -84,9 +84,13 @@ class Adapter:
         await self.prepare(ask)
         async with self.stream(path, body, ask.model) as stream:
             choices = Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0)
-            async with aclosing(choices.pieces()) as pieces:
-                async for piece in pieces:
+            async for event in stream:
+                piece = choices.take(event)
+                if piece is not None:
+                    if piece.tokens_read is None and not stream.began:
+                        await stream.begin()
                     yield piece
+            yield choices.last()
 
     def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
         """Send a request for an answer of a model."""
