@@ -64,7 +64,8 @@ class Adapter:
     def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         if isinstance(ask.prompt, Mapping):
             return self._openai("/v1/chat/completions", self.chat_body, ask)
-        return until_stop(self.write(ask), ask.stop) if ask.stop else self.write(ask)
+        stops = tuple(stop for stop in ask.stop if stop)
+        return until_stop(self.write(ask), stops) if stops else self.write(ask)
 
     def write(self, ask: Ask) -> AsyncGenerator[Piece]:
         """Write after token ids or a text, without looking for stop texts."""
