@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -64,7 +64,8 @@ class Adapter:
     def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         if isinstance(ask.prompt, Mapping):
             return self._openai("/v1/chat/completions", self.chat_body, ask)
-        return until_stop(self.write(ask), ask.stop) if ask.stop else self.write(ask)
+        stops = tuple(stop for stop in ask.stop if stop)
+        return until_stop(self.write(ask), stops) if stops else self.write(ask)
 
     def write(self, ask: Ask) -> AsyncGenerator[Piece]:
         """Write after token ids or a text, without looking for stop texts."""
@@ -84,9 +85,13 @@ class Adapter:
         await self.prepare(ask)
         async with self.stream(path, body, ask.model) as stream:
             choices = Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0)
-            async with aclosing(choices.pieces()) as pieces:
-                async for piece in pieces:
+            async for event in stream:
+                piece = choices.take(event)
+                if piece is not None:
+                    if piece.tokens_read is None and not stream.began:
+                        await stream.begin()
                     yield piece
+            yield choices.last()
 
     def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
         """Send a request for an answer of a model."""

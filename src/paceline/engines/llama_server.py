@@ -163,7 +163,7 @@ class LlamaServer(Adapter):
             raise UnknownModel(f"{self.name} at {self.http.place} has no model {model}", "Ask for its list of models.")
         if state == wanted or (state == "sleeping" and wanted == "loaded"):
             return
-        await self.http.post(f"/models/{verb}", {"model": model})
+        await self.http.post(f"/models/{verb}", {"model": model}, refusal=self.refusal)
         try:
             async with asyncio.timeout(self.http.patience.load_s):
                 while (state := await self._state(model)) != wanted:
@@ -182,6 +182,8 @@ class LlamaServer(Adapter):
             return NotServed(f"{self.http.place}: {message}", "Send text only, or choose a model that takes images.")
         if "Context size has been exceeded" in message:  # slots share one KV memory, and it is full
             return Overloaded(f"{self.http.place}: {message}", "Retry when other requests have ended.", retry_after_s=2)
+        if "model limit reached" in message:  # a router whose loaded models are all at work
+            return Overloaded(f"{self.http.place}: {message}", "Retry when another model is free.", retry_after_s=5)
         return None
 
     def is_other(self, asked: str, said: str) -> bool:

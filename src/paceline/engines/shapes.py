@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -98,26 +98,19 @@ class Choices:
     usage: Usage | None = None
     finish: FinishReason | None = None
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yield the answer. The last piece has `finish`.
+    def take(self, event: Mapping[str, Any] | bytes) -> Piece | None:
+        """Read an event. Return a piece if it has one.
 
         Raises:
-            EngineGone: another model answers, or the events have another shape.
+            EngineGone: another model answers, or the event has another shape.
         """
-        async for event in self.stream:
-            piece = self._progress(event) if isinstance(event, bytes) else sensible(self.http, self._piece, event)
-            if piece is None:
-                continue
-            if piece.tokens_read is None and not self.stream.began:
-                await self.stream.begin()
-            yield piece
+        return self._progress(event) if isinstance(event, bytes) else sensible(self.http, self._piece, event)
+
+    def last(self) -> Piece:
+        """Return the piece with `finish`, at the end of the stream."""
         usage = self.usage or Usage()
-        yield Piece(
-            n_tokens=max(0, usage.answer - self.counted),
-            prompt_tokens=usage.prompt,
-            cached_tokens=usage.cached,
-            finish=self.finish,
-        )
+        tokens = max(0, usage.answer - self.counted)
+        return Piece(n_tokens=tokens, prompt_tokens=usage.prompt, cached_tokens=usage.cached, finish=self.finish)
 
     def _piece(self, event: Mapping[str, Any]) -> Piece | None:
         said = event.get("model")

@@ -18,6 +18,7 @@ async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> A
     """
     held = deque[Piece]()
     text = ""
+    firsts = {stop[0] for stop in stops}
     async with aclosing(pieces):
         async for piece in pieces:
             if not piece.text and piece.finish is None:
@@ -25,6 +26,9 @@ async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> A
                     held.append(piece)
                 else:
                     yield piece
+                continue
+            if not held and piece.finish is None and firsts.isdisjoint(piece.text):
+                yield piece
                 continue
             text += piece.text
             if piece.text:
