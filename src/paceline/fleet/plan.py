@@ -50,6 +50,9 @@ class Pin:
 
 TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
 """Tokens of a request that names no other numbers."""
+WORTH_A_HOP = 1.25
+"""Factor by which another node must be faster for a request to leave the node that has the model itself: estimates are rough, and the way there and back
+is not in them. Raising it: more requests stay where they arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ class PlanRequest:
     may be stages."""
     requests: int = 10
     """Number of requests that share the time to load: 1 while an answer waits for it. Raising it: the time to load counts less."""
+    exact: bool = False
+    """Only machines that promise the bytes of their answers may run it, so no engine of another maker."""
     called: str = ""
     """Name that people use for the model, for messages; empty: `model`."""
 

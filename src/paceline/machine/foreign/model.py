@@ -155,7 +155,13 @@ def served(model: ForeignModel) -> ServedModel:
         model: one with a tokenizer.
     """
     assert model.tokenizer is not None
-    facts = ModelFacts(model.ref.digest if model.ref.has_digest else "", model.told.size_bytes, stored_as=model.told.quantisation)
+    facts = ModelFacts(
+        model.ref.digest if model.ref.has_digest else "",
+        model.told.size_bytes,
+        stored_as=model.told.quantisation,
+        engine=str(model.identity),
+        leaves_network=model.leaves_network,
+    )
     return ServedModel(model.name, model.created, model.context, model.tokenizer, fingerprint_of(model.ref, ""), facts)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -31,7 +31,7 @@ from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
 from paceline.store.tokenizer import MAX_PACKED_BYTES, tokenizer_digest, unpack_tokenizer
 from paceline.ways.forward.codec import read_chunks, write_request
-from paceline.ways.forward.routes import Meaning
+from paceline.ways.forward.routes import AnswerRoute, Meaning
 from paceline.ways.forward.service import LoadedModel
 
 Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
@@ -205,10 +205,14 @@ class Described:
     loaded: LoadedModel
     tokenizer: BoundedTokenizer
 
-    def served(self, numerics_id: str, size_bytes: int) -> ServedModel:
-        loaded, model = self.loaded, self.loaded.model
-        facts = ModelFacts(model.digest, size_bytes)
-        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint_of(model, numerics_id), facts)
+    def served(self, route: AnswerRoute) -> ServedModel:
+        """Return the model as the server shows it, with what its route says."""
+        loaded, model, engine = self.loaded, self.loaded.model, route.engine
+        facts = ModelFacts(model.digest, route.size_bytes)
+        if engine is not None:
+            digest = model.digest if model.has_digest else ""
+            facts = replace(facts, digest=digest, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network)
+        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint_of(model, route.numerics_id), facts)
 
 
 class TokenizerStore:
