@@ -429,6 +429,9 @@ def plan(
     pin: Pins = None,
     pin_draft: PinDraft = None,
     allow_unlike: AllowUnlike = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="For requests that ask for exact bytes: engines of other makers promise none.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
@@ -444,6 +447,7 @@ def plan(
         lengths=(prompt_tokens, answer_tokens),
         ways=parse_ways(ways),
         proposer=None if pin_draft is None else NodeId(pin_draft),
+        exact=exact,
     )
     run_plan(request, fleet_view(), as_json=as_json)
 
