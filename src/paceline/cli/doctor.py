@@ -26,6 +26,7 @@ from paceline import __version__
 from paceline.backends import cpu
 from paceline.backends.memory import GIB, available_bytes, human
 from paceline.cli.running import GONE, STARTING, EndpointLoad, endpoints_here, fleet_homes, lives, running
+from paceline.cli.shared_engines import state_at
 from paceline.cli.terminal import EXIT_FAILED, Terminal, print_json, print_lines
 from paceline.core.background import run_interruptibly
 from paceline.core.clock import Clock, SystemClock
@@ -40,6 +41,7 @@ from paceline.fleet.placement import ONE_NAME_HINT, different_models
 from paceline.fleet.presets import FLEET_PORT
 from paceline.machine.config_file import CONFIG_FILE, read_settings
 from paceline.machine.devices import usable_cores
+from paceline.machine.foreign.shares import read_shares
 from paceline.net.discovery import own_hosts, own_interfaces
 from paceline.net.member.reach import Barrier, Reach, Setting, barrier_at, own_facts, reach
 from paceline.net.member.state import Looked, look, read_running
@@ -152,6 +154,7 @@ def _machine(home: Home) -> Iterator[Finding]:
         yield _rdma(here)
     yield from _settings(home)
     yield from _apis(endpoints)
+    yield from _engines(home, endpoints)
 
 
 def _settings(home: Home) -> Iterator[Finding]:
@@ -238,6 +241,28 @@ def _apis(endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
             yield Finding("background", Level.NOTE, one.url, f"it keeps failing: {what}", printed)
     if not endpoints:
         yield from _free("port.api", API_PORT, "--port")
+
+
+def _engines(home: Home, endpoints: Sequence[EndpointLoad]) -> Iterator[Finding]:
+    """Yield a finding about each engine that this machine shares: as a running endpoint sees it, else as it answers now."""
+    seen = {state.url: state for one in endpoints for state in one.engines}
+    try:
+        shares = () if not home.engines.exists() else read_shares(home)
+    except ConfigError as error:
+        yield Finding("engine", Level.PROBLEM, str(home.engines), error.message, error.hint)
+        shares = ()
+    for share in shares:
+        if share.url not in seen:
+            seen[share.url] = asyncio.run(state_at(share))
+    for url, state in seen.items():
+        if state.trouble:
+            todo = f"Start it, or share it no more: paceline share --remove {url}"
+            yield Finding("engine", Level.PROBLEM, url, f"a shared engine does not answer: {state.trouble}", todo)
+            continue
+        yield Finding("engine", Level.OK, url, f"{state.engine} answers")
+        for model in (model for model in state.models if model.trouble):
+            todo = "It is offered again once it has answered a test. See the engine's own log."
+            yield Finding("engine", Level.NOTE, url, f"{model.offer.model_id} is not offered now: {model.trouble}", todo)
 
 
 def _free(check: str, port: int, option: str) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.backends.memory import human
+from paceline.cli.shared_engines import offer_words
 from paceline.cli.terminal import counted, print_lines, table_of
 from paceline.core.errors import MembershipError, PlacementError
 from paceline.core.ids import NodeId
@@ -160,6 +161,8 @@ def _models(card: NodeCard) -> list[str]:
 
 
 def _offer(offer: ModelOffer) -> str:
+    if offer.engine is not None:
+        return offer_words(offer)
     rate = f", {offer.tokens_per_second:g} tokens/s" if offer.tokens_per_second else ""
     if offer.role is Role.PROPOSER:
         return f"drafts with {offer.model_id} ({offer.weights}{rate})"

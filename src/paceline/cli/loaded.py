@@ -6,7 +6,7 @@ The note of an endpoint (`cli.running`) has the owner's key.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 from rich.console import Console
@@ -19,20 +19,27 @@ from paceline.core.errors import ConfigError, ModelNotFound
 from paceline.core.text import printable
 from paceline.store.home import Home
 
+if TYPE_CHECKING:
+    from paceline.fleet.card import ModelOffer
+
 Use = dict[str, Any]  # fields of `machine.memory_budget.ModelUse`
 
 
 def run_ps(*, as_json: bool) -> None:
-    """Print a table for each endpoint of this machine, or JSON: a list of objects with its URL and its models."""
-    found = [(one, _in_use(one)) for one in _endpoints()]
+    """Print a table for each endpoint of this machine, or JSON: a list of objects with its URL, its models and the engines that it shares."""
+    found = [(one, _ask(one, "models", None)) for one in _endpoints()]
     if as_json:
-        print_json([{"url": one.url, "models": uses} for one, uses in found])
+        print_json([{"url": one.url, "models": said["models"], "engines": said["engines"]} for one, said in found])
         return
+    from paceline.cli.shared_engines import read_states, state_lines
+
     console = Terminal()
-    for one, uses in found:
+    for one, said in found:
         if len(found) > 1:
             print_lines(console, f"{one.url}/v1")
-        _show(uses, console)
+        _show(said["models"], console)
+        for state in read_states(said["engines"]) if said["engines"] else ():
+            print_lines(console, *state_lines(state))
 
 
 def run_load(ref: str) -> None:
@@ -96,6 +103,18 @@ def loaded_here() -> frozenset[str]:
         with suppress(EndpointError):
             found |= {str(use["name"]) for use in _in_use(one) if use["state"] == "loaded"}
     return frozenset(found)
+
+
+def shared_here() -> list[ModelOffer]:
+    """Return the models of engines that endpoints of this machine share and that answer now."""
+    from paceline.cli.shared_engines import read_states
+
+    found: list[ModelOffer] = []
+    for one in running(Home.from_environment()):
+        with suppress(EndpointError, ValueError):
+            states = read_states(_ask(one, "models", None).get("engines", []))
+            found += [model.offer for state in states if not state.trouble for model in state.models if not model.trouble]
+    return found
 
 
 def _ask(one: RunningEndpoint, what: str, body: dict[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli.loaded import loaded_here
+from paceline.cli.loaded import loaded_here, shared_here
 from paceline.cli.running import fleet_homes, running
 from paceline.cli.terminal import Terminal, print_json, print_lines, table_of
 from paceline.core.background import run_interruptibly
@@ -17,7 +17,7 @@ from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId, Trust
 from paceline.fleet.choices import seconds
 from paceline.fleet.placement import basis, headline, parts
-from paceline.fleet.plan import Choice, PlanRequest
+from paceline.fleet.plan import Estimate, PlanRequest
 from paceline.node.ways import Explained, View, explained
 from paceline.store.home import Home
 
@@ -38,43 +38,51 @@ MEANINGS: Final = {
 def run_plan(request: PlanRequest, seen: Seen, *, as_json: bool) -> None:
     """Plan, then print it for a person or as JSON; raises PlacementError where no machine can run it."""
     view, sharers, runs, trust = seen
-    made = explained(request, view, sharers, loaded_here() if view is None else (), trust)
+    loaded, shared = (loaded_here(), shared_here()) if view is None else ((), ())
+    made = explained(request, view, sharers, loaded, trust, shared)
     if as_json:
         print_json(made.as_json())
     else:
         show(Terminal(), made)
-        for words in (words for name, words in runs if name == made.plan.chosen.model_id):
+        for words in (words for name, words in runs if made.plan is not None and name == made.plan.chosen.model_id):
             print_lines(Terminal(), f"it runs now, as planned then: {words}")
 
 
 def show(console: Console, made: Explained) -> None:
     """Print a plan for a person: what was chosen on top, the others below it, then why."""
-    plan = made.plan
-    lengths = f"{plan.request.prompt_tokens} tokens of prompt, {plan.request.answer_tokens} of answer"
-    weights = f", {plan.chosen.weights} weights" if plan.chosen.weights else ""
-    console.print(Text.assemble((plan.chosen.model_id, "bold"), f"{weights}, {lengths}"))
+    plan, request = made.plan, made.request
+    lengths = f"{request.prompt_tokens} tokens of prompt, {request.answer_tokens} of answer"
+    name = made.engines[0].model_id if plan is None else plan.chosen.model_id
+    weights = f", {plan.chosen.weights} weights" if plan is not None and plan.chosen.weights else ""
+    console.print(Text.assemble((name, "bold"), f"{weights}, {lengths}"))
     table = table_of("plan", "tokens/s", "first token", "whole answer", "", left=("plan", ""))
-    rows = [_row(choice) for choice in (plan.chosen, *plan.runners_up)]
+    choices = () if plan is None else (plan.chosen, *plan.runners_up)
+    rows = [
+        *(_row(headline(choice), choice.estimate) for choice in choices),
+        *(_row(each.headline, each.estimate) for each in made.engines),
+    ]
     for place, row in enumerate(rows):
         table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in row))
     console.print(table)
-    for meaning in (meaning for word, meaning in MEANINGS.items() if any(word in row[0] for row in rows)):
+    for meaning in (meaning for word, meaning in MEANINGS.items() if any(word in row[0] for row in rows[: len(choices)])):
         console.print(Text(meaning, "dim"))
-    for line in parts(plan.chosen):
-        console.print(Text(f"- {line}"))
-    console.print(Text.assemble("limited by ", (str(plan.constraint), "bold"), f": {plan.because}"))
+    if plan is not None:
+        for line in parts(plan.chosen):
+            console.print(Text(f"- {line}"))
+        console.print(Text.assemble("limited by ", (str(plan.constraint), "bold"), f": {plan.because}"))
     for line in made.lines:
         if line.startswith("note: "):
             console.print(Text(line, "yellow"))
         elif line.startswith("prompts: "):
             console.print(Text(line))
-    for each in plan.excluded:
+    for each in () if plan is None else plan.excluded:
         console.print(Text(f"can't run it alone: {each.node_id} {each.why}", "dim"))
 
 
-def _row(choice: Choice) -> tuple[str, str, str, str, str]:
-    estimate = choice.estimate
-    return headline(choice), f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
+def _row(what: str, estimate: Estimate | None) -> tuple[str, str, str, str, str]:
+    if estimate is None:
+        return what, "", "", "", "not measured yet"
+    return what, f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
 
 
 def fleet_view() -> Seen:

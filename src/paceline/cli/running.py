@@ -31,6 +31,8 @@ from paceline.store.kv_folder import BLOCK_COUNTS
 if TYPE_CHECKING:
     import httpx
 
+    from paceline.machine.foreign.state import EngineState
+
 logger = logging.getLogger(__name__)
 
 ANSWERS_S = 2.0
@@ -273,6 +275,8 @@ class EndpointLoad:
     """None: nothing came or went."""
     home: str = ""
     """Home of the endpoint, see `RunningEndpoint`."""
+    engines: tuple[EngineState, ...] = ()
+    """Engines of other makers that it shares; none where the owner's key is not known here."""
     error: str = ""
     """Error that /health reports; empty if the status is ok."""
     failing: tuple[str, ...] = ()
@@ -311,6 +315,10 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
             lines.append(f"  KV on the disk: {one.kv_disk}")
         if one.kv_peers is not None:
             lines.append(f"  KV of other machines: blocks: {one.kv_peers}")
+        if one.engines:
+            from paceline.cli.shared_engines import state_lines
+
+            lines += [f"  {line}" for state in one.engines for line in state_lines(state)]
         if one.failing:
             lines.append(f"  keeps failing: {'; '.join(one.failing)}")
         print_lines(console, *lines)
@@ -319,16 +327,17 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
 def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
     import httpx
 
-    (state, error, failing), models = (GONE, "", ()), None
+    (state, error, failing), models, engines = (GONE, "", ()), None, ()
     try:
         with one.client(os.environ.get("PACELINE_API_KEY")) as client:
             health = client.get("/health").json()
             state, error, failing = _read_health(health)
             models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
+            engines = _engines(client) if one.owner_key else ()
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if not last:
-        return EndpointLoad(one.url, one.process, state, models, home=one.home, error=error, failing=failing)
+        return EndpointLoad(one.url, one.process, state, models, home=one.home, engines=engines, error=error, failing=failing)
 
     peers = ("peer_fetched", "peer_missed", "peer_given", "peer_pushed")
 
@@ -372,9 +381,20 @@ def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float])
         if any(last[what] for what in (*peers, "leases"))
         else None,
         home=one.home,
+        engines=engines,
         error=error,
         failing=failing,
     )
+
+
+def _engines(client: httpx.Client) -> tuple[EngineState, ...]:
+    """Ask an endpoint which engines it shares. An older one shares none."""
+    said = client.get("/owner/models").json().get("engines")
+    if not said:
+        return ()
+    from paceline.cli.shared_engines import read_states
+
+    return read_states(said)
 
 
 def _read_health(health: Mapping[str, object]) -> tuple[str, str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`paceline share`: its options. What it does is in `cli.shared_engines`, imported when it runs."""
+"""`paceline share`: its options. What it does is in `cli.engine_shares`, imported when it runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def share(
     as_json: AsJson = False,
 ) -> None:
     """Offer an engine that runs already: llama-server, Ollama, LM Studio, vLLM, mlx_lm.server, or any other OpenAI endpoint."""
-    from paceline.cli.shared_engines import list_shares, run_share, run_unshare
+    from paceline.cli.engine_shares import list_shares, run_share, run_unshare
 
     if url is None:
         list_shares(as_json=as_json)

@@ -60,7 +60,9 @@ def _look(home: Home, endpoints: list[EndpointLoad]) -> tuple[list[Looked], Memb
 
 def _facts(looked: list[Looked], endpoints: list[EndpointLoad]) -> object:
     """Return the facts that make `--watch` print again if they change: everything but the passing of time."""
-    loads = [(one.url, one.state, one.models, one.requests, one.running, one.waiting, one.reading_tokens_read) for one in endpoints]
+    loads = [
+        (one.url, one.state, one.models, one.requests, one.running, one.waiting, one.reading_tokens_read, one.engines) for one in endpoints
+    ]
     if not looked:
         return loads, []
     from paceline.cli.fleet_status import facts

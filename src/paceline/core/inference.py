@@ -35,11 +35,15 @@ class ModelFacts:
     """Hugging Face's name of the model family, such as llama or qwen3."""
     parameters: int = 0
     stored_as: str = ""
-    """GGML's name of the type that holds most of the weights, such as Q4_K or BF16."""
+    """GGML's name of the type that holds most of the weights, such as Q4_K or BF16; the quantisation that a foreign engine names."""
     file_format: str = ""
     """`gguf` or `safetensors`."""
     hidden: int = 0
     on_gpu: bool = False
+    engine: str = ""
+    """Name and version of the engine of another maker that runs it; empty: Paceline's own kernels."""
+    leaves_network: bool = False
+    """Prompts for it leave the home network, so only requests that name it reach it."""
 
 
 @dataclass(frozen=True, slots=True)

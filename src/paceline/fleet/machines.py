@@ -167,9 +167,9 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
         if offer.role in {Role.VERIFIER, Role.SHARD} and offer.shard is None and _is_sound(offer.shape)
         if card.node_id == request.orchestrator or not _only_reads_prompts(card, offer)
     ]
-    named = [(card, offer) for card, offer in layered if _is_named(offer, request.model)]
+    named = [(card, offer) for card, offer in layered if is_named(offer, request.model)]
     digests = {offer.digest for _, offer in named if offer.digest}
-    found = [(card, offer) for card, offer in layered if _is_named(offer, request.model) or offer.digest in digests]
+    found = [(card, offer) for card, offer in layered if is_named(offer, request.model) or offer.digest in digests]
     if not found:
         others = sorted({offer.model_id for _, offer in layered})
         hint = f"Offered: {', '.join(others[:8])}. " if others else ""
@@ -348,7 +348,8 @@ def _free_bytes(card: NodeCard) -> int:
     return int(max(0, min(card.memory_free_bytes, 1 << 60)) * FREE_SHARE)
 
 
-def _is_named(offer: ModelOffer, model: str) -> bool:
+def is_named(offer: ModelOffer, model: str) -> bool:
+    """Return whether a request for `model` means this offer: by its id, or by at least `DIGEST_DIGITS` digits of its digest."""
     if offer.model_id == model:
         return True
     return len(model) >= DIGEST_DIGITS and offer.digest.startswith(model.lower())

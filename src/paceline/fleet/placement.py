@@ -416,22 +416,33 @@ def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, 
     return tuple(source for source in sources if source.files or not beside)
 
 
-ONE_NAME_HINT = "Machines share no work between them. Keep one of them everywhere, or rename a file."
+ONE_NAME_HINT = "Machines share no work between them. Keep one of them everywhere, or rename a file; an engine's model gets another name by paceline share --name."
 
 
 def different_models(cards: Iterable[NodeCard]) -> list[tuple[str, str]]:
     """Return each name that means different models on different nodes, and in words which node has which."""
-    named: dict[str, dict[str, set[NodeId]]] = {}
+    named: dict[str, dict[str, dict[NodeId, ModelOffer]]] = {}
     for card in cards:
         for offer in card.models:
             if offer.runs_whole and offer.digest:
-                named.setdefault(offer.model_id, {}).setdefault(offer.digest, set()).add(card.node_id)
+                named.setdefault(offer.model_id, {}).setdefault(offer.digest, {})[card.node_id] = offer
     said: list[tuple[str, str]] = []
     for name, digests in sorted(named.items()):
         if len(digests) > 1:
-            having = "; ".join(f"{digest[:DIGEST_DIGITS]} on {', '.join(sorted(nodes))}" for digest, nodes in sorted(digests.items()))
+            having = "; ".join(_having(digest, offers) for digest, offers in sorted(digests.items()))
             said.append((name, f"different files have this name: {having}"))
     return said
+
+
+def _having(digest: str, offers: Mapping[NodeId, ModelOffer]) -> str:
+    """Describe one of the models of a name, and where it is. The digest of a file that only an engine has read is not known."""
+    known = any(offer.model.has_digest for offer in offers.values())
+    return f"{digest[:DIGEST_DIGITS] if known else 'a file of unknown digest'} on {', '.join(_at(*each) for each in sorted(offers.items(), key=lambda each: each[0]))}"
+
+
+def _at(node_id: NodeId, offer: ModelOffer) -> str:
+    engine = offer.engine
+    return node_id if engine is None else f"{node_id} ({', '.join(filter(None, (engine.engine, engine.quantisation)))})"
 
 
 def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
@@ -458,7 +469,8 @@ def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]
 
 def _whole(givers: MayGiveWeights) -> list[tuple[NodeCard, ModelOffer]]:
     cards = live_cards(givers.cards).values()
-    return [(card, offer) for card in cards for offer in card.models if offer.runs_whole and offer.digest]
+    # An engine of another maker runs its own files, and only some of them lie where this node gives files from.
+    return [(card, offer) for card in cards for offer in card.models if offer.runs_whole and offer.digest and offer.engine is None]
 
 
 def _addresses(own: NodeCard | None, card: NodeCard) -> tuple[str, ...]:

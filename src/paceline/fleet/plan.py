@@ -50,6 +50,9 @@ class Pin:
 
 TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
 """Tokens of a request that names no other numbers."""
+WORTH_A_HOP = 1.25
+"""Factor by which another node must be faster for a request to leave the node that has the model itself: estimates are rough, and the way there and back
+is not in them. Raising it: more requests stay where they arrived."""
 
 
 @dataclass(frozen=True, slots=True)

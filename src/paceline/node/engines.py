@@ -13,6 +13,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, UserError
 from paceline.machine.foreign.engines import ForeignEngines
 from paceline.machine.foreign.shares import Share, read_shares
+from paceline.machine.foreign.state import EngineState
 from paceline.store.home import Home
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class SharedEngines:
         self._offered: dict[str, Share] = {}
         self._late: dict[str, Backoff] = {}
         """Engines that did not answer, by URL."""
+        self._silent: dict[str, EngineState] = {}
+        """The same, for the owner."""
         self._looked = asyncio.Event()
 
     async def settle(self) -> None:
@@ -63,12 +66,14 @@ class SharedEngines:
             late = self._late.get(url)
             if url not in self._offered and (late is None or self._clock.monotonic() >= late.until_s):
                 await self._offer(share)
+        self._engines.silent = tuple(self._silent.values())
 
     def _read(self) -> dict[str, Share]:
         stamp = _stamp(self._home.engines)
         if self._wanted is None or stamp != self._stamp:
             self._stamp = stamp
             self._late.clear()
+            self._silent.clear()
             try:
                 self._wanted = {share.url: share for share in (*self._found, *read_shares(self._home))}
             except UserError as error:
@@ -88,8 +93,13 @@ class SharedEngines:
             if not late.failures:
                 logger.warning("the engine at %s is not offered yet: %s", share.url, error)
             late.fail(self._clock.monotonic())
+            sharing = share.sharing
+            self._silent[share.url] = EngineState(
+                share.url, trouble=str(error), leaves_network=sharing.leaves_network, plain_http=sharing.plain_http
+            )
             return
         self._late.pop(share.url, None)
+        self._silent.pop(share.url, None)
         self._offered[share.url] = share
         await self._engines.add(*found, share.sharing)
 

@@ -9,13 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.core.errors import ConfigError, ModelNotFound, PacelineError
+from paceline.core.errors import ConfigError, ModelNotFound, PacelineError, PlacementError
+from paceline.core.following import Holding, may_follow
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, ModelRef, WeightsFormat
-from paceline.fleet import placement
-from paceline.fleet.card import NodeCard
+from paceline.fleet import engines, placement
+from paceline.fleet.card import ModelOffer, NodeCard
+from paceline.fleet.engines import PROMISE, EngineChoice
 from paceline.fleet.placement import explain
-from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
+from paceline.fleet.plan import WORTH_A_HOP, Choice, Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
 from paceline.store.home import Home
 from paceline.store.selection import is_path
@@ -88,11 +90,18 @@ View = Callable[[], Sequence[NodeCard]]
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    plan: Plan
+    plan: Plan | None
+    """None: only engines of other makers have the model."""
     lines: tuple[str, ...]
+    request: PlanRequest
+    engines: tuple[EngineChoice, ...] = ()
+    """Engines of other makers that could answer, best first."""
 
     def as_json(self) -> dict[str, Any]:
-        return plain(asdict(self.plan)) | {"explanation": list(self.lines)}
+        nothing: dict[str, Any] = {"request": asdict(self.request), "chosen": None, "runners_up": []}
+        made = nothing if self.plan is None else asdict(self.plan)
+        engines = [asdict(each) | {"promise": PROMISE} for each in self.engines]
+        return plain(made | {"engines": engines}) | {"explanation": list(self.lines)}
 
 
 def explained(
@@ -101,6 +110,7 @@ def explained(
     sharers: Collection[NodeId] | None = None,
     loaded: Collection[str] = (),
     trust: Mapping[NodeId, Trust] | None = None,
+    shared: Sequence[ModelOffer] = (),
 ) -> Explained:
     """Plan a request and say why.
 
@@ -110,13 +120,14 @@ def explained(
         sharers: nodes that may share KV with one another; None: all.
         loaded: models that run on this machine now, where there is no view.
         trust: what certificates say of nodes; those left out are members.
+        shared: models of engines that this machine shares now, where there is no view.
 
     Raises:
-        PlacementError, UnsupportedModel: there is no plan; only this machine has it, and can't run it.
+        PlacementError, UnsupportedModel: no machine and no engine can answer; only this machine has the model, and can't run it.
         ModelNotFound, ModelFileError: its model is a path, of which there is no model.
     """
     found = _known_here(request.model)
-    cards = this_machine(None if isinstance(found, PacelineError) else found, loaded) if view is None else view()
+    cards = this_machine(None if isinstance(found, PacelineError) else found, loaded, shared) if view is None else view()
     named = {offer.model_id for card in cards for offer in card.models}
     if request.model not in named:
         if not isinstance(found, PacelineError):  # this machine may call it otherwise: an alias, a path
@@ -129,14 +140,27 @@ def explained(
                 table.choose(open_weights(found.path, DigestCache(Home.from_environment())).spec, WeightsFormat.STORED)
         elif not isinstance(found, ModelNotFound) or is_path(request.model):
             raise found
-    made = plan(cards, request, trust)
-    lines = [*explain(made)]
+    able = engines.holders(cards, request)
+    try:
+        made = plan(cards, request, trust)
+    except PlacementError:
+        if request.exact and engines.holders(cards, replace(request, exact=False)):
+            raise PlacementError(
+                f"No machine that is seen here promises the bytes of {request.title}: only engines of other makers have it",
+                "Leave out --exact.",
+            ) from None
+        if not able:
+            raise
+        return _by_engines(request, able)
+    lines = [*explain(made), *(f"in an engine of another maker: {line}" for line in engines.explain(able))]
+    if sooner := _sooner(able, made.chosen):
+        lines.append(f"note: requests that are not exact go first to {sooner.headline}: {sooner.figures}; {engines.NO_PROMISE}")
     if len(made.chosen.stages) == 1:
         from paceline.ways.kv.price import explain_prompts
 
-        able = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
+        sharing = {card.node_id: card for card in cards if sharers is None or card.node_id in sharers}
         at, model = made.chosen.stages[0].node_id, ModelRef(made.chosen.digest, made.chosen.weights)
-        lines += [f"prompts: {line}" for line in explain_prompts(able, at, model, request.prompt_tokens)]
+        lines += [f"prompts: {line}" for line in explain_prompts(sharing, at, model, request.prompt_tokens)]
     elif made.chosen.way == PIPELINE:
         at = made.chosen.stages[0].node_id
         lines.append(f"prompts: the log of {at} says whether others compute them, which depends on all of its machines' links")
@@ -144,17 +168,45 @@ def explained(
         is_member = Home.from_environment().is_in_fleet
         alone = "no other machine of the fleet is seen" if is_member else "this machine is alone; `paceline join` makes it part of a fleet"
         lines.append(f"note: {alone}")
-    return Explained(made, tuple(lines))
+    return Explained(made, tuple(lines), request, able)
 
 
-def this_machine(beside: ModelLocation | None = None, loaded: Collection[str] = ()) -> Sequence[NodeCard]:
-    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home, and those that run now."""
+def _by_engines(request: PlanRequest, able: tuple[EngineChoice, ...]) -> Explained:
+    """Explain a plan for a model that only engines of other makers have."""
+    first, *others = able
+    lines = [
+        f"{first.model_id}, {request.prompt_tokens} tokens of prompt, {request.answer_tokens} of answer",
+        f"plan: {first.headline}: {first.figures}",
+        *(f"otherwise: {line}" for line in engines.explain(others)),
+        f"note: {engines.NO_PROMISE}",
+    ]
+    if first.estimate is None:
+        lines.append("note: speeds are measured with the first answers; an engine is never made to work for a measurement")
+    return Explained(None, tuple(lines), request, able)
+
+
+def _sooner(able: Sequence[EngineChoice], chosen: Choice) -> EngineChoice | None:
+    """Return the engine that requests go to before the plan's choice; None if there is none. Other weights never answer for it."""
+    planned = Holding(ModelRef(chosen.digest, chosen.weights, chosen.model_id))
+    fast = (
+        each
+        for each in able
+        if each.estimate is not None and each.estimate.total_s * WORTH_A_HOP < chosen.estimate.total_s and not each.engine.leaves_network
+    )
+    return next((each for each in fast if may_follow(planned, Holding(each.model), exact=False).is_allowed), None)
+
+
+def this_machine(
+    beside: ModelLocation | None = None, loaded: Collection[str] = (), shared: Sequence[ModelOffer] = ()
+) -> Sequence[NodeCard]:
+    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home, those that run now, and those of shared engines."""
     from paceline.machine.capability import CapabilityReport, own_name
 
     portrait = CapabilityReport(NodeId(own_name()), Home.from_environment())
     portrait.look(beside=() if beside is None else (beside,))
     card = portrait.card()
-    return (replace(card, models=tuple(replace(offer, warm=offer.warm or offer.model_id in loaded) for offer in card.models)),)
+    own = tuple(replace(offer, warm=offer.warm or offer.model_id in loaded) for offer in card.models)
+    return (replace(card, models=(*own, *shared)),)
 
 
 def parse_ways(text: str) -> frozenset[Way] | None:

@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
-from paceline.core.inference import Inference, ServedModel
+from paceline.core.inference import Inference, ModelFacts, ServedModel
+from paceline.fleet.engines import PROMISE
 from paceline.machine.models import Models
 from paceline.server import embeddings, own_paths, replies, tokenizing
 from paceline.server.aliases import Aliases
@@ -96,7 +97,11 @@ def service_of(app: Application) -> ApiService:
 
 
 def create_app(
-    inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None, models: Models[Any] | None = None
+    inference: Inference,
+    settings: ServerSettings | None = None,
+    encoder: TextEncoder | None = None,
+    models: Models[Any] | None = None,
+    engines: own_paths.EngineStates = list,
 ) -> Application:
     """Make the OpenAI API over `inference`.
 
@@ -104,6 +109,7 @@ def create_app(
         settings: bounds and the key; the defaults where missing.
         encoder: makes embeddings; None: the server makes none.
         models: this machine's own, which requests and its owner may have loaded; None: nothing is loaded on demand.
+        engines: returns the state of the engines of other makers that this machine shares.
     """
     service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
 
@@ -123,7 +129,7 @@ def create_app(
     app.add_middleware(RequestLog, clock=service.clock)
     app.add_middleware(Aliases)
     _add_faults(app)
-    _add_routes(app, service)
+    _add_routes(app, service, engines)
 
     @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and a client may ask again and again
     def documented(*names: str) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def _of_router(app: Application, request: Request, error: HTTPException) -> Faul
     return Fault(error.status_code, message, code=HTTP_CODES.get(error.status_code), headers=headers)
 
 
-def _add_routes(app: Application, service: ApiService) -> None:
+def _add_routes(app: Application, service: ApiService, engines: own_paths.EngineStates) -> None:
     encoder, settings = service.embedder.encoder, service.settings
     refused, key = refusals(replies.ErrorReply, settings), refusals(replies.ErrorReply, settings, 401)
     stream = replies.event_stream(
@@ -194,7 +200,7 @@ def _add_routes(app: Application, service: ApiService) -> None:
     for api in (responses, ollama, anthropic, embeddings, tokenizing):
         api.add_routes(app, service)
     if service.models is not None:
-        own_paths.add_routes(app, service, service.models)
+        own_paths.add_routes(app, service, service.models, engines)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
@@ -203,7 +209,7 @@ def _add_routes(app: Application, service: ApiService) -> None:
 
     def model_entry(model: ServedModel) -> dict[str, object]:
         drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}
-        return _listed(model.name, model.created, model.max_context, drawn)
+        return _listed(model.name, model.created, model.max_context, drawn) | _engine_fields(model.facts)
 
     def encoder_entry(found: TextEncoder) -> dict[str, object]:
         return _listed(found.name, found.created, found.max_tokens, {})
@@ -257,3 +263,12 @@ def _add_routes(app: Application, service: ApiService) -> None:
 def _listed(name: str, created: int, length: int, drawn: Mapping[str, float] | None) -> dict[str, object]:
     shown: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "paceline"}
     return shown | {"max_model_len": length, "sampling_defaults": drawn if drawn is None else dict(drawn)}
+
+
+def _engine_fields(facts: ModelFacts) -> dict[str, object]:
+    """Return what a list of models says besides of one that an engine of another maker runs."""
+    if not facts.engine:
+        return {}
+    name, _, version = facts.engine.partition(" ")
+    said: dict[str, object] = {"engine": name, "engine_version": version, "promise": PROMISE, "quantisation": facts.stored_as}
+    return said | {"leaves_network": facts.leaves_network}

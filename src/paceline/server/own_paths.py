@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from paceline.core.errors import UserError
+from paceline.machine.foreign.state import EngineState
 from paceline.machine.models import Models
 from paceline.server.application import Application
 from paceline.server.faults import Refusal, fault_of_mistake
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.server.service import ApiService
 
 Result = TypeVar("Result")
+EngineStates = Callable[[], Sequence[EngineState]]
 
 
 @cache
@@ -67,7 +69,13 @@ class UnloadRequest(LoadRequest):
     wait_s: float = Field(default=0.0, ge=0, le=3600)
 
 
-def add_routes(app: Application, service: ApiService, models: Models[Any]) -> None:
+def add_routes(app: Application, service: ApiService, models: Models[Any], engines: EngineStates) -> None:
+    """Add the owner's paths.
+
+    Args:
+        engines: returns the state of the engines of other makers that this machine shares.
+    """
+
     async def done(work: Coroutine[Any, Any, Result], request: Request) -> Result:
         try:
             return await service.while_wanted(work, request)
@@ -76,7 +84,8 @@ def add_routes(app: Application, service: ApiService, models: Models[Any]) -> No
 
     @app.get("/owner/models", include_in_schema=False)
     async def in_use() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return json_response({"models": [asdict(use) for use in models.in_use()], "on_demand": models.on_demand})
+        uses, shared = [asdict(use) for use in models.in_use()], [asdict(state) for state in engines()]
+        return json_response({"models": uses, "on_demand": models.on_demand, "engines": shared})
 
     @app.post("/owner/load", include_in_schema=False)
     async def load(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]

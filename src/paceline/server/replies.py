@@ -138,6 +138,13 @@ class ListedModel(LazyModel):
         description="How tokens are drawn where a request does not say; what is missing: as OpenAI's API has it. Null: not known before the "
         "model is asked for"
     )
+    engine: str = Field(
+        default="", description="The engine of another maker that runs it. Missing, as are the fields below: Paceline's own kernels"
+    )
+    engine_version: str = ""
+    promise: Literal["none"] = Field(default="none", description="What the engine promises of an answer's bytes")
+    quantisation: str = Field(default="", description="As the engine writes it")
+    leaves_network: bool = Field(default=False, description="Prompts for it leave the home network. Only requests that name it reach it")
 
 
 class ModelList(LazyModel):

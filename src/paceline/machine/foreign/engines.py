@@ -25,6 +25,7 @@ from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineM
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
+from paceline.machine.foreign.state import EngineState, SharedModel
 from paceline.store.home import Home
 
 logger = logging.getLogger(__name__)
@@ -262,6 +263,26 @@ class WatchedEngine:
                     return
         raise EngineGone(f"{self.identity} ended a test of {model.name} before its end")
 
+    def offer(self, one: Offered) -> ModelOffer:
+        """Return what the node's card says of a model."""
+        under_way = max(one.live, (self.busy.running or 0) + (self.busy.waiting or 0))
+        return one.model.offer(one.rates.tokens_per_s, one.rates.prompt_per_s, under_way)
+
+    @property
+    def state(self) -> EngineState:
+        """The engine as its owner sees it."""
+        tested = "a request failed, and it is being tested"
+        return EngineState(
+            self.url,
+            str(self.identity),
+            tuple(SharedModel(self.offer(one), one.model.context, one.live, tested if one.test else "") for one in self.known),
+            self.busy.running,
+            self.busy.waiting,
+            self.trouble,
+            self.sharing.leaves_network,
+            self.sharing.plain_http,
+        )
+
     async def close(self) -> None:
         """Look no more, and close the connections. The engine goes on."""
         await end_tasks(self._learning, *(one.test for one in self._known.values()))
@@ -277,6 +298,8 @@ class ForeignEngines:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
+        self.silent: Sequence[EngineState] = ()
+        """Engines that are shared and have not answered since, as their owner keeps it."""
 
     # ------------------------------------------------------------------------------------------------------------ for its owner
 
@@ -291,11 +314,12 @@ class ForeignEngines:
 
     def offers(self) -> tuple[ModelOffer, ...]:
         """Return what the node's card says of them."""
-        found: list[ModelOffer] = []
-        for engine, one in self._by_name.values():
-            under_way = max(one.live, (engine.busy.running or 0) + (engine.busy.waiting or 0))
-            found.append(one.model.offer(one.rates.tokens_per_s, one.rates.prompt_per_s, under_way))
-        return tuple(found)
+        return tuple(engine.offer(one) for engine, one in self._by_name.values())
+
+    def states(self) -> list[EngineState]:
+        """Return all engines that are shared, those that have never answered last."""
+        never = [state for state in self.silent if state.url not in self._engines]
+        return [*(engine.state for engine in self._engines.values()), *never]
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Have `changed` called on the event loop when a model comes or goes."""

@@ -151,7 +151,13 @@ def take_in(
 
 def served(model: ForeignModel) -> ServedModel:
     """Return the model as the server shows it."""
-    facts = ModelFacts(model.ref.digest if model.ref.has_digest else "", model.told.size_bytes, stored_as=model.told.quantisation)
+    facts = ModelFacts(
+        model.ref.digest if model.ref.has_digest else "",
+        model.told.size_bytes,
+        stored_as=model.told.quantisation,
+        engine=str(model.identity),
+        leaves_network=model.leaves_network,
+    )
     chats: PassedChats | None = None
     if Takes.MESSAGES in model.told.takes:
         able = model.told.capabilities

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ import grpc.aio
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId
-from paceline.core.inference import ModelFacts, PassedChats, ServedModel, fingerprint_of
+from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef
 from paceline.core.no_tokenizer import NoTokenizer
 from paceline.core.text import Tokenizer
@@ -33,7 +33,7 @@ from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
 from paceline.store.tokenizer import MAX_PACKED_BYTES, tokenizer_digest, unpack_tokenizer
 from paceline.ways.forward.codec import read_chunks, write_request
-from paceline.ways.forward.routes import Meaning
+from paceline.ways.forward.routes import AnswerRoute, Meaning
 from paceline.ways.forward.service import LoadedModel
 
 Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
@@ -207,11 +207,14 @@ class Described:
     loaded: LoadedModel
     tokenizer: Tokenizer
 
-    def served(self, numerics_id: str, size_bytes: int, chats: PassedChats | None = None) -> ServedModel:
-        loaded, model = self.loaded, self.loaded.model
-        facts = ModelFacts(model.digest if model.has_digest else "", size_bytes)
-        fingerprint = fingerprint_of(model, numerics_id)
-        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint, facts, chats)
+    def served(self, route: AnswerRoute) -> ServedModel:
+        """Return the model as the server shows it, with what its route says."""
+        loaded, model, engine = self.loaded, self.loaded.model, route.engine
+        facts = ModelFacts(model.digest if model.has_digest else "", route.size_bytes)
+        if engine is not None:
+            facts = replace(facts, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network)
+        fingerprint = fingerprint_of(model, route.numerics_id)
+        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint, facts, route.chats)
 
 
 class TokenizerStore:

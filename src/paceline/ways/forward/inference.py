@@ -103,7 +103,7 @@ class FleetInference:
         own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
-            described.served(_numerics(route), route.size_bytes, route.chats)
+            described.served(route)
             for name, route in self._routes.items()
             if name not in names and (described := self._described.get((name, route.meaning))) is not None
         ]
@@ -212,10 +212,10 @@ class FleetInference:
         # What would be loaded here on demand is asked of those that have it loaded.
         described = None if route is None or loaded is not None else self._described.get((model.name, route.meaning))
         if route is not None and described is not None:
-            return described.served(_numerics(route), route.size_bytes, route.chats)
-        if route is None or loaded is None or _numerics(route) == loaded.numerics_id:
+            return described.served(route)
+        if route is None or loaded is None or route.numerics_id == loaded.numerics_id:
             return model
-        return replace(model, fingerprint=fingerprint_of(loaded.model, _numerics(route)))
+        return replace(model, fingerprint=fingerprint_of(loaded.model, route.numerics_id))
 
     def _leg_here(self, model: str, request: GenerationRequest) -> ChunkStream:
         """A router chose this node for it."""
@@ -346,12 +346,6 @@ def _can_take(stop: RouteStop, request: GenerationRequest) -> bool:
     if request.chat:
         return stop.engine is not None and MESSAGES in stop.engine.takes
     return stop.engine is None or any(form != MESSAGES for form in stop.engine.takes)
-
-
-def _numerics(route: AnswerRoute) -> str:
-    """Return the numerics id that all nodes of a route have; empty if they differ."""
-    first, *others = {stop.numerics_id for stop in route.stops}
-    return "" if others else first
 
 
 class _Nodes:

@@ -28,16 +28,13 @@ from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef
 from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
+from paceline.fleet.engines import price, prompt_token_s
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import ALONE, TYPICAL_ANSWER, TYPICAL_PROMPT, Choice, PlanRequest
+from paceline.fleet.plan import ALONE, WORTH_A_HOP, Choice, PlanRequest
 from paceline.fleet.ways import Alone
 
 MOST_MODELS = 16
 """Of one other node. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
-WORTH_A_HOP = 1.25
-"""Another node must be faster by so much for a request to leave the node that has the model itself: estimates are rough, and the way there
-and back is not in them. Raising it: more requests stay where they arrived."""
-
 
 MESSAGES = "messages"
 """See `engines.contract.Takes`."""
@@ -72,7 +69,7 @@ class RouteStop:
     model: ModelRef = NO_MODEL
     """The model that is loaded there."""
     engine: EngineOffer | None = None
-    """The engine of another maker that runs it."""
+    """The engine of another maker that runs it there; None: Paceline's own kernels."""
 
     @property
     def holding(self) -> Holding:
@@ -89,6 +86,17 @@ class AnswerRoute:
     """The best first; never empty."""
     size_bytes: int = 0
     """Of the weights, as their cards say."""
+
+    @property
+    def numerics_id(self) -> str:
+        """The numerics id that all nodes have; empty if they differ."""
+        first, *others = {stop.numerics_id for stop in self.stops}
+        return "" if others else first
+
+    @property
+    def engine(self) -> EngineOffer | None:
+        """The engine that the best node answers with. None: Paceline's own kernels do, at one of the nodes."""
+        return self.stops[0].engine if all(stop.engine is not None for stop in self.stops) else None
 
     @property
     def chats(self) -> PassedChats | None:
@@ -124,7 +132,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         stops = {
             card.node_id: RouteStop(
                 *(card.node_id, card.instance, offer.numerics_id, card.addresses),
-                *(times.get(card.node_id, _engine_s(offer)), _token_s(offer)),
+                *(times.get(card.node_id, _engine_s(offer)), prompt_token_s(offer)),
                 *(offer.under_way, offer.role is Role.PREFILL, offer.model, offer.engine),
             )
             for card, offer in holders
@@ -173,16 +181,9 @@ def _answering(card: NodeCard) -> NodeCard:
 
 
 def _engine_s(offer: ModelOffer) -> float | None:
-    """Return what a typical request takes at a foreign engine, by the answers that passed; None: none has."""
-    read_s = _token_s(offer)
-    if offer.engine is None or not read_s or not 1e-3 <= offer.tokens_per_second < 1e9:
-        return None
-    return TYPICAL_PROMPT * read_s + TYPICAL_ANSWER / offer.tokens_per_second
-
-
-def _token_s(offer: ModelOffer) -> float:
-    rate = offer.prefill_tokens_per_second
-    return 1 / rate if 1e-3 <= rate < 1e9 else 0.0
+    """Return what a typical request takes at a foreign engine; None: not known."""
+    expected = price(offer, PlanRequest(offer.model_id))
+    return None if expected is None else expected.total_s
 
 
 def _meaning(

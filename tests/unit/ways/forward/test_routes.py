@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.following import Following, Holding
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef, digest_of_name
-from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.card import EngineOffer, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
 from paceline.ways.forward.routes import Meaning, may_be_loading, open_to, routes
 
@@ -145,3 +145,13 @@ def test_equal_numerics_come_first_and_are_all_that_an_exact_request_takes(
     assert sorted(stop.node_id for stop, _ in found) == list(expected)
     assert all(how.is_announced for stop, how in found if after is not None and stop.numerics_id != after)
     assert all(how is Following.SAME for stop, how in found if after is None)
+
+
+ENGINE = EngineOffer("llama-server b9000", ("ids",), "Q4_K_M", 4)
+
+
+def test_a_route_says_which_engine_answers_unless_own_kernels_may() -> None:
+    shared, own = offer(10, numerics_id="", shape=None, engine=ENGINE), offer(10)
+    found = routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, shared))), {}, {})["m"]
+    assert found.engine == ENGINE
+    assert routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, own))), {}, {})["m"].engine is None
