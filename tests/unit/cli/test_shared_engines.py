@@ -91,7 +91,15 @@ def test_no_engine_answers_a_request_for_exact_bytes() -> None:
 
 def test_engines_stand_next_to_the_plan_of_own_kernels() -> None:
     own = ModelOffer(
-        "m", Role.VERIFIER, "stored", 20.0, 200.0, "1" * 64, warm=True, shape=ModelShape(24, 2048, 1 << 20, 3 << 20, 2048, 32768)
+        "m",
+        Role.VERIFIER,
+        "stored",
+        20.0,
+        200.0,
+        "1" * 64,
+        warm=True,
+        numerics_id="cpu/1",
+        shape=ModelShape(24, 2048, 1 << 20, 3 << 20, 2048, 32768),
     )
     slow, said = planned(own, engine_offer(1.0))
     assert said["chosen"] is not None
