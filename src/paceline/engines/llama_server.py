@@ -182,7 +182,7 @@ class LlamaServer(Adapter):
             return NotServed(f"{self.http.place}: {message}", "Send text only, or choose a model that takes images.")
         if "Context size has been exceeded" in message:  # slots share one KV memory, and it is full
             return Overloaded(f"{self.http.place}: {message}", "Retry when other requests have ended.", retry_after_s=2)
-        if "model limit reached" in message:  # a router whose loaded models are all at work
+        if "model limit reached" in message:  # a router, and its loaded models are all at work
             return Overloaded(f"{self.http.place}: {message}", "Retry when another model is free.", retry_after_s=5)
         return None
 

@@ -78,7 +78,8 @@ class Stream:
                 raise StopAsyncIteration
             if self._ended:
                 raise self._source.gone("broke off its answer", "See its own log for the cause.")
-            self._reads = True
+            pause_s = self._loop.time() - self._part_s  # of the reader, not of the engine
+            self._moved_s, self._part_s, self._reads = self._moved_s + pause_s, self._part_s + pause_s, True
             try:
                 chunk = await self._content.readany()
             except (aiohttp.ClientError, OSError):

@@ -298,6 +298,24 @@ def test_silence_is_no_fault_while_llama_server_is_at_work_nor_while_its_page_of
         assert "wrote nothing" in str(error)
 
 
+def test_a_slow_reader_is_no_silence_of_the_engine() -> None:
+    def answer(asked: Asked) -> Said:
+        end = word(asked, choices=[{"index": 0, "delta": {"content": " two"}, "finish_reason": "stop"}])
+        return stream(wire(asked, word(asked)), Hang(0.2), wire(asked, end)[:9], wire(asked, end)[9:])
+
+    async def read(url: str) -> str:
+        engine, text = OpenAi(Door(url), Patience(quiet_s=0.02, next_token_s=0.1)), ""
+        async for piece in engine.generate(Ask(MODEL, CHAT, 8)):
+            text += piece.text
+            if piece.text == " one":
+                await asyncio.sleep(0.18)
+        await engine.close()
+        return text
+
+    with served(but(answer)) as server:
+        assert asyncio.run(read(server.url)) == " one two"
+
+
 @pytest.mark.parametrize("end", [b"", b"data: [DONE]\n\n", Hang(), b": ping\n\n"])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_an_answer_that_is_complete_needs_no_more(end: Part, line_end: bytes) -> None:
