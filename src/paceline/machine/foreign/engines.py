@@ -3,6 +3,7 @@
 Laws:
 - The owner is not disturbed. Looks only read; a model is tested with one token only if it is loaded and a request to it failed. Engines are never stopped here.
 - A model whose engine failed a request is offered again once the engine has answered a test.
+- An engine outside of the home network never answers for one at home, even while that one is away: it is offered under names that no engine at home has.
 - A name that means another model than at the last look is never answered with: each request looks first, unless the last look is `FRESH_S` old or younger.
 """
 
@@ -342,9 +343,11 @@ class ForeignEngines:
 
     def _changed(self) -> None:
         by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
+        at_home = {one.model.name for engine in self._engines.values() if not engine.sharing.leaves_network for one in engine.known}
         for engine in self._engines.values():
             for one in engine.offered:
-                by_name.setdefault(one.model.name, (engine, one))
+                if not engine.sharing.leaves_network or one.model.name not in at_home:
+                    by_name.setdefault(one.model.name, (engine, one))
         self._by_name = by_name
         self._on_change()
 

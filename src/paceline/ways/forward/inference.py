@@ -1,7 +1,8 @@
 """The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
 
 Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route, one that gives the same bytes
-if there is one, and continues there from the tokens so far. An exact request moves to no other. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
+if there is one, and continues there from the tokens so far. An exact request moves to no other. A prompt leaves the home network only if, when it came, no node at home
+had served a model of that name lately. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc.aio
 from paceline.core.background import end_tasks
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest, PacelineError, WayNotAllowed
+from paceline.core.errors import InvalidRequest, ModelAway, PacelineError, WayNotAllowed
 from paceline.core.following import Holding, promises_bytes
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
@@ -90,6 +91,8 @@ class FleetInference:
         """Looks at what is described."""
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
+        self._at_home: dict[str, float] = {}
+        """Models that were served lately without leaving the home network, and until when."""
         self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
@@ -100,7 +103,8 @@ class FleetInference:
 
     def models(self) -> Sequence[ServedModel]:
         """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
-        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
+        local = [] if self._local.inference is None else self._local.inference.models()
+        own = [self._shown(model) for model in local if not self._yields(model)]
         names = {model.name for model in own}
         others = [
             described.served(route)
@@ -122,11 +126,25 @@ class FleetInference:
         route = self._routes.get(model)
         if route is not None:
             self._wanted(route)
+            self._check_home(route)
         if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
             return self._local.inference.generate(model, request)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         return Forwarded(request, _Nodes(self, model, route, exact=request.exact), self._clock)
+
+    def _check_home(self, route: AnswerRoute) -> None:
+        """Refuse to send outside what was answered at home a moment ago.
+
+        Raises:
+            ModelAway: only engines outside of the home network have the model now, and a node at home had it lately.
+        """
+        at_home_s = self._at_home.get(route.name)
+        if route.leaves and at_home_s is not None and self._clock.monotonic() - at_home_s < LATELY_S:
+            raise ModelAway(
+                f"No machine at home serves {route.name} at this moment, and prompts for it are not sent to an engine outside instead",
+                "Try again in a few seconds, or share the engine's model under a name of its own.",
+            )
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
@@ -177,6 +195,10 @@ class FleetInference:
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
+        at_home = {name for some in (before, self._routes) for name, route in some.items() if not route.leaves}
+        self._at_home = {name: at for name, at in self._at_home.items() if now - at < LATELY_S} | dict.fromkeys(at_home, now)
+        local = [] if self._local.inference is None else self._local.inference.models()
+        loaded = {name: one for name, one in loaded.items() if name not in {model.name for model in local if self._yields(model)}}
         shown = {(name, route.meaning) for name, route in self._routes.items() if name not in loaded}
         self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
         self._set_aside &= shown
@@ -206,6 +228,11 @@ class FleetInference:
             return None
         return lambda request: inference.generate(name, request)
 
+    def _yields(self, model: ServedModel) -> bool:
+        """Return whether a node at home has a model by the name of this one, which an engine outside of the home network answers here."""
+        route = self._routes.get(model.name)
+        return model.facts.leaves_network and route is not None and not route.leaves
+
     def _shown(self, model: ServedModel) -> ServedModel:
         """This node's model, with the fingerprint of the kernels that would answer."""
         route, loaded = self._routes.get(model.name), self._local.find(model.name)
@@ -224,18 +251,21 @@ class FleetInference:
             raise InvalidRequest(f"kv_transfer_params: {model} does not run at this machine", field="kv_transfer_params")
         return self._legs(loaded.model.digest, loaded.numerics_id, request)
 
-    def leg(self, name: str, meaning: Meaning, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+    def leg(
+        self, name: str, meaning: Meaning, request: GenerationRequest, left: Collection[NodeId], after: Holding | None, *, may_leave: bool
+    ) -> Leg | None:
         """See `Nodes.leg`.
 
         Args:
             meaning: what the name stood for when the request came.
+            may_leave: only engines outside of the home network had the model then.
         """
         self._refresh()
         route = self._routes.get(name)
         if route is None or route.meaning != meaning:
             return None
         prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
-        following = dict(open_to(route.stops, after, left, exact=request.exact))
+        following = dict(open_to(route.stops, after, left, exact=request.exact, may_leave=may_leave))
 
         def held() -> Mapping[NodeId, float]:
             found: dict[NodeId, float] = {}
@@ -350,6 +380,7 @@ class _Nodes:
     def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None, *, exact: bool) -> None:
         self._fleet, self._name = fleet, name
         self._meaning = None if route is None else route.meaning
+        self._may_leave = route is not None and route.leaves
         self._left: dict[NodeId, bytes] = {}
         self._first: Holding | None = None
         """The holder whose bytes an exact answer has; None: any may begin."""
@@ -359,7 +390,9 @@ class _Nodes:
                 raise WayNotAllowed(f"exact: no machine that serves {name} promises its bytes", "Leave it out.", field="exact")
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
-        return None if self._meaning is None else self._fleet.leg(self._name, self._meaning, request, left, after or self._first)
+        if self._meaning is None:
+            return None
+        return self._fleet.leg(self._name, self._meaning, request, left, after or self._first, may_leave=self._may_leave)
 
     def is_coming(self) -> bool:
         return self._meaning is not None and self._fleet.is_coming(self._meaning.model.digest, self._left)
