@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import httpx
+import pytest
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, ServedModel
+from paceline.core.via import VIA_HEADER, new_mark, write_via
 from paceline.server.settings import ServerSettings
 
 HOME = ModelFacts(stored_as="Q4_K_M", engine="llama-server b9000")
@@ -70,3 +72,26 @@ def test_where_all_models_leave_the_network_a_request_has_to_name_one(serve_with
     assert [one["id"] for one in httpx.get(f"{url}/v1/models").json()["data"]] == ["away"]
     unnamed = httpx.post(f"{url}/v1/chat/completions", json=CHAT).json()["error"]["message"]
     assert "away" in unnamed
+
+
+@pytest.mark.parametrize(
+    ("via", "status"),
+    [
+        ("", 200),
+        (write_via((new_mark("a"),)), 200),
+        (f"b~{'0' * 16}, a~{'1' * 16}", 508),
+        ("1" * 16, 508),
+        ("x" * 4096, 400),
+        ("no mark", 400),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"])
+def test_a_request_that_was_here_before_is_refused(
+    serve_with: Callable[..., Served[ScriptedInference]], via: str, status: int, path: str
+) -> None:
+    url = holding(serve_with, {"m": HOME}, settings=ServerSettings(mark=f"a~{'1' * 16}"))
+    body: dict[str, object] = {"model": "m", "stream": False, **CHAT} if path != "/v1/responses" else {"model": "m", "input": "hi"}
+    answer = httpx.post(url + path, json=body, headers={VIA_HEADER: via})
+    assert answer.status_code == status
+    if status == 508:
+        assert "a~" in answer.text

@@ -133,6 +133,8 @@ class GenerationRequest:
     """Names of the plans' ways that may serve the request. None: any way."""
     exact: bool = False
     """Only holders with one and the same numerics id may answer. False: an answer may continue with other numerics, and a notice says so."""
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that the request went through; see `core.via`."""
     leg: KvLeg | None = None
     """This node's part, if the request is disaggregated. None: this node serves all of it."""
 

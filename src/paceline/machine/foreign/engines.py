@@ -22,6 +22,7 @@ from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownMo
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
+from paceline.core.via import new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
@@ -280,6 +281,8 @@ class ForeignEngines:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
+        self.mark = new_mark()
+        """This process's mark on requests that leave it, as its owner draws it; see `core.via`."""
         self.silent: Sequence[EngineState] = ()
         """Engines that are shared and have not answered since, as their owner keeps it."""
 
@@ -372,7 +375,9 @@ class ForeignEngines:
             if self.expects(model):
                 raise ModelAway(f"The engine of {model!r} does not answer now", "Try again in a few seconds.")
             raise UnknownModel(f"The model {model[:200]!r} is not served here")
-        return found[0].answer(found[1], request)
+        via = through(request.via, self.mark)
+        leaves = found[0].sharing.leaves_network
+        return found[0].answer(found[1], replace(request, via=outside(via) if leaves else via))
 
     def stats(self) -> EngineStats:
         return EngineStats(running=sum(one.live for _, one in self._by_name.values()))

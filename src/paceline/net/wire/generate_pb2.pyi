@@ -143,6 +143,7 @@ class GenerateRequest(_message.Message):
     SCORES_ONLY_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else. Where a grammar is followed, ", " and its version stand behind
@@ -188,6 +189,10 @@ class GenerateRequest(_message.Message):
     def ways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ways of spreading work that may serve it, as plans call them. Empty: whichever the plan of the node chose. INVALID_ARGUMENT where it serves the model in none of them."""
 
+    @_builtins.property
+    def via(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Marks of the nodes that the request went through, the caller's last. FAILED_PRECONDITION if this node's is among them and it would pass the request on."""
+
     def __init__(
         self,
         *,
@@ -211,10 +216,11 @@ class GenerateRequest(_message.Message):
         scores_only: _builtins.bool = ...,
         ways: _abc.Iterable[_builtins.str] | None = ...,
         exact: _builtins.bool = ...,
+        via: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "via", b"via", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015

@@ -28,6 +28,7 @@ from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
+from paceline.core.via import new_mark, through
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayAnswer, Use
 from paceline.net.member.node import FleetNode
@@ -69,16 +70,19 @@ class FleetInference:
         draw: Callable[[], float] = random.random,
         held: Callable[[str, str, Sequence[int], str], Mapping[NodeId, float]] = lambda *_: {},
         legs: Callable[[str, str, GenerationRequest], ChunkStream] | None = None,
+        mark: str = "",
     ) -> None:
         """On the event loop.
 
         Args:
             held: what part of a prompt each node has KV of, from a model's digest, its numerics id, the prompt and its salt.
             legs: runs a request that a router sent to two nodes, from a model's digest and its numerics id; None: there are none.
+            mark: this process's mark on requests that leave it, see `core.via`; empty: one is drawn.
             draw: numbers in [0, 1): which answers of others are computed again here.
         """
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._held, self._legs = held, legs
+        self._mark = mark or new_mark(fleet.node_id)
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, fleet.found_wrong, draw)
         self._routes: dict[str, AnswerRoute] = {}
@@ -312,7 +316,7 @@ class FleetInference:
             self._fleet.meter.forwarded += 1
             return channel
 
-        stream = RemoteStream(dial, stop.node_id, loaded, request)
+        stream = RemoteStream(dial, stop.node_id, loaded, replace(request, via=through(request.via, self._mark)))
         return self._proofs.watched(stop, stop.model, stream, request, self._again(name, stop, stop.model))
 
     def _wanted(self, route: AnswerRoute) -> None:
