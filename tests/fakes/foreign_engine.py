@@ -32,7 +32,9 @@ class ScriptedEngine:
         breaks: int | None = None,
         cuts: int = 1,
         path: Path | None = None,
+        url: str = "http://127.0.0.1:1",
     ) -> None:
+        self._url = url
         self._answer, self._prompt, self._tokenizer, self._cuts = answer, prompt, tokenizer, cuts
         self.breaks = breaks
         self.asked: list[Ask] = []
@@ -44,7 +46,7 @@ class ScriptedEngine:
 
     @property
     def door(self) -> Door:
-        return Door("http://127.0.0.1:1")
+        return Door(self._url)
 
     def _check(self) -> None:
         if self.trouble is not None:

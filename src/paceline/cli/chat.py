@@ -92,7 +92,7 @@ def run_chat(
     found, ca = (url, tls_ca) if here is None else (here.url, here.authority)
     if found is not None:
         with EndpointClient(found, api_key, ca) as endpoint:
-            name = model or next(iter(endpoint.models()), "")
+            name = model or next(iter(endpoint.models(at_home=True)), "")
             if not name:
                 raise UserError(f"{found} serves no model", "Name one with --model.")
             if here is not None:

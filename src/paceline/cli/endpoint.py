@@ -70,8 +70,11 @@ class EndpointClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._client.close()
 
-    def models(self) -> list[str]:
-        """Names of the models served.
+    def models(self, *, at_home: bool = False) -> list[str]:
+        """Return the names of the models served.
+
+        Args:
+            at_home: leave out those to which prompts leave the home network.
 
         Raises:
             EndpointError: it can't be reached, or refused.
@@ -79,10 +82,10 @@ class EndpointClient:
         try:
             response = self._client.get(f"{self._url}/models")
             self._check(response)
-            return [printable(str(model["id"])) for model in response.json()["data"]]
+            return [printable(str(model["id"])) for model in response.json()["data"] if not (at_home and model.get("leaves_network"))]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EndpointError(f"{self._url}/models does not answer as an OpenAI endpoint does", "Check the URL.") from error
 
     def say(

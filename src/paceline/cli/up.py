@@ -229,7 +229,7 @@ def run_up(
                 shared = SharedEngines(engines, home, clock, found)
                 stack.push_async_callback(end_tasks, in_background(shared.run(), "engines that are shared"))
                 if fleet is None:
-                    app = create_app(Together(models, engines), served, encoder, models, engines.states)
+                    app = create_app(Together(models, engines), replace(served, mark=engines.mark), encoder, models, engines.states)
                     if proposers and models.nodes:
                         from paceline.ways.draft.service import drafting_alone
 
@@ -249,7 +249,7 @@ def run_up(
                         if asked is not None and not await _plan_and_load(whole, replace(base, model=name), asked, stop, console):
                             return
                         _check_apart(encoder, models)
-                    app = create_app(whole.inference, served, encoder, models, engines.states)
+                    app = create_app(whole.inference, replace(served, mark=engines.mark), encoder, models, engines.states)
                     service_of(app).metrics.add(*whole.collectors)
                     await whole.settle(stop)
                 await shared.settle()

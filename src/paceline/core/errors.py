@@ -25,6 +25,7 @@ PacelineError
 |   |   |-- TemplateRefused   the model's chat template refuses the messages as they are
 |   |   `-- WayNotAllowed     the model is served in none of the ways that the request allows
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
+|   |-- RequestLoop           the request went through this node before, or through too many nodes
 |   |-- UnknownModel          the model named is not served here
 |   |-- ModelAway             the model will be served here soon, or was until a moment ago
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
@@ -197,6 +198,10 @@ class WayNotAllowed(InvalidRequest):
 
 class ContextOverflow(InvalidRequest):
     """Prompt and answer together are longer than the model's context."""
+
+
+class RequestLoop(RequestError):
+    """A request went through this node before, or through too many nodes: endpoints share each other."""
 
 
 class UnknownModel(RequestError):
@@ -438,6 +443,7 @@ ERROR_TABLE: Final[Mapping[type[PacelineError], ErrorRow]] = {
     NotServed: ErrorRow("INVALID_ARGUMENT", 400, "unsupported_parameter"),
     WayNotAllowed: ErrorRow("INVALID_ARGUMENT", 400, "invalid_value", True),
     ContextOverflow: ErrorRow("OUT_OF_RANGE", 400, "context_length_exceeded", True),
+    RequestLoop: ErrorRow("FAILED_PRECONDITION", 508, "request_loop", True),
     UnknownModel: ErrorRow("NOT_FOUND", 404, "model_not_found", True),
     ModelAway: ErrorRow("UNAVAILABLE", 503, NO_MACHINE, True),
     Overloaded: ErrorRow("RESOURCE_EXHAUSTED", 429, "rate_limit_exceeded", True),

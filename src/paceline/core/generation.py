@@ -137,6 +137,8 @@ class GenerationRequest:
     """The body of an OpenAI chat completion, JSON, for an engine of another maker that renders the prompt itself: then there are no `prompt_ids`, and an
     answer that has begun can't continue elsewhere. Empty: the prompt is `prompt_ids`.
     """
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that the request went through; see `core.via`."""
     leg: KvLeg | None = None
     """This node's part, if the request is disaggregated. None: this node serves all of it."""
 

@@ -86,6 +86,11 @@ class ServedModel:
         return replace(self, numerics_id=numerics_id, fingerprint=f"{named}_{_shown(numerics_id)}")
 
 
+def default_model(models: Sequence[ServedModel]) -> ServedModel | None:
+    """Return the model of requests that name none, and of aliases: the first to which prompts go without leaving the home network."""
+    return next((model for model in models if not model.facts.leaves_network), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Liveness of an engine or a fleet. A process that lives but makes no progress is not healthy."""

@@ -83,7 +83,7 @@ class Adapter:
     async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Piece]:
         body = write_body(ask)
         await self.prepare(ask)
-        async with self.stream(path, body, ask.model) as stream:
+        async with self.stream(path, body, ask.model, via=ask.via) as stream:
             choices = Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0)
             async for event in stream:
                 piece = choices.take(event)
@@ -93,10 +93,12 @@ class Adapter:
                     yield piece
             yield choices.last()
 
-    def stream(self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False) -> AbstractAsyncContextManager[Stream]:
+    def stream(
+        self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False, via: tuple[str, ...] = ()
+    ) -> AbstractAsyncContextManager[Stream]:
         """Send a request for an answer of a model."""
         verify = partial(self._verify, model) if self.verifies else None
-        return self.http.stream(path, body, self.explain, verify=verify, lines=lines, refusal=self.refusal)
+        return self.http.stream(path, body, self.explain, verify=verify, lines=lines, refusal=self.refusal, via=via)
 
     def is_other(self, asked: str, said: str) -> bool:
         """Return whether a name in an answer means another model than the one that was asked for."""

@@ -104,6 +104,8 @@ class Ask:
     ignore_eos: bool = False
     grammar: Grammar | None = None
     cache_salt: str = ""
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that the request went through, this one's last; see `core.via`. Sent as a header, with every form of prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from paceline.core.errors import ConfigError, EngineGone, PacelineError
+from paceline.core.via import VIA_HEADER, write_via
 from paceline.engines.contract import Door
 from paceline.engines.patience import Patience
 from paceline.engines.refusals import refusal_of
@@ -143,6 +144,7 @@ class Http:
         verify: Callable[[], Coroutine[Any, Any, None]] | None = None,
         lines: bool = False,
         refusal: Refusal | None = None,
+        via: tuple[str, ...] = (),
     ) -> AsyncGenerator[Stream]:
         """Send a request and read its events. Leaving the block ends the request at the engine.
 
@@ -150,11 +152,12 @@ class Http:
             explain: called while the answer is silent. It raises an error if the engine does not live, or does not work on the request.
             verify: runs at the same time. `Stream.begin` waits for it and raises its error.
             lines: each line is an object, instead of server-sent events.
+            via: see `Ask.via`.
 
         Raises:
             EngineGone, PacelineError: as `post`.
         """
-        sent = asyncio.ensure_future(self._sent("POST", path, body))
+        sent = asyncio.ensure_future(self._sent("POST", path, body, via))
         verified = None if verify is None else asyncio.ensure_future(verify())
         try:
             async with self._opened(sent, explain, refusal) as response:
@@ -187,8 +190,8 @@ class Http:
         finally:
             response.close()
 
-    async def _sent(self, method: str, path: str, body: Any) -> aiohttp.ClientResponse:
-        return await self._request(method, path, body)
+    async def _sent(self, method: str, path: str, body: Any, via: tuple[str, ...]) -> aiohttp.ClientResponse:
+        return await self._request(method, path, body, {VIA_HEADER: write_via(via)} if via else None)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> Any:
         """Return the JSON of a refusal, or None."""
@@ -217,12 +220,12 @@ class Http:
             raise self.refused(404, found, refusal=refusal)
         return found
 
-    def _request(self, method: str, path: str, body: Any = None) -> Any:
+    def _request(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         """Return aiohttp's request: awaitable, and a context manager."""
         if self._session is None:
             self._session = self._open()
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        return self._session.request(method, self.door.url.rstrip("/") + path, data=data, allow_redirects=False)
+        return self._session.request(method, self.door.url.rstrip("/") + path, data=data, headers=headers, allow_redirects=False)
 
     def _open(self) -> aiohttp.ClientSession:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}

@@ -206,7 +206,7 @@ class LlamaServer(Adapter):
 
     async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
         body = completion_body(ask, self._contexts.get(ask.model, LOOK_BACK)) | {"prompt": await self._prompt(ask)}
-        async with self.stream("/completion", body, ask.model) as stream:
+        async with self.stream("/completion", body, ask.model, via=ask.via) as stream:
             answer = Completion(stream, ask.stop_ids)
             async for event in stream:
                 if isinstance(event, bytes):

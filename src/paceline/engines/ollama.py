@@ -74,7 +74,7 @@ class Ollama(Adapter):
         return vectors_of(self.http, vectors)
 
     async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
-        async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True) as stream:
+        async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True, via=ask.via) as stream:
             counted = 0
             async for event in stream:
                 assert not isinstance(event, bytes), "streams of lines have no comments"

@@ -18,6 +18,7 @@ from paceline.core.errors import (
     NotServed,
     Overloaded,
     PacelineError,
+    RequestLoop,
     UnknownModel,
 )
 from paceline.core.text import printable
@@ -54,6 +55,8 @@ def refusal_of(
         return error
     said = f"{engine}: {words}" if words else f"{engine} answers with status {status}"
     about = f"{kind} {message}"
+    if status == 508:
+        return RequestLoop(said, "These endpoints share each other: stop sharing one of them.")
     if status in {401, 403}:
         return EngineGone(f"{engine} refuses the key", "Share it again with the key that it was started with.")
     if status == 429 or (status == 503 and (retry_after or _BUSY.search(message)) and not _LOADING.search(message)):

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from paceline.backends.options import LoadProgress
 from paceline.core.background import end_tasks, in_background
 from paceline.core.clock import Clock
+from paceline.core.via import new_mark
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.presets import FleetSettings
@@ -161,6 +162,7 @@ class FleetServing:
         folder = FleetFolder(home.fleet)
         self.models = models or Models(build_node, NodeSettings(), home, clock)
         self.engines = engines or ForeignEngines(home, clock)
+        self.engines.mark = new_mark(folder.identity().node_id)
         offers = tuple(one.offer for one in proposers)
         self._beside = list(beside)
         portrait = self._portrait = Portrait(
@@ -176,7 +178,9 @@ class FleetServing:
         self.kv = KvSharing(self.fleet, clock)
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
-        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream)
+        self.inference = FleetInference(
+            self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream, mark=self.engines.mark
+        )
         self.metrics = fleet_metrics(self.fleet)
         self.shards: ShardServing | None = None
         self.ranks: RankHost | None = None

@@ -184,9 +184,9 @@ class Call:
     fitted: tuple[str, ...] = ()
     """Names of what was changed to fit the chat to the model's template."""
 
-    def sent_by(self, client: str) -> Call:
-        """Return it as the call of a client at a network address."""
-        return replace(self, requests=tuple(replace(request, client=client) for request in self.requests))
+    def sent_by(self, client: str, via: tuple[str, ...] = ()) -> Call:
+        """Return it as the call of a client at a network address, which came through nodes with these marks."""
+        return replace(self, requests=tuple(replace(request, client=client, via=via) for request in self.requests))
 
     def named(self, request_id: str) -> Call:
         """Return the call with named legs: the client's X-Request-Id, the place of each prompt, and 8 hex digits of this node's own, as vLLM names them.

@@ -17,7 +17,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, NotServed, UnknownModel
 from paceline.core.generation import GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.inference import Inference, PassedChats, ServedModel
+from paceline.core.inference import Inference, PassedChats, ServedModel, default_model
 from paceline.server.call import EVERY_LETTER, Call, Reading
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.fitting import MEDIA_WORD, fit_chat
@@ -252,8 +252,14 @@ class Intake:
             InvalidRequest: the model is an encoder.
         """
         if name is None:
-            if models := self._inference.models():
-                return models[0]
+            models = self._inference.models()
+            if (default := default_model(models)) is not None:
+                return default
+            if models:
+                names = ", ".join(model.name for model in models)
+                raise UnknownModel(
+                    "Prompts leave the home network for all models that are served, and the request names none", f"Name one: {names}."
+                )
             hint = "Load one: paceline load NAME." if self._open_model is None else "Name one: /v1/models lists those that would be loaded."
             raise UnknownModel("No model is served here now, and the request names none", hint)
         try:
@@ -371,8 +377,10 @@ def _known(ways: Sequence[str], known: Collection[str]) -> Sequence[str]:
 
 def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
     """Return the models that clients see: this machine's own first, its aliases last, each name once."""
-    models = inference.models()
-    return [*(model for model in models if model.name not in aliases), *(replace(models[0], name=name) for name in aliases if models)]
+    models = sorted(inference.models(), key=lambda model: model.facts.leaves_network)  # many clients take the first
+    default = default_model(models)
+    named = [model for model in models if model.name not in aliases]
+    return named if default is None else [*named, *(replace(default, name=name) for name in aliases)]
 
 
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
@@ -385,8 +393,8 @@ def find_model(name: str, inference: Inference, aliases: Collection[str]) -> Ser
         UnknownModel, ModelAway: no model fits.
     """
     models = inference.models()
-    if models and name in aliases:
-        return models[0]
+    if name in aliases and (default := default_model(models)) is not None:
+        return default
     plain = name.removesuffix(":latest")
     by_name = {model.name: model for model in models}
     if found := by_name.get(name) or by_name.get(plain):

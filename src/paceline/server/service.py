@@ -14,6 +14,7 @@ from starlette.responses import Response
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
 from paceline.core.inference import Inference
+from paceline.core.via import VIA_HEADER, read_via, through
 from paceline.machine.models import Models
 from paceline.server.answer import Answer, until_gone
 from paceline.server.call import Call
@@ -123,8 +124,14 @@ class ApiService:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
 
     def answer_to(self, call: Call, request: Request, arrived_s: float) -> Response:
-        """Return the response that runs a call."""
-        call = call.sent_by("" if request.client is None else network_of(request.client.host))
+        """Return the response that runs a call.
+
+        Raises:
+            RequestLoop: the request went through this node before, or through too many.
+        """
+        via = read_via(headers_of(request.scope).get(VIA_HEADER.encode(), b"").decode("latin-1"))
+        through(via, self.settings.mark)
+        call = call.sent_by("" if request.client is None else network_of(request.client.host), via)
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.via import new_mark
 
 MIB = 1 << 20
 OWNER_HEADER = "x-paceline-owner"
@@ -44,6 +45,8 @@ class ServerSettings:
     """Sampling values that a request leaves out come from the model's own files; otherwise they are OpenAI's defaults."""
     keep_client_headers: bool = False
     """Render the lines that clients change from request to request (`messages.without_headers`). Setting it: their prompts have no beginning in common."""
+    mark: str = field(default_factory=new_mark)
+    """This process's mark on requests that leave it; one that comes back with it is refused. See `core.via`."""
     max_body_bytes: int = 16 * MIB
     """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
     max_pending_body_bytes: int = 256 * MIB

@@ -192,6 +192,7 @@ class _Sequence:
             ignore_eos=request.ignore_eos,
             grammar=request.grammar,
             cache_salt=request.cache_salt,
+            via=request.via,
         )
 
     async def chunk(self, piece: Piece) -> GenerationChunk | None:

@@ -3,6 +3,7 @@
 Laws:
 - The owner is not disturbed. Looks only read; a model is tested with one token only if it is loaded and a request to it failed. Engines are never stopped here.
 - A model whose engine failed a request is offered again once the engine has answered a test.
+- An engine outside of the home network never answers for one at home, even while that one is away: it is offered under names that no engine at home has.
 - A name that means another model than at the last look is never answered with: each request looks first, unless the last look is `FRESH_S` old or younger.
 """
 
@@ -21,6 +22,7 @@ from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownMo
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
+from paceline.core.via import new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
@@ -298,6 +300,8 @@ class ForeignEngines:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
+        self.mark = new_mark()
+        """This process's mark on requests that leave it, as its owner draws it; see `core.via`."""
         self.silent: Sequence[EngineState] = ()
         """Engines that are shared and have not answered since, as their owner keeps it."""
 
@@ -365,9 +369,11 @@ class ForeignEngines:
 
     def _changed(self) -> None:
         by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
+        at_home = {one.model.name for engine in self._engines.values() if not engine.sharing.leaves_network for one in engine.known}
         for engine in self._engines.values():
             for one in engine.offered:
-                by_name.setdefault(one.model.name, (engine, one))
+                if not engine.sharing.leaves_network or one.model.name not in at_home:
+                    by_name.setdefault(one.model.name, (engine, one))
         self._by_name = by_name
         self._on_change()
 
@@ -391,7 +397,9 @@ class ForeignEngines:
             if self.expects(model):
                 raise ModelAway(f"The engine of {model!r} does not answer now", "Try again in a few seconds.")
             raise UnknownModel(f"The model {model[:200]!r} is not served here")
-        return found[0].answer(found[1], request)
+        via = through(request.via, self.mark)
+        leaves = found[0].sharing.leaves_network
+        return found[0].answer(found[1], replace(request, via=outside(via) if leaves else via))
 
     def stats(self) -> EngineStats:
         return EngineStats(running=sum(one.live for _, one in self._by_name.values()))

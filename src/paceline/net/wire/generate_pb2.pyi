@@ -144,6 +144,7 @@ class GenerateRequest(_message.Message):
     WAYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else. Where a grammar is followed, ", " and its version stand behind
@@ -193,6 +194,10 @@ class GenerateRequest(_message.Message):
     def chat(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The body of an OpenAI chat completion, JSON, in pieces: for an engine that renders prompts itself. Then there are no prompt_ids."""
 
+    @_builtins.property
+    def via(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Marks of the nodes that the request went through, the caller's last. FAILED_PRECONDITION if this node's is among them and it would pass the request on."""
+
     def __init__(
         self,
         *,
@@ -217,10 +222,11 @@ class GenerateRequest(_message.Message):
         ways: _abc.Iterable[_builtins.str] | None = ...,
         exact: _builtins.bool = ...,
         chat: _abc.Iterable[_builtins.str] | None = ...,
+        via: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "chat", b"chat", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "chat", b"chat", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "via", b"via", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015

@@ -213,7 +213,10 @@ class Forwarded:
         self._after, self._announces = after, False
         if before is None or after is None or not announces:
             return []
-        detail = {"node": leg.node_id, "from": before.numerics_id, "to": after.numerics_id, "matched_by": leg.following.value}
+        detail: dict[str, str | int | float] = {"node": leg.node_id, "from": before.numerics_id, "to": after.numerics_id}
+        detail["matched_by"] = leg.following.value
+        if leg.stop.engine is not None and leg.stop.engine.plain_http:
+            detail["plain_http"] = True
         return [
             GenerationChunk(
                 *(self._request.request_id, index, (), ""),

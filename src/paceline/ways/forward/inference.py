@@ -1,7 +1,8 @@
 """The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
 
 Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route, one that gives the same bytes
-if there is one, and continues there from the tokens so far. An exact request moves to no other. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
+if there is one, and continues there from the tokens so far. An exact request moves to no other. A prompt leaves the home network only if, when it came, no node at home
+had served a model of that name lately. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import grpc.aio
 from paceline.core.background import end_tasks
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest, PacelineError, WayNotAllowed
+from paceline.core.errors import InvalidRequest, ModelAway, PacelineError, WayNotAllowed
 from paceline.core.following import Holding, promises_bytes
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef
 from paceline.core.stats import EngineStats
+from paceline.core.via import new_mark, through
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayAnswer, Use
 from paceline.net.member.node import FleetNode
@@ -68,16 +70,19 @@ class FleetInference:
         draw: Callable[[], float] = random.random,
         held: Callable[[str, str, Sequence[int], str], Mapping[NodeId, float]] = lambda *_: {},
         legs: Callable[[str, str, GenerationRequest], ChunkStream] | None = None,
+        mark: str = "",
     ) -> None:
         """On the event loop.
 
         Args:
             held: what part of a prompt each node has KV of, from a model's digest, its numerics id, the prompt and its salt.
             legs: runs a request that a router sent to two nodes, from a model's digest and its numerics id; None: there are none.
+            mark: this process's mark on requests that leave it, see `core.via`; empty: one is drawn.
             draw: numbers in [0, 1): which answers of others are computed again here.
         """
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._held, self._legs = held, legs
+        self._mark = mark or new_mark(fleet.node_id)
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, fleet.found_wrong, draw)
         self._routes: dict[str, AnswerRoute] = {}
@@ -90,6 +95,8 @@ class FleetInference:
         """Looks at what is described."""
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
+        self._at_home: dict[str, float] = {}
+        """Models that were served lately without leaving the home network, and until when."""
         self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
@@ -100,7 +107,8 @@ class FleetInference:
 
     def models(self) -> Sequence[ServedModel]:
         """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
-        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
+        local = [] if self._local.inference is None else self._local.inference.models()
+        own = [self._shown(model) for model in local if not self._yields(model)]
         names = {model.name for model in own}
         others = [
             described.served(route)
@@ -122,11 +130,25 @@ class FleetInference:
         route = self._routes.get(model)
         if route is not None:
             self._wanted(route)
+            self._check_home(route)
         if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
             return self._local.inference.generate(model, request)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         return Forwarded(request, _Nodes(self, model, route, exact=request.exact), self._clock)
+
+    def _check_home(self, route: AnswerRoute) -> None:
+        """Refuse to send outside what was answered at home a moment ago.
+
+        Raises:
+            ModelAway: only engines outside of the home network have the model now, and a node at home had it lately.
+        """
+        at_home_s = self._at_home.get(route.name)
+        if route.leaves and at_home_s is not None and self._clock.monotonic() - at_home_s < LATELY_S:
+            raise ModelAway(
+                f"No machine at home serves {route.name} at this moment, and prompts for it are not sent to an engine outside instead",
+                "Try again in a few seconds, or share the engine's model under a name of its own.",
+            )
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
@@ -177,6 +199,10 @@ class FleetInference:
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
+        at_home = {name for some in (before, self._routes) for name, route in some.items() if not route.leaves}
+        self._at_home = {name: at for name, at in self._at_home.items() if now - at < LATELY_S} | dict.fromkeys(at_home, now)
+        local = [] if self._local.inference is None else self._local.inference.models()
+        loaded = {name: one for name, one in loaded.items() if name not in {model.name for model in local if self._yields(model)}}
         shown = {(name, route.meaning) for name, route in self._routes.items() if name not in loaded}
         self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
         self._set_aside &= shown
@@ -206,6 +232,11 @@ class FleetInference:
             return None
         return lambda request: inference.generate(name, request)
 
+    def _yields(self, model: ServedModel) -> bool:
+        """Return whether a node at home has a model by the name of this one, which an engine outside of the home network answers here."""
+        route = self._routes.get(model.name)
+        return model.facts.leaves_network and route is not None and not route.leaves
+
     def _shown(self, model: ServedModel) -> ServedModel:
         """This node's model, with the fingerprint of the kernels that would answer."""
         route, loaded = self._routes.get(model.name), self._local.find(model.name)
@@ -224,11 +255,14 @@ class FleetInference:
             raise InvalidRequest(f"kv_transfer_params: {model} does not run at this machine", field="kv_transfer_params")
         return self._legs(loaded.model.digest, loaded.numerics_id, request)
 
-    def leg(self, name: str, meaning: Meaning, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+    def leg(
+        self, name: str, meaning: Meaning, request: GenerationRequest, left: Collection[NodeId], after: Holding | None, *, may_leave: bool
+    ) -> Leg | None:
         """See `Nodes.leg`.
 
         Args:
             meaning: what the name stood for when the request came.
+            may_leave: only engines outside of the home network had the model then.
         """
         self._refresh()
         route = self._routes.get(name)
@@ -236,7 +270,7 @@ class FleetInference:
             return None
         prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
         stops = [stop for stop in route.stops if _can_take(stop, request)]
-        following = dict(open_to(stops, after, left, exact=request.exact))
+        following = dict(open_to(stops, after, left, exact=request.exact, may_leave=may_leave))
 
         def held() -> Mapping[NodeId, float]:
             found: dict[NodeId, float] = {}
@@ -283,7 +317,7 @@ class FleetInference:
             self._fleet.meter.forwarded += 1
             return channel
 
-        stream = RemoteStream(dial, stop.node_id, loaded, request)
+        stream = RemoteStream(dial, stop.node_id, loaded, replace(request, via=through(request.via, self._mark)))
         return self._proofs.watched(stop, stop.model, stream, request, self._again(name, stop, stop.model))
 
     def _wanted(self, route: AnswerRoute) -> None:
@@ -358,6 +392,7 @@ class _Nodes:
     def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None, *, exact: bool) -> None:
         self._fleet, self._name = fleet, name
         self._meaning = None if route is None else route.meaning
+        self._may_leave = route is not None and route.leaves
         self._left: dict[NodeId, bytes] = {}
         self._first: Holding | None = None
         """The holder that an exact answer has the bytes of; None: any may begin."""
@@ -367,7 +402,9 @@ class _Nodes:
                 raise WayNotAllowed(f"exact: no machine that serves {name} promises its bytes", "Leave it out.", field="exact")
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
-        return None if self._meaning is None else self._fleet.leg(self._name, self._meaning, request, left, after or self._first)
+        if self._meaning is None:
+            return None
+        return self._fleet.leg(self._name, self._meaning, request, left, after or self._first, may_leave=self._may_leave)
 
     def is_coming(self) -> bool:
         return self._meaning is not None and self._fleet.is_coming(self._meaning.model.digest, self._left)

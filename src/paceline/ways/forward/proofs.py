@@ -25,7 +25,8 @@ from paceline.core.inference import ChunkStream
 from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.fleet.eligibility import MayAnswer
-from paceline.ways.forward.routes import WORTH_A_HOP, RouteStop
+from paceline.fleet.plan import WORTH_A_HOP
+from paceline.ways.forward.routes import RouteStop
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,8 @@ class Proofs:
         for card in answerers.cards:
             for offer in card.models if card.node_id != answerers.own else ():
                 process, mine, believed = _process(card, offer), own.get(offer.model), self._believed(card, offer, own)
-                if process is None or mine is None:
-                    continue
+                if process is None or mine is None or offer.engine is not None:
+                    continue  # an engine of another maker is not made to work for a measurement: its own requests measure it
                 if offer.tokens_per_second <= max(WORTH_A_HOP * mine.tokens_per_second, believed.tokens_per_second):
                     continue
                 record = self._records.setdefault(process, Record())

@@ -7,6 +7,7 @@ Laws:
   offers it. Their arithmetic may differ; a request says whether it may.
 - A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
   longer, a prefix that it holds shorter: one that was sent there, or that it told to hold. A node that was lost comes last until it was heard of again. A choice changes no byte.
+- An engine outside of the home network is on a route only if no node at home has a model of that name, under whatever meaning.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class RouteStop:
     def holding(self) -> Holding:
         return Holding(self.model, self.numerics_id)
 
+    @property
+    def leaves(self) -> bool:
+        """Prompts that are sent there leave the home network."""
+        return self.engine is not None and self.engine.leaves_network
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerRoute:
@@ -86,6 +92,11 @@ class AnswerRoute:
     """The best first; never empty."""
     size_bytes: int = 0
     """Of the weights, as their cards say."""
+
+    @property
+    def leaves(self) -> bool:
+        """Only engines outside of the home network have the model."""
+        return all(stop.leaves for stop in self.stops)
 
     @property
     def numerics_id(self) -> str:
@@ -124,6 +135,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))
+    offered = {name: _at_home(having) or having for name, having in offered.items()}
     found: dict[str, AnswerRoute] = {}
     for name in sorted(offered):
         meaning = _meaning(name, offered[name], cards, loaded, meanings)
@@ -146,6 +158,15 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     return found
 
 
+def _at_home(offered: Mapping[Meaning, list[tuple[NodeCard, ModelOffer]]]) -> dict[Meaning, list[tuple[NodeCard, ModelOffer]]]:
+    """Return the holders of a name to which prompts go without leaving the home network."""
+    found = {
+        meaning: [(card, offer) for card, offer in having if offer.engine is None or not offer.engine.leaves_network]
+        for meaning, having in offered.items()
+    }
+    return {meaning: having for meaning, having in found.items() if having}
+
+
 def _may_join(meaning: Meaning, other: Meaning) -> bool:
     """Return whether holders of `other` may answer for `meaning`: token ids must stand for the same text."""
     same_tokens = other.tokenizer == meaning.tokenizer
@@ -153,15 +174,16 @@ def _may_join(meaning: Meaning, other: Meaning) -> bool:
 
 
 def open_to(
-    stops: Sequence[RouteStop], after: Holding | None, left: Collection[NodeId], *, exact: bool
+    stops: Sequence[RouteStop], after: Holding | None, left: Collection[NodeId], *, exact: bool, may_leave: bool = False
 ) -> list[tuple[RouteStop, Following]]:
     """Return the stops that may take a request, the best first, and how each follows. Stops with the same bytes leave no room for others.
 
     Args:
         after: the holder that computed the answer so far; or, where an exact answer has not begun, one that gives its bytes. None: any may begin.
         left: nodes that the request left.
+        may_leave: the prompt may leave the home network.
     """
-    there = [stop for stop in stops if stop.node_id not in left]
+    there = [stop for stop in stops if stop.node_id not in left and (may_leave or not stop.leaves)]
     if after is None:
         return [(stop, Following.SAME) for stop in there]
     found = [(stop, may_follow(after, stop.holding, exact=exact)) for stop in there]

@@ -211,3 +211,21 @@ async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path
     with pytest.raises(WayNotAllowed):
         engines.generate(engines.models()[0].name, replace(request(), exact=True))
     await engines.close()
+
+
+@pytest.mark.parametrize("outside_first", [True, False])
+@in_loop
+async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, bundled_gguf: Path, outside_first: bool) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    inside, outside = (ScriptedEngine(ANSWER, 3, path=bundled_gguf, url=f"http://127.0.0.1:{port}") for port in (1, 2))
+    both = [(inside, Sharing(name="m")), (outside, Sharing(name="m", leaves_network=True))]
+    for engine, sharing in reversed(both) if outside_first else both:
+        await engines.add(engine, IDENTITY, sharing)
+    assert [one.model.leaves_network for one in engines.offered] == [False]
+    inside.trouble = EngineGone("it hangs")
+    for watched in engines.engines:
+        await watched.look()
+    assert engines.offered == ()
+    await engines.remove(inside.door.url)
+    assert [one.model.leaves_network for one in engines.offered] == [True]
+    await engines.close()

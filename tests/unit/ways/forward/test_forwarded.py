@@ -33,6 +33,7 @@ from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationC
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.core.model import ModelRef
+from paceline.fleet.card import EngineOffer
 from paceline.machine.host import EngineHost
 from paceline.ways.forward.forwarded import LOADING_S, LONGEST_PAUSE_S, PATIENCE_S, Forwarded, Leg
 from paceline.ways.forward.routes import RouteStop
@@ -454,3 +455,18 @@ async def test_a_node_that_knows_nothing_of_the_prompt_s_log_probabilities_is_le
     assert [one.token_id for one_chunk in said for one in one_chunk.prompt_logprobs] == [2, 3, 4]
     assert not any(one.token_ids for one in said)
     assert "log probabilities of the prompt" in str(nodes.told[0])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@in_loop
+async def test_an_answer_that_moves_to_an_unencrypted_engine_says_so(plain: bool) -> None:
+    class Shared(Scripted):
+        def leg(self, request: GenerationRequest, left: Collection[NodeId], after: Holding | None) -> Leg | None:
+            leg = super().leg(request, left, after)
+            return leg and replace(leg, stop=replace(leg.stop, engine=EngineOffer("llama-server", ("ids",), plain_http=plain)))
+
+    first = Script([chunk(0)], NodeUnreachable("gone"))
+    nodes = Shared(first, whole(), ids=("", ""))
+    found = await collect(forwarded(nodes=nodes))
+    (detail,) = [one.detail for chunk in found for one in chunk.notices if one.detail["index"] == 0]
+    assert detail.get("plain_http", False) is plain

@@ -155,3 +155,34 @@ def test_a_route_says_which_engine_answers_unless_own_kernels_may() -> None:
     found = routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, shared))), {}, {})["m"]
     assert found.engine == ENGINE
     assert routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, own))), {}, {})["m"].engine is None
+
+
+AWAY = replace(ENGINE, leaves_network=True)
+OUTSIDE, OUTSIDE_OTHER = (offer(900, meaning, numerics_id="", shape=None, engine=AWAY) for meaning in (ONE, OTHER))
+
+
+@pytest.mark.parametrize(
+    ("cards", "expected"),
+    [
+        ((card(A, offer(1)), card(B, OUTSIDE)), "a"),
+        ((card(A, offer(1)), card(B, OUTSIDE_OTHER), card(C, OUTSIDE_OTHER)), "a"),
+        ((card(A, OUTSIDE), card(B, offer(1))), "b"),
+        ((card(A, OUTSIDE), card(B, offer(1, numerics_id="", shape=None, engine=replace(ENGINE, plain_http=True)))), "b"),
+        ((card(A, OUTSIDE), card(B, offer(1, warm=False))), "a"),
+        ((card(B, OUTSIDE), card(C, OUTSIDE)), "bc"),
+    ],
+    ids=["own kernels", "most holders are outside", "outside at the door", "plain http at home", "only on a disk", "nothing at home"],
+)
+def test_an_engine_outside_is_on_a_route_only_where_nothing_at_home_has_the_name(cards: tuple[NodeCard, ...], expected: str) -> None:
+    loaded = {each.model_id: Meaning(each.model) for one in cards if one.node_id == A for each in one.models if each.warm}
+    for known in ({}, {"m": ONE}, {"m": OTHER}):
+        found = routes(Eligible(Use.ANSWER, A, cards), loaded, known)["m"]
+        assert sorted(stop.node_id for stop in found.stops) == list(expected)
+        assert found.leaves == all(stop.leaves for stop in found.stops)
+
+
+def test_a_request_that_began_at_home_goes_to_no_engine_outside() -> None:
+    stops = routes(Eligible(Use.ANSWER, A, (card(B, OUTSIDE),)), {}, {})["m"].stops
+    for after in (None, Holding(ONE.model, "numerics")):
+        assert open_to(stops, after, (), exact=False) == []
+        assert [stop.node_id for stop, _ in open_to(stops, after, (), exact=False, may_leave=True)] == ["b"]
