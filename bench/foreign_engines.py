@@ -28,16 +28,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from http_client import END, Stream
 from tests.fakes.foreign_engines import llama_server
 from tests.fleet.machines import EMPTY, Machine, free_port, machines, token_in, until
 
+from http_client import END, Stream
 from paceline.machine.devices import processor_name
 from paceline.store.home import Home
 
@@ -171,13 +172,14 @@ async def turn(port: int, path: bytes, mark: bytes, bodies: list[dict[str, Any]]
         if not events_s or (END not in raw and b'"stop_type"' not in raw):
             raise RuntimeError(f"an answer broke off: {raw[-500:]!r}")
         first_s.append(events_s[0] - asked_s)
-        gaps_s += [after - before for before, after in zip(events_s, events_s[1:], strict=False)]
+        gaps_s += [after - before for before, after in pairwise(events_s)]
     return Turn(first_s, gaps_s, node_s, wall_s, tokens * len(bodies))
 
 
 def paced(options: argparse.Namespace) -> dict[str, Any]:
     with paced_engine(bundled(), "--slots", str(options.streams)) as url, sharing([url]) as (door, others):
         pids = [machine.node.process.pid for machine in (door, *others)]
+        print(f"processes of the nodes: {pids}", file=sys.stderr)
         name = models(door)[0]
         prompts = [[1000 + index, *PROMPT] for index in range(options.streams)]
         direct_bodies = [{"prompt": prompt, "n_predict": options.tokens} for prompt in prompts]
@@ -249,7 +251,7 @@ def prefix(options: argparse.Namespace) -> dict[str, Any]:
 
         with ThreadPoolExecutor(options.conversations) as pool:
             found = list(pool.map(conversation, range(options.conversations)))
-    later = [(before, after) for turns in found for before, after in zip(turns, turns[1:], strict=False)]
+    later = [(before, after) for turns in found for before, after in pairwise(turns)]
     hits = sum(after["cached"] >= 0.9 * before["tokens"] for before, after in later)
     longest = max(one["tokens"] for turns in found for one in turns)
     row(

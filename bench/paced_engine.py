@@ -184,6 +184,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        del exc
         if self._answer is not None:
             self._answer.close()
 
