@@ -255,7 +255,7 @@ class _Passed:
         body: dict[str, Any] = orjson.loads(self._request.chat)
         if isinstance(seed := body.get("seed"), int):
             body["seed"] = seed + self._index
-        return Ask(self._model.told.name, body, self._request.max_tokens)
+        return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)
 
     async def chunk(self, piece: Piece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
