@@ -19,13 +19,13 @@ from tests.fakes.served import Served
 
 from paceline.core.errors import EngineGone
 from paceline.engines.adapter import TEXT_AND_MESSAGES
-from paceline.engines.contract import Ask, Capability, Door, Engine, EngineModel, Takes
+from paceline.engines.contract import Ask, Capability, Door, EngineModel, ForeignEngine, Takes
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 from paceline.engines.vllm import Vllm
 from paceline.store.catalog import open_model
 
@@ -91,13 +91,13 @@ class TestLlamaServerForVectors(EngineSuite):
 
     @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
     def test_zz_a_server_that_is_stopped_or_killed_midway_is_gone(self, case: EngineCase, vectors: Running, end: signal.Signals) -> None:
-        async def lose(engine: Engine, model: EngineModel) -> None:
+        async def lose(engine: ForeignEngine, model: EngineModel) -> None:
             async for piece in engine.generate(Ask(model.name, (5, 6), 400, GREEDY, ignore_eos=True)):
                 if piece.text:
                     vectors.process.send_signal(end)
 
         with pytest.raises(EngineGone):
-            self.run(replace(case, make=lambda door: LlamaServer(door, Patience(quiet_s=0.3, answer_s=0.5))), lose)
+            self.run(replace(case, make=lambda door: LlamaServer(door, EnginePatience(quiet_s=0.3, answer_s=0.5))), lose)
         vectors.process.send_signal(signal.SIGCONT)
 
 

@@ -55,7 +55,7 @@ class Children:
         """
         from paceline.engines.table import open_engine
         from paceline.machine.engine_start import start_child
-        from paceline.machine.foreign.engines import Sharing
+        from paceline.machine.foreign.engines import Offering
 
         engine, say = decision.choice.engine, partial(print_lines, self._console)
         assert engine is not None
@@ -70,7 +70,7 @@ class Children:
             await child.stop()
             raise
         opened = await open_engine(child.door, name=child.identity.name)
-        await self._engines.add(opened, child.identity, Sharing(decision.location.name), revive=child.restart)
+        await self._engines.add(opened, child.identity, Offering(decision.location.name), revive=child.restart)
 
     async def stop(self) -> None:
         """End all of them. Idempotent."""

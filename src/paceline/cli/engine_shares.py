@@ -10,7 +10,7 @@ from paceline.cli.terminal import Terminal, counted, print_json, print_lines
 from paceline.core.background import run_interruptibly
 from paceline.core.errors import ConfigError, EngineGone
 from paceline.core.text import printable
-from paceline.machine.foreign.shares import Share, check_url, read_shares, write_shares
+from paceline.machine.foreign.shares import EngineShare, check_url, read_shares, write_shares
 from paceline.store.home import Home
 
 
@@ -22,7 +22,7 @@ def run_share(url: str, *, name: str, models: tuple[str, ...], key_file: Path | 
     """
     console, home = Terminal(), Home.from_environment()
     kept, leaves = check_url(url, plain_http=plain_http)
-    share = Share(kept, name, models, read_key(None, key_file) or "", plain_http, leaves)
+    share = EngineShare(kept, name, models, read_key(None, key_file) or "", plain_http, leaves)
     shares = read_shares(home)
     found = run_interruptibly(_look(share))
     unknown = [model for model in models if model not in found.models]
@@ -88,7 +88,7 @@ class Found:
     """As the engine names them."""
 
 
-async def _look(share: Share) -> Found:
+async def _look(share: EngineShare) -> Found:
     from paceline.engines.table import identify
 
     try:

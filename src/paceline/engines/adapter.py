@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -11,9 +12,9 @@ import orjson
 
 from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
-from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
 from paceline.engines.http import Http
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 from paceline.engines.shapes import Choices, chat_body, entries, sensible
 from paceline.engines.stops import until_stop
 from paceline.engines.stream import Stream
@@ -23,7 +24,7 @@ VECTOR_BYTES: Final = 512 << 10
 """Maximum size of one vector as JSON. Raising it: a broken engine can fill more memory; 16,384 numbers of 20 digits take 340 KiB."""
 
 
-class Adapter:
+class Adapter(ABC):
     """An engine with OpenAI's API. Subclasses override what their engine does otherwise."""
 
     name: ClassVar[str]
@@ -34,8 +35,8 @@ class Adapter:
     verifies: ClassVar[bool] = False
     """Look whether the model is still the same while a prompt is read. For engines that say so quickly."""
 
-    def __init__(self, door: Door, patience: Patience | None = None) -> None:
-        self.http = Http(door, self.name, patience or Patience())
+    def __init__(self, door: Door, patience: EnginePatience | None = None) -> None:
+        self.http = Http(door, self.name, patience or EnginePatience())
         self._marks: dict[str, Hashable] = {}
         """Marks of the listed models, by name. An engine may change its model under a name."""
 
@@ -43,11 +44,13 @@ class Adapter:
     def door(self) -> Door:
         return self.http.door
 
+    @abstractmethod
     async def identify(self) -> EngineIdentity | None:
-        raise NotImplementedError
+        """See `ForeignEngine.identify`."""
 
+    @abstractmethod
     async def models(self) -> tuple[EngineModel, ...]:
-        raise NotImplementedError
+        """See `ForeignEngine.models`."""
 
     async def is_ready(self) -> bool:
         return bool(await self.models())
@@ -61,13 +64,13 @@ class Adapter:
     async def unload(self, model: str) -> None:
         raise NotServed(f"{self.name} can't unload {model} on demand", f"Stop {self.name} to free its memory.")
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         if isinstance(ask.prompt, Mapping):
             return self._openai("/v1/chat/completions", self.chat_body, ask)
         stops = tuple(stop for stop in ask.stop if stop)
         return until_stop(self.write(ask), stops) if stops else self.write(ask)
 
-    def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+    def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         """Write after token ids or a text, without looking for stop texts."""
         return self._openai("/v1/completions", self.text_body, ask)
 
@@ -78,9 +81,10 @@ class Adapter:
         return chat_body(ask)
 
     def text_body(self, ask: Ask) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the body of a request with a rendered prompt. An engine that takes them otherwise, or not at all, has none."""
+        raise NotServed(f"{self.name} takes no rendered prompt for {ask.model}", "Send a chat.")
 
-    async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Piece]:
+    async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[AnswerPiece]:
         body = write_body(ask)
         await self.prepare(ask)
         async with self.stream(path, body, ask.model, via=ask.via) as stream:

@@ -1,4 +1,4 @@
-"""The contract with engines of other makers: the requests that Paceline makes, and the answers. Each adapter implements `Engine`; one conformance suite tests them all.
+"""The contract with engines of other makers: the requests that Paceline makes, and the answers. Each adapter implements `ForeignEngine`; one conformance suite tests them all.
 
 Laws:
 - Nothing but `load`, `unload` and `generate` makes an engine work: `identify`, `models`, `is_ready` and `busy` only read.
@@ -109,7 +109,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """The next part of an answer."""
 
     text: str = ""
@@ -145,7 +145,7 @@ class Door:
     """Unix socket to connect to instead of the URL's host and port."""
 
 
-class Engine(Protocol):
+class ForeignEngine(Protocol):
     """A server of another maker. Its methods are for one event loop."""
 
     @property
@@ -197,7 +197,7 @@ class Engine(Protocol):
         """Have the engine unload a model. Raises as `load`."""
         ...
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         """Write one sequence. Closing the generator ends the request at the engine. A sequence that ends without a piece that has `finish` was lost.
 
         Raises:

@@ -21,7 +21,7 @@ import orjson
 from paceline.core.errors import ConfigError, EngineGone, PacelineError
 from paceline.core.via import VIA_HEADER, write_via
 from paceline.engines.contract import Door
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 from paceline.engines.refusals import refusal_of
 from paceline.engines.stream import MAX_EVENT_BYTES, Refusal, Stream
 
@@ -30,7 +30,7 @@ MAX_JSON_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """An engine's whole answer to one request."""
 
     status: int
@@ -55,7 +55,7 @@ def place_of(door: Door) -> str:
 class Http:
     """Requests to one engine. One event loop uses it."""
 
-    def __init__(self, door: Door, name: str, patience: Patience) -> None:
+    def __init__(self, door: Door, name: str, patience: EnginePatience) -> None:
         """Open no connection yet.
 
         Args:
@@ -83,11 +83,13 @@ class Http:
         if session is not None:
             await session.close()
 
-    async def ask(self, method: str, path: str, body: Any = None, *, wait_s: float | None = None, max_bytes: int = MAX_JSON_BYTES) -> Reply:
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, wait_s: float | None = None, max_bytes: int = MAX_JSON_BYTES
+    ) -> HttpReply:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            wait_s: maximum seconds for all of it. None: `Patience.answer_s`.
+            wait_s: maximum seconds for all of it. None: `EnginePatience.answer_s`.
 
         Raises:
             EngineGone: no answer in time, or one that is not HTTP, or is longer than `max_bytes`.
@@ -101,7 +103,7 @@ class Http:
                     if len(whole) > max_bytes:
                         response.close()
                         raise self.gone(f"sent more than {max_bytes >> 20} MiB in answer to {path}")
-                return Reply(response.status, response.headers, bytes(whole))
+                return HttpReply(response.status, response.headers, bytes(whole))
         except aiohttp.ClientError as error:
             raise self._broken(error) from None
         except TimeoutError:
@@ -197,7 +199,7 @@ class Http:
         """Return the JSON of a refusal, or None."""
         try:
             async with asyncio.timeout(self.patience.answer_s):
-                return Reply(response.status, response.headers, await response.content.read(MAX_JSON_BYTES)).json
+                return HttpReply(response.status, response.headers, await response.content.read(MAX_JSON_BYTES)).json
         except (aiohttp.ClientError, OSError):
             return None
 
@@ -210,7 +212,7 @@ class Http:
                 raise self.gone(f"did not begin its answer within {patience.first_token_s:g} s")
             await explain()
 
-    def _object(self, reply: Reply, path: str, refusal: Refusal | None = None) -> dict[str, Any]:
+    def _object(self, reply: HttpReply, path: str, refusal: Refusal | None = None) -> dict[str, Any]:
         found = reply.json
         if reply.status != 200:
             raise self.refused(reply.status, found, reply.headers.get("Retry-After", ""), refusal)

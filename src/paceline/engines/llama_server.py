@@ -19,9 +19,9 @@ from urllib.parse import quote
 
 from paceline.core.errors import EngineGone, ModelAway, NotServed, Overloaded, PacelineError, UnknownModel
 from paceline.engines.adapter import Adapter
-from paceline.engines.contract import Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Piece, Takes
-from paceline.engines.llama_completion import Completion, Speller, completion_body
-from paceline.engines.patience import Patience
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.llama_completion import LlamaCompletion, Speller, completion_body
+from paceline.engines.patience import EnginePatience
 from paceline.engines.shapes import entries, number, sensible, text_of
 
 LOOK_BACK: Final = 8192
@@ -35,7 +35,7 @@ class LlamaServer(Adapter):
     alive_path = "/health"
     verifies = True
 
-    def __init__(self, door: Door, patience: Patience | None = None) -> None:
+    def __init__(self, door: Door, patience: EnginePatience | None = None) -> None:
         super().__init__(door, patience)
         self._is_router = False
         self._bos: dict[str, str] = {}
@@ -204,10 +204,10 @@ class LlamaServer(Adapter):
             self._idle = 0
             raise self.http.gone("does not work on the request any more")
 
-    async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+    async def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         body = completion_body(ask, self._contexts.get(ask.model, LOOK_BACK)) | {"prompt": await self._prompt(ask)}
         async with self.stream("/completion", body, ask.model, via=ask.via) as stream:
-            answer = Completion(stream, ask.stop_ids)
+            answer = LlamaCompletion(stream, ask.stop_ids)
             async for event in stream:
                 if isinstance(event, bytes):
                     continue

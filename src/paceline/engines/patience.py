@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class EnginePatience:
     """How long an engine may take, in seconds."""
 
     connect_s: float = 2.0

@@ -33,8 +33,8 @@ from paceline.core.piped import start_python
 from paceline.engines import guard
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.engine_log import EngineLog, Memory
+from paceline.engines.http import EnginePatience as HttpPatience
 from paceline.engines.http import Http
-from paceline.engines.http import Patience as HttpPatience
 from paceline.engines.loading import LoadPatience, LoadWatch, fewer_layers, signs_of
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Launch:
     """Layers on the GPU at the first try; None: the engine decides."""
 
 
-class EngineState(StrEnum):
+class ProcessState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     PAUSED = "paused"
@@ -119,7 +119,7 @@ class EngineProcess:
         pause: Pause = asyncio.sleep,
     ) -> None:
         self.launch, self.gpu_layers = launch, launch.gpu_layers
-        self.state, self.error = EngineState.LOADING, None
+        self.state, self.error = ProcessState.LOADING, None
         self.log: EngineLog | None = None
         self.n_restarts = 0
         """Starts after crashes."""
@@ -171,7 +171,7 @@ class EngineProcess:
         if progress is not None:
             self._listeners.append(progress)
         try:
-            while self.state in {EngineState.LOADING, EngineState.PAUSED}:
+            while self.state in {ProcessState.LOADING, ProcessState.PAUSED}:
                 self._changed.clear()
                 await self._changed.wait()
         finally:
@@ -179,12 +179,12 @@ class EngineProcess:
                 self._listeners.remove(progress)
         if self.error is not None:
             raise self.error
-        if self.state is EngineState.STOPPED:
+        if self.state is ProcessState.STOPPED:
             raise EngineGone(f"{self.identity} was stopped")
 
     async def restart(self, why: str) -> None:
         """End the process and start it again, as after a crash: for an engine that runs but does not answer."""
-        if self.state is EngineState.READY:
+        if self.state is ProcessState.READY:
             self._asked_why = why
             await self._end()
 
@@ -198,11 +198,11 @@ class EngineProcess:
         await self._end()
         shutil.rmtree(self.launch.folder, ignore_errors=True)
         if self.error is None:
-            self._become(EngineState.STOPPED)
+            self._become(ProcessState.STOPPED)
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
-    def _become(self, state: EngineState) -> None:
+    def _become(self, state: ProcessState) -> None:
         self.state = state
         self._changed.set()
 
@@ -217,11 +217,11 @@ class EngineProcess:
                 if not is_first:
                     await self._spawn()
                 is_first = False
-                self._become(EngineState.LOADING)
+                self._become(ProcessState.LOADING)
                 why = await self._load()
                 if why is None:
                     was_ready = True
-                    self._become(EngineState.READY)
+                    self._become(ProcessState.READY)
                     self._say(f"{self.identity} is ready")
                     why = await self._crash()
                 await self._end()
@@ -238,7 +238,7 @@ class EngineProcess:
                 self.n_restarts += 1
         except PacelineError as error:  # the system starts no process
             self.error = error
-            self._become(EngineState.FAILED)
+            self._become(ProcessState.FAILED)
         finally:
             await self._end()
             shutil.rmtree(self.launch.folder, ignore_errors=True)
@@ -297,7 +297,7 @@ class EngineProcess:
             return False
         self._say(f"{self.identity} ran out of GPU memory; it is started again with {fewer} of {self.launch.n_layers} layers on the GPU")
         self.gpu_layers = fewer
-        self._become(EngineState.LOADING)
+        self._become(ProcessState.LOADING)
         return True
 
     def _fail(self, why: str) -> None:
@@ -308,7 +308,7 @@ class EngineProcess:
         else:
             advice = "A newer version of it may know the model" if "unknown" in self.log.cause else ""
             self.error = EngineGone(f"{self.identity} can't run the model: {why}", self._hint(advice))
-        self._become(EngineState.FAILED)
+        self._become(ProcessState.FAILED)
 
     def _hint(self, advice: str) -> str:
         assert self.log is not None
@@ -323,9 +323,9 @@ class EngineProcess:
         if n_crashes >= MOST_CRASHES:
             pause_s = None
             self.error = EngineGone(f"{self.identity} crashed {n_crashes} times in a row and stays down: {why}", self._hint(""))
-            self._become(EngineState.FAILED)
+            self._become(ProcessState.FAILED)
         else:
-            self._become(EngineState.PAUSED)
+            self._become(ProcessState.PAUSED)
             self._say(f"{self.identity} crashed (time {n_crashes} in a row) and is started again in {pause_s:.0f} s: {why}")
         self._tell_exit(EngineExit(why, self._code, n_crashes, pause_s))
         return pause_s

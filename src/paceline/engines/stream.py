@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from paceline.core.errors import EngineGone, PacelineError
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 
 Refusal = Callable[[int, str], PacelineError | None]
 """An adapter's own reading of a refusal: its status and message. None: the common reading is right."""
@@ -24,7 +24,7 @@ class Source(Protocol):
     """The engine that an answer comes from."""
 
     @property
-    def patience(self) -> Patience: ...
+    def patience(self) -> EnginePatience: ...
 
     def gone(self, what: str, hint: str = "") -> EngineGone: ...
 
@@ -46,7 +46,7 @@ class Stream:
         self.settled = False
         """The answer is complete, and only figures may follow. Silence or a lost connection then ends the stream without an error."""
         self.began = False
-        """The answer has tokens, and the next are due within `Patience.next_token_s`."""
+        """The answer has tokens, and the next are due within `EnginePatience.next_token_s`."""
         self._source, self._explain, self._separator, self._refusal = source, explain, separator, refusal
         self._content, self._verified = response.content, verified
         self._events: deque[dict[str, Any] | bytes] = deque()

@@ -8,8 +8,8 @@ from paceline.core.errors import EngineGone
 
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
-    from paceline.engines.contract import Door, Engine, EngineIdentity
-    from paceline.engines.patience import Patience
+    from paceline.engines.contract import Door, EngineIdentity, ForeignEngine
+    from paceline.engines.patience import EnginePatience
 
 PORTS: Final = {
     8080: "llama-server, mlx_lm.server",
@@ -34,7 +34,7 @@ def adapters() -> tuple[type[Adapter], ...]:
     return LlamaServer, Ollama, LmStudio, Vllm, MlxServer, OpenAi
 
 
-async def open_engine(door: Door, patience: Patience | None = None, *, name: str = "") -> Engine:
+async def open_engine(door: Door, patience: EnginePatience | None = None, *, name: str = "") -> ForeignEngine:
     """Find out which engine answers at a door, and return its adapter.
 
     Args:
@@ -55,7 +55,7 @@ async def open_engine(door: Door, patience: Patience | None = None, *, name: str
     return found[0]
 
 
-async def identify(door: Door, patience: Patience | None = None) -> tuple[Engine, EngineIdentity] | None:
+async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[ForeignEngine, EngineIdentity] | None:
     """Return the engine at a door and what it says of itself, or None.
 
     Raises:

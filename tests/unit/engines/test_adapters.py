@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, EngineGone, ModelAway, NotServed, 
 from paceline.core.generation import FinishReason, Grammar, GrammarKind, SamplingParams, TokenLogprob
 from paceline.engines import llama_server
 from paceline.engines.adapter import Adapter
-from paceline.engines.contract import Ask, Busy, Capability, Door, Engine, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Capability, Door, ForeignEngine, Takes
 from paceline.engines.http import Http
 from paceline.engines.llama_completion import completion_body
 from paceline.engines.llama_server import LlamaServer
@@ -24,12 +24,12 @@ from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 from paceline.engines.table import open_engine
 from paceline.engines.vllm import Vllm
 
 T = TypeVar("T")
-SHORT = Patience(answer_s=0.5, quiet_s=0.05, load_s=2)
+SHORT = EnginePatience(answer_s=0.5, quiet_s=0.05, load_s=2)
 DRAWN = SamplingParams(0.5, 40, 0.9, 0.1, 1.1, 0.2, 0.3, 7, {5: -100.0})
 
 
@@ -44,7 +44,7 @@ def use(adapter: type[Adapter], url: str, work: Callable[[Adapter], Awaitable[T]
     return asyncio.run(go())
 
 
-async def pieces_of(engine: Engine, ask: Ask) -> list[Piece]:
+async def pieces_of(engine: ForeignEngine, ask: Ask) -> list[AnswerPiece]:
     return [piece async for piece in engine.generate(ask)]
 
 
@@ -209,7 +209,7 @@ def test_pieces_of_llama_server_name_all_tokens_of_their_text(
         found = use(LlamaServer, server.url, lambda engine: pieces_of(engine, Ask("m", (1,), 8)))
     assert [(piece.text, piece.token_ids) for piece in found if piece.token_ids] == gained
     assert (found[0].tokens_read, found[0].prompt_tokens, found[0].cached_tokens) == (9, 9, 4)
-    assert found[-1] == Piece(prompt_tokens=9, cached_tokens=4, finish=FinishReason.STOP if end == "eos" else FinishReason.LENGTH)
+    assert found[-1] == AnswerPiece(prompt_tokens=9, cached_tokens=4, finish=FinishReason.STOP if end == "eos" else FinishReason.LENGTH)
 
 
 def test_a_stop_token_of_the_request_ends_the_answer_of_llama_server() -> None:

@@ -19,18 +19,18 @@ from paceline.core.generation import FinishReason
 from paceline.engines import http
 from paceline.engines import stream as stream_module
 from paceline.engines.adapter import Adapter
-from paceline.engines.contract import Ask, Door, Piece
+from paceline.engines.contract import AnswerPiece, Ask, Door
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
-from paceline.engines.patience import Patience
+from paceline.engines.patience import EnginePatience
 from paceline.engines.refusals import refusal_of
 from paceline.engines.table import adapters, open_engine
 from paceline.engines.vllm import Vllm
 
-SHORT = Patience(connect_s=0.5, answer_s=0.3, quiet_s=0.05, half_event_s=0.1, first_token_s=0.4, next_token_s=0.3, load_s=0.3)
+SHORT = EnginePatience(connect_s=0.5, answer_s=0.3, quiet_s=0.05, half_event_s=0.1, first_token_s=0.4, next_token_s=0.3, load_s=0.3)
 KEY = "sk-live-0123456789abcdef"
 MODEL = "m"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -77,7 +77,7 @@ def wire(asked: Asked, found: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(found).encode() + b"\n\n"
 
 
-Ended = tuple[list[Piece], PacelineError | None]
+Ended = tuple[list[AnswerPiece], PacelineError | None]
 
 
 def run(adapter: type[Adapter], url: str, prompt: Any, key: str = "") -> Ended:
@@ -86,7 +86,7 @@ def run(adapter: type[Adapter], url: str, prompt: Any, key: str = "") -> Ended:
 
 async def write(engine: Adapter, prompt: Any) -> Ended:
     """Return the pieces of an answer, and the error that ended it. The engine is closed."""
-    pieces = list[Piece]()
+    pieces = list[AnswerPiece]()
     try:
         async with asyncio.timeout(5), aclosing(engine.generate(Ask(MODEL, prompt, 8))) as answer:
             async for piece in answer:
@@ -304,7 +304,7 @@ def test_a_slow_reader_is_no_silence_of_the_engine() -> None:
         return stream(wire(asked, word(asked)), Hang(0.2), wire(asked, end)[:9], wire(asked, end)[9:])
 
     async def read(url: str) -> str:
-        engine, text = OpenAi(Door(url), Patience(quiet_s=0.02, next_token_s=0.1)), ""
+        engine, text = OpenAi(Door(url), EnginePatience(quiet_s=0.02, next_token_s=0.1)), ""
         async for piece in engine.generate(Ask(MODEL, CHAT, 8)):
             text += piece.text
             if piece.text == " one":

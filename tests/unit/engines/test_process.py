@@ -24,7 +24,7 @@ from paceline.core.ports import find_port
 from paceline.core.processes import python_command
 from paceline.engines.contract import Door, EngineIdentity
 from paceline.engines.loading import LoadPatience, LoadSigns, LoadWatch, fewer_layers
-from paceline.engines.process import MOST_CRASHES, EngineExit, EngineProcess, EngineState, Launch, new_folder
+from paceline.engines.process import MOST_CRASHES, EngineExit, EngineProcess, Launch, ProcessState, new_folder
 
 KEY = "a-random-key"
 PATIENCE = LoadPatience(grace_s=0.2, look_s=50.0)
@@ -122,12 +122,12 @@ def test_it_serves_with_a_key_that_no_command_line_shows(tmp_path: Path) -> None
 
     async def test() -> None:
         assert await bench.ready() is None
-        assert bench.engine.state is EngineState.READY
+        assert bench.engine.state is ProcessState.READY
         processes = family(bench)
         assert KEY not in " ".join(word for process in [psutil.Process(bench.engine.pid), *processes] for word in process.cmdline())
         await bench.engine.stop()
         await gone(processes)
-        assert bench.engine.state is EngineState.STOPPED
+        assert bench.engine.state is ProcessState.STOPPED
         log = bench.engine.log
         assert log is not None
         assert "key [key]" in log.path.read_text()  # the engine printed it
@@ -193,7 +193,7 @@ def test_a_first_start_that_fails_ends_with_the_reason(tmp_path: Path, mode: str
         assert error is not None
         assert shows in f"{error.message} {error.hint}"
         assert "\n" not in error.message
-        assert bench.engine.state is EngineState.FAILED
+        assert bench.engine.state is ProcessState.FAILED
         await until(lambda: not bench.engine.launch.folder.exists())
 
     run(bench, test)
@@ -252,7 +252,7 @@ def test_an_engine_that_crashes_again_and_again_stays_down(tmp_path: Path) -> No
 
     async def test() -> None:
         assert await bench.ready() is None
-        await until(lambda: bench.engine.state is EngineState.FAILED)
+        await until(lambda: bench.engine.state is ProcessState.FAILED)
         with pytest.raises(EngineGone) as caught:
             await bench.engine.wait_ready()
         assert "the driver is gone" in caught.value.hint

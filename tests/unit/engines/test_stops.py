@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.generation import FinishReason
-from paceline.engines.contract import Piece
+from paceline.engines.contract import AnswerPiece
 from paceline.engines.stops import until_stop
 
 
-def cut(parts: list[str], stops: tuple[str, ...]) -> list[Piece]:
-    async def pieces() -> AsyncGenerator[Piece]:
-        yield Piece(tokens_read=1, prompt_tokens=3)
+def cut(parts: list[str], stops: tuple[str, ...]) -> list[AnswerPiece]:
+    async def pieces() -> AsyncGenerator[AnswerPiece]:
+        yield AnswerPiece(tokens_read=1, prompt_tokens=3)
         for token, part in enumerate(parts):
-            yield Piece(part, token_ids=(token,), n_tokens=1)
-        yield Piece(finish=FinishReason.LENGTH, prompt_tokens=3)
+            yield AnswerPiece(part, token_ids=(token,), n_tokens=1)
+        yield AnswerPiece(finish=FinishReason.LENGTH, prompt_tokens=3)
 
-    async def go() -> list[Piece]:
+    async def go() -> list[AnswerPiece]:
         return [piece async for piece in until_stop(pieces(), stops)]
 
     return asyncio.run(go())
@@ -45,13 +45,13 @@ def test_the_answer_ends_before_the_first_stop_text(parts: list[str], stops: lis
 
 @pytest.mark.parametrize(("parts", "count"), [(["one ", "two"], 2), (["x", "a"], 1)])
 def test_only_text_that_may_begin_a_stop_text_is_held_back(parts: list[str], count: int) -> None:
-    async def go() -> list[Piece]:
-        async def pieces() -> AsyncGenerator[Piece]:
+    async def go() -> list[AnswerPiece]:
+        async def pieces() -> AsyncGenerator[AnswerPiece]:
             for part in parts:
-                yield Piece(part, n_tokens=1)
+                yield AnswerPiece(part, n_tokens=1)
             await asyncio.sleep(60)
 
-        answer, found = until_stop(pieces(), ("abc", "zz")), list[Piece]()
+        answer, found = until_stop(pieces(), ("abc", "zz")), list[AnswerPiece]()
         async with asyncio.timeout(5):
             while sum(len(piece.text) for piece in found) < len("".join(parts).rstrip("a")):
                 found.append(await anext(answer))

@@ -23,7 +23,7 @@ from paceline.core.errors import EngineGone, NotServed
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
-from paceline.engines.contract import Ask, Engine, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.machine.foreign.model import ForeignModel
 
 
@@ -52,7 +52,7 @@ class ForeignAnswer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ForeignEngine,
         model: ForeignModel,
         request: GenerationRequest,
         clock: Clock,
@@ -195,7 +195,7 @@ class _Sequence:
             via=request.via,
         )
 
-    async def chunk(self, piece: Piece) -> GenerationChunk | None:
+    async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
         id_ = self._request.request_id
         if piece.tokens_read is not None:
@@ -257,7 +257,7 @@ class _Passed:
             body["seed"] = seed + self._index
         return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)
 
-    async def chunk(self, piece: Piece) -> GenerationChunk | None:
+    async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
         if piece.delta is None and piece.finish is None and not piece.prompt_tokens:
             return None

@@ -23,7 +23,7 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.core.via import new_mark, outside, through
-from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
@@ -51,7 +51,7 @@ Revive = Callable[[str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class Offering:
     """What a person said of an engine."""
 
     name: str = ""
@@ -99,9 +99,9 @@ class WatchedEngine:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ForeignEngine,
         identity: EngineIdentity,
-        sharing: Sharing,
+        sharing: Offering,
         home: Home,
         clock: Clock,
         changed: Callable[[], None],
@@ -329,7 +329,7 @@ class ForeignEngines:
         """Have `changed` called on the event loop when a model comes or goes."""
         self._on_change = changed
 
-    async def add(self, engine: Engine, identity: EngineIdentity, sharing: Sharing, revive: Revive | None = None) -> WatchedEngine:
+    async def add(self, engine: ForeignEngine, identity: EngineIdentity, sharing: Offering, revive: Revive | None = None) -> WatchedEngine:
         """Offer an engine from now on. One at the same URL is replaced.
 
         Args:
