@@ -74,7 +74,7 @@ class Adapter(ABC):
         """Write after token ids or a text, without looking for stop texts."""
         return self._openai("/v1/completions", self.text_body, ask)
 
-    async def prepare(self, ask: Ask) -> None:
+    async def prepare(self, ask: Ask) -> None:  # noqa: B027 - most engines refuse nothing
         """Refuse a request that the engine would take for something else."""
 
     def chat_body(self, ask: Ask) -> dict[str, Any]:
