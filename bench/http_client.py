@@ -27,13 +27,10 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has the methods, not the base
 
-    def send(self, body: bytes) -> None:
+    def send(self, body: bytes, path: bytes = b"/v1/completions") -> None:
         assert self._transport is not None
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n"
-        )
-        self._transport.write(head % len(body) + body)
+        head = b"POST %b HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        self._transport.write(head % (path, len(body)) + body)
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((time.perf_counter(), data))

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.conformance.suites.engine import EngineCase, EngineSuite
+from tests.conformance.suites.engine import GREEDY, EngineCase, EngineSuite
 from tests.fakes import recorded_engines as recorded
 from tests.fakes.foreign_engines import Running, llama_server, mlx_server
 from tests.fakes.scripted_http import served
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.seeded_models import shape, write_folder
+from tests.fakes.served import Served
 
+from paceline.core.errors import EngineGone
 from paceline.engines.adapter import TEXT_AND_MESSAGES
-from paceline.engines.contract import Door, Takes
+from paceline.engines.contract import Ask, Capability, Door, EngineModel, ForeignEngine, Takes
 from paceline.engines.llama_server import LlamaServer
 from paceline.engines.lmstudio import LmStudio
 from paceline.engines.mlx_server import MlxServer
 from paceline.engines.ollama import Ollama
 from paceline.engines.openai import OpenAi
+from paceline.engines.patience import EnginePatience
 from paceline.engines.vllm import Vllm
 from paceline.store.catalog import open_model
+
+KEY = "sk-0123456789"
+MEAN = 1
+"""llama.cpp's number of the pooling that takes the mean."""
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +40,7 @@ def llama(shallow_gguf: Path) -> Generator[Running]:
         yield running
 
 
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp's server is not installed")
 class TestLlamaServer(EngineSuite):
     @pytest.fixture
     def case(self, llama: Running, shallow_gguf: Path) -> EngineCase:
@@ -61,6 +72,35 @@ class TestMlxServer(EngineSuite):
         )
 
 
+@pytest.fixture(scope="module")
+def vectors(shallow_gguf: Path) -> Generator[Running]:
+    with llama_server(shallow_gguf, n_ctx=512, embedding=True, pooling_type=MEAN, api_keys=[KEY]) as running:
+        yield running
+
+
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp's server is not installed")
+class TestLlamaServerForVectors(EngineSuite):
+    """The server writes as well, and is stopped and killed in the end."""
+
+    @pytest.fixture
+    def case(self, vectors: Running) -> EngineCase:
+        model = {"context": 512, "slots": 1, "capabilities": frozenset({Capability.EMBEDDINGS, Capability.SCHEMAS})}
+        return EngineCase(
+            "llama-server", LlamaServer, Door(vectors.url, KEY), frozenset(Takes), ids=[5, 6], model=model, unknown_model=False
+        )
+
+    @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+    def test_zz_a_server_that_is_stopped_or_killed_midway_is_gone(self, case: EngineCase, vectors: Running, end: signal.Signals) -> None:
+        async def lose(engine: ForeignEngine, model: EngineModel) -> None:
+            async for piece in engine.generate(Ask(model.name, (5, 6), 400, GREEDY, ignore_eos=True)):
+                if piece.text:
+                    vectors.process.send_signal(end)
+
+        with pytest.raises(EngineGone):
+            self.run(replace(case, make=lambda door: LlamaServer(door, EnginePatience(quiet_s=0.3, answer_s=0.5))), lose)
+        vectors.process.send_signal(signal.SIGCONT)
+
+
 class TestVllm(EngineSuite):
     @pytest.fixture
     def case(self) -> Generator[EngineCase]:
@@ -86,7 +126,17 @@ class TestLmStudio(EngineSuite):
             yield EngineCase("lmstudio", LmStudio, Door(server.url), TEXT_AND_MESSAGES, model=model)
 
 
+class TestPaceline(EngineSuite):
+    """Paceline itself, as any server with OpenAI's API."""
+
+    @pytest.fixture
+    def case(self) -> Generator[EngineCase]:
+        paceline = Served(ScriptedInference())
+        yield EngineCase("openai", OpenAi, Door(paceline.url), TEXT_AND_MESSAGES)
+        paceline.close()
+
+
 class TestOpenAi(EngineSuite):
     @pytest.fixture
     def case(self, llama: Running) -> EngineCase:
-        return EngineCase("openai", OpenAi, Door(llama.url), TEXT_AND_MESSAGES, unknown_model=False)
+        return EngineCase("openai", OpenAi, Door(llama.url), TEXT_AND_MESSAGES, unknown_model=False, is_recognised=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.core.errors import EngineGone, PacelineError
 from paceline.core.generation import FinishReason
 from paceline.core.text import Tokenizer
-from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
 
 
 class ScriptedEngine:
@@ -75,7 +75,7 @@ class ScriptedEngine:
     async def unload(self, model: str) -> None:
         raise AssertionError("a test never unloads")
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         self.asked.append(ask)
         self._check()
         prompt = ask.prompt
@@ -84,17 +84,17 @@ class ScriptedEngine:
             assert self._tokenizer is not None
             whole = self._tokenizer.text_of(self._answer)
             done = next(n for n in range(len(self._answer) + 1) if prompt.endswith(self._tokenizer.text_of(self._answer[:n])) and n >= 0)
-            pieces = [Piece(text=character, n_tokens=1) for character in whole[len(self._tokenizer.text_of(self._answer[:done])) :]]
+            pieces = [AnswerPiece(text=character, n_tokens=1) for character in whole[len(self._tokenizer.text_of(self._answer[:done])) :]]
         else:
             left = self._answer[len(prompt) - self._prompt :]
             left = left if ask.max_tokens is None else left[: ask.max_tokens]
-            pieces = [Piece(token_ids=tuple(left[at : at + self._cuts])) for at in range(0, len(left), self._cuts)]
+            pieces = [AnswerPiece(token_ids=tuple(left[at : at + self._cuts])) for at in range(0, len(left), self._cuts)]
         for place, piece in enumerate(pieces):
             if self.breaks is not None and place >= self.breaks:
                 raise EngineGone("it broke off")
             yield piece
             await asyncio.sleep(0)
-        yield Piece(finish=FinishReason.STOP)
+        yield AnswerPiece(finish=FinishReason.STOP)
 
     async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
         raise AssertionError("a test never embeds")

@@ -14,8 +14,11 @@ HANG_S = 60.0
 """Longest silence of a server; it ends with the server."""
 
 
+@dataclass(frozen=True)
 class Hang:
-    """A silence until the server ends."""
+    """A silence, until the server ends at the latest."""
+
+    most_s: float = HANG_S
 
 
 class Drop:
@@ -108,7 +111,7 @@ def served(script: Script, server_name: str = "test") -> Generator[Served]:
             for part in answer.parts:
                 match part:
                     case Hang():
-                        ending.wait(HANG_S)
+                        ending.wait(part.most_s)
                     case Drop():
                         return
                     case data:

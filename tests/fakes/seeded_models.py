@@ -249,6 +249,11 @@ def _add_metadata(writer: Any, spec: ModelSpec, words: SeededVocabulary, name: s
         writer.add_string(f"{BY_NAME[spec.model_type].arch}.rope.scaling.type", "yarn")
         writer.add_rope_scaling_factor(spec.rope.yarn.factor)
         writer.add_rope_scaling_orig_ctx_len(spec.rope.yarn.original)
+    add_words(writer, words)
+
+
+def add_words(writer: Any, words: SeededVocabulary) -> None:
+    """Add a tokenizer and its chat template to a gguf.GGUFWriter."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words.cut)
     writer.add_token_list(words.tokens)

@@ -294,6 +294,7 @@ def generate_examples() -> Iterator[Example]:
         grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True, ways=frozenset({"alone"}), exact=True,
     )  # fmt: skip
     scored = GenerationRequest(own, (1,), 0, scores_prompt=True)
+    passed = GenerationRequest(own, (), 16, chat='{"messages":[]}')
 
     def write(request: GenerationRequest) -> generate_pb2.GenerateRequest:
         message = generate.write_request(ModelRef(SHA, "int4", "m"), "cpu/1", request)
@@ -305,11 +306,12 @@ def generate_examples() -> Iterator[Example]:
     def read(message: generate_pb2.GenerateRequest) -> GenerationRequest:
         return generate.read_request(message, own)
 
-    for name, request in (("rich", rich), ("scored", scored), ("minimal", GenerationRequest(own, (0,), None))):
+    for name, request in (("rich", rich), ("scored", scored), ("passed", passed), ("minimal", GenerationRequest(own, (0,), None))):
         yield coded(name, generate_pb2.GenerateRequest, request, write, read)
     chunks = [
         GenerationChunk(own, 1, (5, 6), "hé", (TokenLogprob(5, -0.5, ((5, -0.5), (8, -1.5))), TokenLogprob(6, -2.0)), cached_tokens=16),
         GenerationChunk(own, 0, (), "", prompt_logprobs=(TokenLogprob(3, -0.25),)),
+        GenerationChunk(own, 0, (), "", deltas=('{"content":"hi"}',), n_tokens=1, prompt_tokens=9),
         GenerationChunk(own, 2, (), "", finish_reason=FinishReason.ERROR, error="no machine has layers 3 to 9", code="shard_unavailable"),
         GenerationChunk(own, 0, (), "", notices=(Notice("shard_failover", {"lost": "b", "layer": -3, "after_s": 0.5}),)),
         *(GenerationChunk(own, 0, (1,), "x", finish_reason=reason) for reason in FinishReason if reason is not FinishReason.ERROR),

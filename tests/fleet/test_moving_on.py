@@ -243,6 +243,31 @@ def test_an_orderly_stop_in_mid_answer_costs_no_byte(trio: Trio) -> None:
     assert metric(trio.door, "paceline_fleet_retried_total") > 0
 
 
+def test_an_answer_continues_on_a_machine_of_other_numerics_and_says_so(trio: Trio) -> None:
+    unlike = trio.runs[1]
+    unlike.node.kill()
+    unlike.up("--model", str(trio.model), *SMALL, "--device", "torch-cpu")
+    until(lambda: trio.offers(unlike))
+    asked: dict[str, Any] = {
+        **LONG,
+        "extra_body": {**LONG["extra_body"], "stream_options": {"include_events": True, "include_usage": True}},
+    }
+    told, usage = list[Any](), None
+    for number, chunk in enumerate(trio.client.chat.completions.create(**asked, stream=True)):
+        told += [event for event in [chunk.model_extra or {}] if event.get("event") == "numerics_changed"]
+        usage = chunk.usage or usage
+        if number == 30:
+            trio.serving().node.kill()
+    (detail,) = [event["detail"] for event in told]
+    assert usage is not None
+    assert usage.completion_tokens == TOKENS
+    assert 0 < detail["n_tokens"] < TOKENS
+    assert detail["from"] != detail["to"]
+    assert (detail["matched_by"], detail["index"]) == ("digest", 0)
+    if unlike.is_up:  # the tests after this one want equal machines
+        unlike.node.kill()
+
+
 def test_what_is_drawn_without_a_seed_goes_on_as_it_began_and_counts_once(trio: Trio) -> None:
     stream = trio.client.chat.completions.create(**{**LONG, "temperature": 1.0}, stream=True, stream_options={"include_usage": True})
     usage, reasons = None, set[str]()

@@ -31,6 +31,7 @@ READ_WHERE_THERE = {
     "backends/memory.py": "control groups that are not shown bound nothing",
     "cli/doctor.py": "no card is called wireless",
     "cli/service.py": "launchd writes elsewhere",
+    "engines/finding.py": "listeners of own processes, from psutil",
     "machine/devices.py": "no driver, no boot's name, every processor a core, and the processor's name from platform",
     "net/nixl.py": "Linux alone",
     "net/trust/credentials.py": "a temporary file in the place of one in memory",

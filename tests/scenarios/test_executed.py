@@ -33,6 +33,7 @@ from paceline.node.planning import Constraints
 from paceline.node.ways import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
+from paceline.ways.pipeline.executor.route import RouteStage
 from paceline.ways.pipeline.meter import PipelineMeter
 from paceline.ways.pipeline.order import PipelineOrder
 from paceline.ways.pipeline.routes import build
@@ -143,12 +144,13 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
             def __init__(self, *_: object) -> None: ...
 
             async def open(self, parts: Sequence[LayerSpan], **_: object) -> Any:
-                return SimpleNamespace(stages=[*parts], close=lambda: None)
+                stages = [RouteStage(each.node_id, each.layers, "", "m", holds_identity=True) for each in parts]
+                return SimpleNamespace(stages=stages, close=lambda: None)
 
-        def executor(head: object, n_layers: int, router: Any, *_: object) -> None:
+        def executor(head: object, n_layers: int, router: Any, *_: object, **__: object) -> None:
             del head
             stages = router.find(5.0).stages
-            assert node.asked == stages, "those that load ahead are those that run"
+            assert node.asked == [LayerSpan(stage.node_id, stage.layers) for stage in stages], "those that load ahead are those that run"
             first = LayerRange(0, min((stage.layers.start for stage in stages), default=n_layers))
             raise Built(" -> ".join([part(node.node_id, first), *(part(stage.node_id, stage.layers) for stage in stages)]))
 

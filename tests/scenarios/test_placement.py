@@ -21,7 +21,7 @@ FILES = sorted((Path(__file__).parent / "placement").glob("*.txt"))
 
 def request(words: list[str]) -> PlanRequest:
     """`plan MODEL [prompt N] [answer N] [weights W] [ways a,b] [pin NODE[:0-15]]... [draft-on NODE]
-    [unlike yes] [streams N] [orchestrator NODE] [exclude NODE]`; with streams, throughput counts."""
+    [exact yes] [streams N] [orchestrator NODE] [exclude NODE]`; with streams, throughput counts."""
     model, *rest = words
     said: dict[str, str] = {}
     pins: list[Pin] = []
@@ -40,7 +40,7 @@ def request(words: list[str]) -> PlanRequest:
         ways=frozenset(Way(way) for way in said["ways"].split(",")) if "ways" in said else None,
         pins=tuple(pins),
         proposer=NodeId(said["draft-on"]) if "draft-on" in said else None,
-        allows_unlike="unlike" in said,
+        exact="exact" in said,
         objective=Objective.THROUGHPUT if "streams" in said else Objective.LATENCY,
         streams=int(said.get("streams", 1)),
         orchestrator=NodeId(said["orchestrator"]) if "orchestrator" in said else None,

@@ -128,7 +128,7 @@ def run_fault_bench(
         alone.close()
     own, *others = fleet.names
     taking_part = others[:-1] if plan.spare else others
-    order = PipelineOrder(pipelines, tuple(Pin(NodeId(each)) for each in (own, *taking_part)), None, Objective.THROUGHPUT)
+    order = PipelineOrder(pipelines, tuple(Pin(NodeId(each)) for each in (own, *taking_part)), None, Objective.THROUGHPUT, exact=True)
     rows: list[FaultRow] = []
     gone: set[bytes] = set()
     for streams in plan.streams:

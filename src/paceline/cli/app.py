@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,19 +11,19 @@ import typer
 
 from paceline import __version__
 from paceline.backends.memory import GIB
-from paceline.cli import benches, enrolment, service
+from paceline.cli import benches, enrolment, hostfile, service, share
 from paceline.cli.logs import write_log
 from paceline.cli.options import (
     OWN_LAYERS_HELP,
     PIN_HELP,
     PORTS,
-    AllowUnlike,
     ApiKeyFile,
     AsJson,
     Commands,
     Context,
     Device,
     Draft,
+    Exact,
     KvDisk,
     KvTokens,
     MaxRunning,
@@ -46,7 +45,7 @@ from paceline.cli.options import (
     tensor_speeds,
     up_params,
 )
-from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, Terminal, discard, own_command, print_lines, report
+from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.presets import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -123,6 +122,13 @@ def up(
     role: Role = None,
     device: Device = None,
     threads: Threads = None,
+    engine: Annotated[
+        Literal["own", "llama", "vllm", "mlx"] | None,
+        of_model(
+            "--engine",
+            help="What runs the model: Paceline's own kernels, llama-server, vLLM or mlx-lm. Default: the fastest here that can.",
+        ),
+    ] = None,
     tensor: Tensor = "1",
     max_running: MaxRunning = 32,
     prefill_chunk: PrefillChunk = 512,
@@ -144,6 +150,12 @@ def up(
         ),
     ] = None,
     greet: Annotated[bool, of_server("--greet", help="Answer one question through the endpoint once it is up.")] = False,
+    engines: Annotated[
+        Literal["ask", "auto", "off"],
+        of_server(
+            "--engines", help="Engines of other makers that run on this machine: ask whether to offer them, offer yours, or don't look."
+        ),
+    ] = "ask",
     no_model: Annotated[bool, of_fleet("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
     fleet_port: Annotated[int, of_fleet("--fleet-port", **PORTS, help="For the fleet's machines. 0: any free one.")] = FLEET_PORT,
     tensor_port: Annotated[
@@ -169,7 +181,7 @@ def up(
         bool | None,
         of_pipeline("--fallback-to-local/--no-fallback-to-local", help="Go on alone when a pipeline has no machines left."),
     ] = None,
-    allow_unlike: AllowUnlike = None,
+    exact: Exact = None,
     ways: Annotated[
         str,
         of_fleet(
@@ -201,6 +213,7 @@ def up(
     from paceline.cli.options import ApiOptions, server_settings
     from paceline.cli.sharing import run_shared
     from paceline.cli.sharing_options import SharingOptions
+    from paceline.engines.choice import Asked
 
     write_log(log_level.upper())
     first, *more = model or [DEFAULT_MODEL]
@@ -251,10 +264,12 @@ def up(
         embeddings=embeddings,
         more=() if no_model else tuple(more),
         on_demand=on_demand,
+        engines=engines,
+        engine=None if engine is None else Asked(engine),
         memory_bytes=None if models_memory is None else int(models_memory * GIB),
         kv_disk_bytes=settings.kv_disk_bytes,
         ways=ways,
-        allow_unlike=allow_unlike,
+        exact=exact,
         role=role,
         threads=threads,
         device=device,
@@ -334,36 +349,6 @@ def chat(
 
 
 @app.command()
-def share(
-    url: Annotated[
-        str | None, typer.Argument(help="The engine's address: loopback or https. Without it: show what is shared.", show_default=False)
-    ] = None,
-    name: Annotated[str, typer.Option("--name", help="What clients call its model. Default: as the engine does.")] = "",
-    models: Annotated[
-        str, typer.Option("--models", metavar="NAME,...", help="Those to share, as the engine names them. Default: all.")
-    ] = "",
-    key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="A file with the engine's key. It stays on this machine, readable for you alone.")
-    ] = None,
-    plain_http: Annotated[
-        bool, typer.Option("--plain-http", help="Allow http to another machine: prompts cross the network unencrypted.")
-    ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Share it no more. The engine itself is not touched.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Offer an engine that runs already: llama-server, Ollama, LM Studio, vLLM, mlx_lm.server, or any other OpenAI endpoint."""
-    from paceline.cli.share import list_shares, run_share, run_unshare
-
-    if url is None:
-        list_shares(as_json=as_json)
-    elif remove:
-        run_unshare(url)
-    else:
-        named = tuple(part.strip() for part in models.split(",") if part.strip())
-        run_share(url, name=name, models=named, key_file=key_file, plain_http=plain_http)
-
-
-@app.command()
 def pull(
     ref: Annotated[str, typer.Argument(help="org/name[@revision][:file] at the hub, a folder, or a GGUF file.")],
 ) -> None:
@@ -428,26 +413,23 @@ def plan(
     ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline, tensor: those allowed. Default: all.")] = "",
     pin: Pins = None,
     pin_draft: PinDraft = None,
-    allow_unlike: AllowUnlike = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="For requests that ask for exact bytes: engines of other makers promise none.")
-    ] = False,
+    exact: Exact = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
     from paceline.cli.plan import fleet_view, run_plan
-    from paceline.machine.config_file import read_pipeline_settings
+    from paceline.machine.config_file import read_settings
     from paceline.node.ways import parse_pin, parse_ways, plan_request
     from paceline.store.home import Home
     from paceline.ways.pipeline.order import PipelineOrder
 
-    settings = read_pipeline_settings(Home.from_environment()).overridden(allow_unlike=allow_unlike)
+    settings = read_settings(Home.from_environment())
+    order = PipelineOrder(settings.pipeline, tuple(map(parse_pin, pin or ())), exact=settings.plan.exact if exact is None else exact)
     request = plan_request(
-        *(PipelineOrder(settings, tuple(map(parse_pin, pin or ()))), model, weights),
+        *(order, model, weights),
         lengths=(prompt_tokens, answer_tokens),
         ways=parse_ways(ways),
         proposer=None if pin_draft is None else NodeId(pin_draft),
-        exact=exact,
     )
     run_plan(request, fleet_view(), as_json=as_json)
 
@@ -464,24 +446,10 @@ def launch(
     run_launch(context.args, hostfile, up_params(context, context.args)["fleet_port"])
 
 
-@app.command()
-def hostfile(
-    file: Annotated[Path, typer.Argument(help="To be written.")],
-    host: Annotated[list[str], typer.Argument(help="The ranks' hosts, the one that serves first: a name or a number, or NAME=NUMBER.")],
-) -> None:
-    """Write a file of hosts for `mlx.launch` and `paceline launch`."""
-    from paceline.cli.launch import create_hostfile, read_hostfile
-
-    pairs = [each.partition("=") for each in host]
-    if not all(name for name, _, _ in pairs):
-        raise UserError("A host has no name", "Write each as NAME, or as NAME=NUMBER without blanks.")
-    ranks = read_hostfile(create_hostfile([{"host": name, **({"ip": number} if number else {})} for name, _, number in pairs], file))
-    start = f"mlx.launch --hostfile {shlex.quote(str(file))} -- {own_command()} launch"
-    print_lines(Terminal(), f"{file} is written: a rank each for {', '.join(ranks)}; the first serves. Start them: {start}")
-
-
 app.add_typer(benches.app)
 app.add_typer(enrolment.app)
+app.add_typer(share.app)
+app.add_typer(hostfile.app)
 app.add_typer(service.app, name="service")
 
 

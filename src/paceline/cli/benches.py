@@ -140,12 +140,12 @@ def pipeline(
             fleet = fleet_settings(0, "", peer or (), fleet_preset, mdns=not peer, needed=True)
             assert fleet is not None, "it is needed"
             with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
-                report = run_pipeline_bench(node, settings, PipelineOrder(as_configured(), pins, own_layers), plan, clock, tell)
+                report = run_pipeline_bench(node, settings, PipelineOrder(as_configured(), pins, own_layers, exact=True), plan, clock, tell)
         else:
             with local_fleet(local_nodes, settings) as (local, node):
                 settings = replace(settings, threads=local.threads)
                 pins = pins or tuple(Pin(NodeId(name)) for name in local.names)
-                order = PipelineOrder(as_configured(), pins, own_layers, Objective.THROUGHPUT)
+                order = PipelineOrder(as_configured(), pins, own_layers, Objective.THROUGHPUT, exact=True)
                 report = run_pipeline_bench(node, settings, order, plan, clock, tell)
     print_report(report, show_pipeline, as_json=as_json)
 

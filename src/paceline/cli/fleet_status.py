@@ -216,19 +216,21 @@ def _plans(looked: Looked) -> list[tuple[str, str]]:
     served = {offer.model_id for card in looked.sight.view.cards for offer in card.models if offer.warm and offer.runs_whole}
     if served <= {name for name, _ in looked.sight.plans}:
         return []
-    from paceline.machine.config_file import read_pipeline_settings, read_trust_policy
+    from paceline.machine.config_file import read_settings, read_trust_policy
     from paceline.node.ways import plan, plan_request
     from paceline.ways.pipeline.order import PipelineOrder, typical_request
 
     eligible, lost = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER), _lost(looked)
-    settings, trust = read_pipeline_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
+    settings, trust = read_settings(Home.from_environment()), {live.card.node_id: live.trust for live in looked.sight.view.nodes}
     cards = [card for card in eligible.cards if card.node_id not in lost]
     offers = [offer for card in cards for offer in card.models if offer.warm and offer.runs_whole]
     context = {offer.model_id: offer.shape.max_context for offer in offers if offer.shape is not None}
     lines: list[tuple[str, str]] = []
     for name in sorted(context.keys() - {name for name, _ in looked.sight.plans}):
         try:
-            request = plan_request(PipelineOrder(settings), name, lengths=typical_request(context[name]))
+            request = plan_request(
+                PipelineOrder(settings.pipeline, exact=settings.plan.exact), name, lengths=typical_request(context[name])
+            )
             lines.append((name, headline(plan(cards, request, trust).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))

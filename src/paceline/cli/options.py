@@ -213,9 +213,12 @@ Draft = Annotated[
         "--draft", metavar="auto|off|ngram|fleet|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
     ),
 ]
-AllowUnlike = Annotated[
+Exact = Annotated[
     bool | None,
-    of_pipeline("--allow-unlike/--no-allow-unlike", help="Machines that compute other bytes than one another may share a model."),
+    of_fleet(
+        "--exact/--no-exact",
+        help="Only machines that compute the same bytes share a model or continue one another's answers. Default: the fastest do.",
+    ),
 ]
 PinDraft = Annotated[str | None, of_drafts("--pin-draft", metavar="NODE", help="The machine that drafts, and no other.")]
 ApiKeyFile = Annotated[Path | None, of_server("--api-key-file", help="A file with the key, in place of --api-key.")]

@@ -1,106 +1,42 @@
-"""`paceline share`: offer an engine of another maker that runs already, here or on another machine."""
+"""`paceline share`: its options. What it does is in `cli.engine_shares`, imported when it runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from paceline.cli.options import read_key
-from paceline.cli.terminal import Terminal, counted, print_json, print_lines
-from paceline.core.background import run_interruptibly
-from paceline.core.errors import ConfigError, EngineGone
-from paceline.core.text import printable
-from paceline.machine.foreign.shares import Share, check_url, read_shares, write_shares
-from paceline.store.home import Home
+import typer
 
+from paceline.cli.options import AsJson
 
-def run_share(url: str, *, name: str, models: tuple[str, ...], key_file: Path | None, plain_http: bool) -> None:
-    """Look at an engine, say what it has, and offer it from now on.
-
-    Raises:
-        ConfigError: the address can't be shared, no engine answers there, or it has no such model.
-    """
-    console, home = Terminal(), Home.from_environment()
-    kept, leaves = check_url(url, plain_http=plain_http)
-    share = Share(kept, name, models, read_key(None, key_file) or "", plain_http, leaves)
-    shares = read_shares(home)
-    found = run_interruptibly(_look(share))
-    unknown = [model for model in models if model not in found.models]
-    if unknown:
-        raise ConfigError(
-            f"{found.engine} at {kept} has no model {printable(unknown[0])}",
-            f"It has: {', '.join(map(printable, found.models)) or 'none'}.",
-        )
-    offered = models or found.models
-    if name and len(offered) != 1:
-        raise ConfigError(f"--name names one model, and {found.engine} has {len(offered)}", "Say which one with --models.")
-    write_shares(home, [*(one for one in shares if one.url != kept), share])
-    print_lines(
-        console, f"{found.engine} at {kept}: {counted(len(offered), 'model')} shared: {', '.join(map(printable, offered)) or 'none yet'}"
-    )
-    if leaves:
-        print_lines(console, "Prompts for it leave your network: it answers only requests that name its models.")
-    if share.sharing.plain_http:
-        print_lines(console, "Prompts for it cross the network unencrypted.")
-    print_lines(console, "A node that runs here offers it within seconds. Otherwise: paceline up --no-model")
+app = typer.Typer()
 
 
-def run_unshare(url: str) -> None:
-    """Offer an engine no more.
+@app.command()
+def share(
+    url: Annotated[
+        str | None, typer.Argument(help="The engine's address: loopback or https. Without it: show what is shared.", show_default=False)
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="What clients call its model. Default: as the engine does.")] = "",
+    models: Annotated[
+        str, typer.Option("--models", metavar="NAME,...", help="Those to share, as the engine names them. Default: all.")
+    ] = "",
+    key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="A file with the engine's key. It stays on this machine, readable for you alone.")
+    ] = None,
+    plain_http: Annotated[
+        bool, typer.Option("--plain-http", help="Allow http to another machine: prompts cross the network unencrypted.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Share it no more. The engine itself is not touched.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Offer an engine that runs already: llama-server, Ollama, LM Studio, vLLM, mlx_lm.server, or any other OpenAI endpoint."""
+    from paceline.cli.engine_shares import list_shares, run_share, run_unshare
 
-    Raises:
-        ConfigError: it is not shared.
-    """
-    home = Home.from_environment()
-    kept, _ = check_url(url, plain_http=True)
-    shares = read_shares(home)
-    left = [one for one in shares if one.url != kept]
-    if len(left) == len(shares):
-        raise ConfigError(f"{kept} is not shared", f"Shared: {', '.join(one.url for one in shares) or 'none'}.")
-    write_shares(home, left)
-    print_lines(Terminal(), f"{kept} is shared no more. The engine itself was not touched.")
-
-
-def list_shares(*, as_json: bool) -> None:
-    """Print what is shared, without keys."""
-    shares = read_shares(Home.from_environment())
-    if as_json:
-        print_json([{"url": one.url, "name": one.name, "models": list(one.models), "has_key": bool(one.api_key)} for one in shares])
-        return
-    console = Terminal()
-    for one in shares:
-        what = ", ".join(map(printable, one.models)) or "all its models"
-        marks = [mark for mark, is_so in (("leaves your network", one.leaves_network), ("unencrypted", one.sharing.plain_http)) if is_so]
-        print_lines(
-            console, f"{one.url}  {what}{f' as {printable(one.name)}' if one.name else ''}{''.join(f'  [{mark}]' for mark in marks)}"
-        )
-    if not shares:
-        print_lines(console, "No engine is shared. Share one: paceline share http://127.0.0.1:8080")
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What answered at a URL."""
-
-    engine: str
-    """Name and version."""
-    models: tuple[str, ...]
-    """As the engine names them."""
-
-
-async def _look(share: Share) -> Found:
-    from paceline.engines.table import identify
-
-    try:
-        found = await identify(share.door)
-        if found is None:
-            raise EngineGone("what answers there is no engine that Paceline knows", "Its address is the one without /v1.")
-        engine, identity = found
-        try:
-            return Found(str(identity), tuple(model.name for model in await engine.models()))
-        finally:
-            await engine.close()
-    except EngineGone as error:
-        raise ConfigError(
-            f"No engine can be shared at {share.url}: {error.message}", error.hint or "Start it first, or look at its port."
-        ) from error
+    if url is None:
+        list_shares(as_json=as_json)
+    elif remove:
+        run_unshare(url)
+    else:
+        named = tuple(part.strip() for part in models.split(",") if part.strip())
+        run_share(url, name=name, models=named, key_file=key_file, plain_http=plain_http)

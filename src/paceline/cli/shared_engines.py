@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from paceline.cli.terminal import counted
 from paceline.core.errors import PacelineError
 from paceline.core.text import printable
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.engines import marks
-from paceline.machine.foreign.shares import Share
 from paceline.machine.foreign.state import EngineState
+
+if TYPE_CHECKING:
+    from paceline.machine.foreign.shares import EngineShare
 
 
 def read_states(said: object) -> tuple[EngineState, ...]:
@@ -24,7 +27,7 @@ def read_states(said: object) -> tuple[EngineState, ...]:
     return TypeAdapter(tuple[EngineState, ...]).validate_python(said)
 
 
-async def state_at(share: Share) -> EngineState:
+async def state_at(share: EngineShare) -> EngineState:
     """Ask a shared engine for its name and version. Its models are not asked for."""
     from paceline.engines.table import identify
 

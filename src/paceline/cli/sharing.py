@@ -105,11 +105,13 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         Terminal().print(f"[yellow]note:[/] {said}", soft_wrap=True)
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
-    shared = settings is None and bool(read_shares(Home.from_environment()))
+    shared = settings is None and (sharing.engines == "auto" or bool(read_shares(Home.from_environment())))
     needed = (settings is None and sharing.embeddings is None and not shared) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
     if settings is not None:
         settings = replace(settings, role=sharing.role or said.kv.role, nixl=said.kv.nixl, kv_check_every=said.kv.spot_check_every)
+    exact = said.plan.exact if sharing.exact is None else sharing.exact
+    api = replace(api, settings=replace(api.settings, exact=exact))
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)
@@ -126,10 +128,10 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         enabled=False if in_ranks else sharing.pipeline,
         serve_shards=sharing.serve_shards,
         fallback_to_local=sharing.fallback_to_local,
-        allow_unlike=sharing.allow_unlike,
     )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
-    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
+    pins = tuple(parse_pin(pin) for pin in sharing.pins)
+    order = PipelineOrder(pipelines, pins, sharing.own_layers, objective, exact=exact)
     of_all = settings or NodeSettings()  # models may be loaded later
     model = "" if of_all.draft in (*DRAFTS, FLEET) else of_all.draft  # empty: any
     wanted = Constraints(_ways(sharing, pipelines, of_all.draft, of_all.draft_on, spread=asked), order, model)

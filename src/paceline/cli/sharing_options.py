@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from paceline.backends.table import Kernels
 from paceline.machine.settings import PrefillRole
+
+if TYPE_CHECKING:
+    from paceline.engines.choice import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,18 @@ class SharingOptions:
     """Models in addition to the first."""
     on_demand: bool | None = None
     """Requests may load models; None: only if no other machine could be asked for them."""
+    engines: Literal["ask", "auto", "off"] = "ask"
+    """What becomes of engines of other makers that run on this machine."""
+    engine: Asked | None = None
+    """What is to run the models; None: what is expected to be the fastest that can."""
     memory_bytes: int | None = None
     """Memory that models may take together, in bytes; None: what is free."""
     kv_disk_bytes: int = 0
     """Disk space for KV, in bytes; 0: no KV is kept on the disk."""
     ways: str = ""
     """Ways that the plan may choose from, as a person wrote them; empty: all."""
-    allow_unlike: bool | None = None
+    exact: bool | None = None
+    """None: as configured."""
     role: PrefillRole | None = None
     """None: what config.toml says."""
     threads: int | None = None

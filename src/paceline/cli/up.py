@@ -17,18 +17,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
 from paceline import __version__
 from paceline.backends.memory import human
 from paceline.cli import EXIT_INTERRUPTED
+from paceline.cli.children import Children, engine_for
 from paceline.cli.models import ensure
 from paceline.cli.options import ApiOptions
 from paceline.cli.progress import byte_bar, opening_bar
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from paceline.cli.sharing_options import SharingOptions
     from paceline.core.inference import ServedModel
     from paceline.machine.build import LoadedEncoder
+    from paceline.machine.engine_start import Decision
     from paceline.machine.models import Models
     from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
@@ -169,6 +171,7 @@ def run_up(
     """
     api.check()
     tls = api.tls_files()
+    from paceline.cli.found_engines import found_shares
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
     from paceline.machine.foreign.engines import ForeignEngines
@@ -196,10 +199,13 @@ def run_up(
     # The encoder loads first: the model may take minutes, and its KV takes the memory that is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
-    for name in named if asked is not None or sharing.more else ():  # before the first of them takes minutes
+    found = found_shares(sharing.engines, home, port.getsockname()[1], console)
+    by_engine: dict[str, Decision] = {}
+    for name in named:  # before the first of them takes minutes
         ensure(name, console)
-        if asked is None:
-            resolve(name, home)
+        if decision := engine_for(name, sharing.engine, home):
+            by_engine[name] = decision
+    named = tuple(name for name in named if name not in by_engine)
     on_demand = fleet is None and settings is not None if sharing.on_demand is None else sharing.on_demand
     base = settings or NodeSettings()
     models = Models(build_node, base, home, clock, on_demand=on_demand, budget_bytes=sharing.memory_bytes)
@@ -213,9 +219,14 @@ def run_up(
             ending = Ending(console, sharing.drain_s)
             stop = ending.stop
             engines = ForeignEngines(home, clock)
+            children = Children(engines, home, clock, console)
             async with AsyncExitStack() as stack:
+                stack.push_async_callback(children.stop)
                 stack.push_async_callback(engines.close)
-                shared = SharedEngines(engines, home, clock)
+                for decision in by_engine.values():
+                    if not await _unless_stopped(children.start(decision, base.context, base.threads), stop):
+                        return
+                shared = SharedEngines(engines, home, clock, found)
                 stack.push_async_callback(end_tasks, in_background(shared.run(), "engines that are shared"))
                 if fleet is None:
                     app = create_app(Together(models, engines), replace(served, mark=engines.mark), encoder, models, engines.states)
@@ -243,19 +254,19 @@ def run_up(
                     await whole.settle(stop)
                 await shared.settle()
                 ending.wait_for(service_of(app), models)
-                await answer(app, stop)
+                await answer(app, engines, stop)
                 ending.clients_know()
 
-        async def answer(app: Application, stop: asyncio.Event) -> None:
+        async def answer(app: Application, engines: ForeignEngines, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
                 notes.enter_context(note(reach))
                 others = "" if reach == url else ", and at this machine's other addresses"
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
-                if models.nodes:
+                if served := [*models.models()[:1], *engines.models()[:1]]:
                     # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
-                    told = (console, models.models()[0], reach, api.settings.api_key, tls, greet)
+                    told = (console, served[0], reach, api.settings.api_key, tls, greet)
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
             with notes:
@@ -297,6 +308,18 @@ def take_port(api: ApiOptions, home: Home) -> socket.socket:
 def _check_apart(encoder: LoadedEncoder | None, models: Models[BuiltNode]) -> None:
     if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
         raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Wait for some work. Return False, and cancel it, if the process is told to stop before that."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await end_tasks(stopping)
+    if working.done():
+        working.result()
+        return True
+    await end_tasks(working)
+    return False
 
 
 async def _plan_and_load(
@@ -399,7 +422,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _welcome(console: Console, model: ServedModel, url: str, api_key: str | None, tls: TlsFiles | None, greet: bool) -> None:
     """Say what to try, last of all."""
-    chats = model.tokenizer.chat_template is not None
+    chats = model.tokenizer.chat_template is not None or model.chats is not None
     ca = tls.certificate if tls is not None and tls.own else None
     if ca is not None:
         print_lines(console, f"Clients trust this machine by the file {ca}")

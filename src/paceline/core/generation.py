@@ -133,6 +133,10 @@ class GenerationRequest:
     """Names of the plans' ways that may serve the request. None: any way."""
     exact: bool = False
     """Only holders with one and the same numerics id may answer. False: an answer may continue with other numerics, and a notice says so."""
+    chat: str = ""
+    """The body of an OpenAI chat completion, JSON, for an engine of another maker that renders the prompt itself: then there are no `prompt_ids`, and an
+    answer that has begun can't continue elsewhere. Empty: the prompt is `prompt_ids`.
+    """
     via: tuple[str, ...] = ()
     """Marks of the nodes that the request went through; see `core.via`."""
     leg: KvLeg | None = None
@@ -234,6 +238,12 @@ class GenerationChunk:
     """
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
+    deltas: tuple[str, ...] = ()
+    """For a request with a `chat`: what the engine wrote, as the JSON of OpenAI's deltas. Then there are no tokens and no text."""
+    n_tokens: int = 0
+    """Tokens of the deltas, as the engine counts them."""
+    prompt_tokens: int = 0
+    """For a request with a `chat`: length of the prompt as the engine counts it; on one chunk."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Log probabilities of prompt tokens, from the second token on, where the request asked for them. They continue those of earlier chunks."""
     notices: tuple[Notice, ...] = ()

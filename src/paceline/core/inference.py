@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paceline.core.generation import GenerationChunk, GenerationRequest
@@ -13,8 +13,14 @@ from paceline.core.text import Tokenizer
 
 
 def fingerprint_of(model: ModelRef, numerics_id: str) -> str:
-    """Return OpenAI's `system_fingerprint`: the weights' digest, their format and the numerics id, shortened. Equal ones give equal bytes."""
-    return f"fp_{model.digest[:12]}_{model.weights}_{numerics_id[:8]}"
+    """Return OpenAI's `system_fingerprint`: the weights' digest, their format and the numerics id, shortened. Equal ones give equal bytes, except those that
+    end in `none`: no bytes are promised.
+    """
+    return f"fp_{model.digest[:12]}_{model.weights}_{_shown(numerics_id)}"
+
+
+def _shown(numerics_id: str) -> str:
+    return numerics_id[:8].replace("_", "-") or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PassedChats:
+    """Which chats reach a model's engine as they are."""
+
+    always: bool
+    """All of them: no prompt can be rendered here."""
+    images: bool = False
+    """The model takes images."""
+    tools: bool = False
+    """The engine reads calls of tools."""
+    schemas: bool = False
+    """The engine follows a JSON schema."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that answers here."""
 
@@ -53,6 +73,17 @@ class ServedModel:
     fingerprint: str
     """The `fingerprint_of` the model. Models with equal ones give equal bytes."""
     facts: ModelFacts = ModelFacts()
+    chats: PassedChats | None = None
+    """None: every prompt is rendered here."""
+    numerics_id: str | None = None
+    """Numerics id of what runs now, if it changed since the model was loaded. None: it is the one that it was loaded with."""
+
+    def of_numerics(self, numerics_id: str) -> ServedModel:
+        """Return the model as other numerics compute it now."""
+        if numerics_id == self.numerics_id:
+            return self
+        named = self.fingerprint.rpartition("_")[0]
+        return replace(self, numerics_id=numerics_id, fingerprint=f"{named}_{_shown(numerics_id)}")
 
 
 def default_model(models: Sequence[ServedModel]) -> ServedModel | None:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 MOST_LABELS = 256
 """Labels with their own histogram in a node's life, at most. Raising it: more memory and a longer page; lowering it: more values share the label `rest`."""
-_OF_ONE_ENGINE = frozenset({"max_context", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
+_OF_ONE_ENGINE = frozenset({"max_context", "numerics_id", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class EngineStats:
     running: int = 0
     max_context: int | None = None
     """Tokens of prompt and answer that one sequence may have with the KV memory there is now; None: the model's usual maximum."""
+    numerics_id: str | None = None
+    """Numerics id of what runs now; empty: no bytes are promised. None: as the model was loaded."""
     blocks_total: int = 0
     blocks_in_use: int = 0
     """Blocks held by live sequences; a block that only the prefix cache keeps is not in use."""
@@ -90,7 +92,7 @@ class EngineStats:
         """The counters that remain once the engine is gone; gauges are zero."""
         now = ("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight", "kept_bytes")
         gauges = dict.fromkeys((*now, "reading_tokens_read", "reading_tokens"), 0)
-        return replace(self, **gauges, max_context=None, steps_expected_s=0.0, drafts_off=False)
+        return replace(self, **gauges, max_context=None, numerics_id=None, steps_expected_s=0.0, drafts_off=False)
 
 
 @dataclass(frozen=True, slots=True)

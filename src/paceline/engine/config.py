@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, ContextOverflow, InvalidRequest, Overloaded
+from paceline.core.errors import ConfigError, ContextOverflow, InvalidRequest, Overloaded, WayNotAllowed
 from paceline.core.generation import GenerationRequest, check_sampling
 from paceline.core.text import printable
 from paceline.engine.drafts import DRAFTS, MODELS_DRAFT
@@ -98,7 +98,10 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
     Raises:
         InvalidRequest: a field is wrong; `field` names it.
         ContextOverflow: it exceeds the context, or the KV memory as a whole.
+        WayNotAllowed: it is exact, and the executor promises no bytes.
     """
+    if request.exact and not executor.numerics_id:
+        raise WayNotAllowed("exact: no bytes are promised by the machines that run the model now", "Leave it out.", field="exact")
     n_prompt = len(request.prompt_ids)
     if n_prompt == 0:
         raise InvalidRequest("The prompt is empty", "Send at least one token.", field="prompt")

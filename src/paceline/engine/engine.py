@@ -17,7 +17,7 @@ from time import sleep
 
 from paceline.core.clock import Clock
 from paceline.core.errors import DrawFailed, ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
@@ -40,6 +40,7 @@ TOLD_EVERY = 64
 """Steps between two reports of step costs. Raising it: other nodes plan with older costs; less overhead per step."""
 WAIT_S = 0.005
 """Seconds between two checks whether a live sequence can run, where none could. Raising it: an answer begins later after its blocks have arrived."""
+_NOT_EXACT = "The machines that are left compute other bytes, and the request is exact"
 _NO_ROOM = "The machines that are left have too little memory for this sequence"
 
 
@@ -85,6 +86,7 @@ class Engine:
         self._times = StepTimes(costs, clock)
         self._prompts = PromptProgress(clock)
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
+        self._numerics_id = executor.numerics_id
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
         self._scheduler = Scheduler(executor, config, self._drafting, costs, kv, loans, entropy)
@@ -250,6 +252,7 @@ class Engine:
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
             max_context=context_of(self._config, self._executor),
+            numerics_id=self._numerics_id,
             blocks_total=pool.n_blocks,
             blocks_in_use=pool.used,
             blocks_cached=len(pool.cache),
@@ -305,6 +308,9 @@ class Engine:
         except Exception as error:
             self._fail(error, self._outbox)
             raise
+        if self._executor.numerics_id != self._numerics_id and not self._lost:  # a reset executor found other machines
+            self._lost = True
+            self._drop()
         if self._lost and not self._in_flight:
             kept = self._restored()
             if kept is None:
@@ -312,6 +318,11 @@ class Engine:
             self._lost = False
             for seq in self._scheduler.resume(kept):
                 self._outbox.append(self._end(seq, FinishReason.ERROR, _NO_ROOM, "shard_unavailable"))
+            if self._executor.numerics_id != self._numerics_id:
+                before, self._numerics_id = self._numerics_id, self._executor.numerics_id
+                # Without a promise before, exact requests were admitted for the new numerics.
+                exact = self._exact() if before else ()
+                self._outbox += [self._end(seq, FinishReason.ERROR, _NOT_EXACT, NUMERICS_CHANGED) for seq in exact]
             if self._executor.holds_identity != self._drafts:
                 self._drafts = not self._drafts
                 for seq in (*self._scheduler.running, *self._scheduler.waiting):
@@ -413,10 +424,22 @@ class Engine:
         error, code = (None, None) if gain.error is None else (str(gain.error), getattr(gain.error, "code", None))
         return GenerationChunk(id_, seq.index, token_ids, gain.text, tuple(gain.logprobs), reason, error, code, cached_tokens=cached)
 
+    def _exact(self) -> list[SequenceState]:
+        """Return the sequences that no other numerics may continue."""
+        return [seq for live in self._live.values() for seq in live if seq.request.exact]
+
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
-        """Return the executor's notices for every live request, and notices of distrusted KV for the sequences that replay."""
-        notices = (*self._executor.notices(), *more)
+        """Return the executor's notices for every live request; those of changed numerics for the sequences that have begun, with their place in each; and
+        notices of distrusted KV for the sequences that replay.
+        """
+        new = self._executor.notices()
+        notices = (*(notice for notice in new if notice.kind != NUMERICS_CHANGED), *more)
         told = [GenerationChunk(id_, live[0].index, (), "", notices=notices) for id_, live in self._live.items()] if notices else []
+        for notice in new:
+            for seq in (seq for live in self._live.values() for seq in live if notice.kind == NUMERICS_CHANGED and seq.n_generated):
+                place = {"index": seq.index, "n_tokens": seq.n_generated}
+                changed = Notice(NUMERICS_CHANGED, {**notice.detail, **place})
+                told.append(GenerationChunk(seq.request.request_id, seq.index, (), "", notices=(changed,)))
         again, self._scheduler.distrusted = self._scheduler.distrusted, []
         for seq, givers in again:
             if seq.is_live:

@@ -104,7 +104,9 @@ class Executor(Protocol):
 
     @property
     def numerics_id(self) -> str:
-        """Hash of what the kernels compute here; equal ids give equal bytes (rule 7)."""
+        """Hash of what the kernels compute; equal ids give equal bytes (rule 7). Empty: no bytes are promised, as where the stages of a pipeline compute with
+        other numerics than one another. May change when KV is lost; no KV of before stands then.
+        """
         ...
 
     @property

@@ -108,6 +108,8 @@ class KvTraffic:
         """Fetch as many of a sequence's next blocks as the source has; `n_writing` as in `KvSource.run_of`. If the source lacks the blocks before them, these
         are offered again, because nothing after them could be kept.
         """
+        if not self._prefixes.are_shared:
+            return
         if seq.n_published and self._source.lacks(seq.keys[seq.n_published - 1]):
             self.offer(seq, 0)
         if n := self._source.run_of(keys, seq.request if len(seq.tokens) == seq.n_prompt else None, n_writing):
@@ -203,7 +205,7 @@ class KvTraffic:
 
     def offer(self, seq: SequenceState, first: int) -> None:
         """Queue a sequence's known blocks, from index `first` on, to be kept."""
-        if not seq.request.caller:
+        if not seq.request.caller and self._prefixes.are_shared:
             self._waiting += ((seq.keys[at], seq.keys[at - 1] if at else None) for at in range(first, seq.n_published))
 
     def lend(self, pool: BlockPool) -> None:

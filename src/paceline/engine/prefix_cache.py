@@ -15,6 +15,7 @@ Laws:
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -147,8 +148,9 @@ class Prefixes:
         self.queried_tokens = self.hit_tokens = self.fetched_tokens = 0
         """Prompt tokens that were looked up, found in the cache, and fetched from elsewhere."""
         self._block_size, self._one_path = executor.block_size, executor.one_path
-        self._caching = config.prefix_cache
-        self._root = root_key(executor.numerics_id, config.model_digest)
+        self._caching, self._digest = config.prefix_cache, config.model_digest
+        self._numerics_id = executor.numerics_id
+        self._root = self._new_root()
         self._computing: dict[bytes, SequenceState] = {}
         """Running sequences, by the keys of the prompt blocks that they are about to fill."""
 
@@ -162,12 +164,25 @@ class Prefixes:
             seq.keys = prompt_keys(self._root_of(seq), seq.tokens[: seq.n_prompt], self._block_size)
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
 
-    def use_blocks_of(self, tokens: int, waiting: Iterable[SequenceState]) -> None:
-        """Switch to blocks of `tokens` tokens and recompute the keys of waiting sequences. Nothing is cached, and no sequence runs, at that time."""
-        if tokens != self._block_size:
-            self._block_size = tokens
+    def follow(self, executor: Executor, waiting: Iterable[SequenceState]) -> None:
+        """Use the executor's block size and numerics, and recompute the keys of waiting sequences if either changed. Nothing is cached, and no sequence runs,
+        at that time.
+        """
+        now = (executor.block_size, executor.numerics_id)
+        if now != (self._block_size, self._numerics_id):
+            self._block_size, self._numerics_id = now
+            self._root = self._new_root()
             for seq in waiting:
                 self.name(seq)
+
+    @property
+    def are_shared(self) -> bool:
+        """Return whether the names stand for the same bytes elsewhere: on disks, and at other nodes."""
+        return self._numerics_id != ""
+
+    def _new_root(self) -> bytes:
+        """Return the root of all names. Mixed numerics get a random one, so that their blocks have no shared name."""
+        return root_key(self._numerics_id or f"unlike {secrets.token_hex(16)}", self._digest)
 
     def find(self, seq: SequenceState, cache: PrefixCache) -> Sequence[BlockId] | None:
         """Return the blocks with which a sequence may begin. None: another sequence is computing the next of them."""

@@ -227,7 +227,7 @@ class Scheduler:
         else:
             self.pool = BlockPool(executor.n_blocks)
         self._depth, self._block_size = executor.depth, executor.block_size
-        self.prefixes.use_blocks_of(executor.block_size, self.waiting)
+        self.prefixes.follow(executor, self.waiting)
         for seq in self.waiting:
             seq.most_tokens = self._most_tokens(seq)
         self._most_blocks = max(map(self._blocks_of, (*self.running, *self.waiting)), default=0)
@@ -470,7 +470,7 @@ class Scheduler:
     def _release(self, seq: SequenceState) -> None:
         self.prefixes.stopped(seq)
         self.pool.give_back(seq.put_back())
-        if not (seq.request.keeps_apart or seq.distrusted):
+        if self.prefixes.are_shared and not (seq.request.keeps_apart or seq.distrusted):
             self._loans.used(seq.keys[: seq.n_published], (seq.n_prompt - PROMPTS_END) // self._block_size, seq.request.caller)
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []

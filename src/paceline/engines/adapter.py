@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -11,17 +12,19 @@ import orjson
 
 from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
-from paceline.engines.contract import Ask, Busy, Door, EngineIdentity, EngineModel, Piece, Takes
-from paceline.engines.http import Http, Patience, Stream
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.http import Http
+from paceline.engines.patience import EnginePatience
 from paceline.engines.shapes import Choices, chat_body, entries, sensible
 from paceline.engines.stops import until_stop
+from paceline.engines.stream import Stream
 
 TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
 VECTOR_BYTES: Final = 512 << 10
 """Maximum size of one vector as JSON. Raising it: a broken engine can fill more memory; 16,384 numbers of 20 digits take 340 KiB."""
 
 
-class Adapter:
+class Adapter(ABC):
     """An engine with OpenAI's API. Subclasses override what their engine does otherwise."""
 
     name: ClassVar[str]
@@ -32,8 +35,8 @@ class Adapter:
     verifies: ClassVar[bool] = False
     """Look whether the model is still the same while a prompt is read. For engines that say so quickly."""
 
-    def __init__(self, door: Door, patience: Patience | None = None) -> None:
-        self.http = Http(door, self.name, patience or Patience())
+    def __init__(self, door: Door, patience: EnginePatience | None = None) -> None:
+        self.http = Http(door, self.name, patience or EnginePatience())
         self._marks: dict[str, Hashable] = {}
         """Marks of the listed models, by name. An engine may change its model under a name."""
 
@@ -41,11 +44,13 @@ class Adapter:
     def door(self) -> Door:
         return self.http.door
 
+    @abstractmethod
     async def identify(self) -> EngineIdentity | None:
-        raise NotImplementedError
+        """See `ForeignEngine.identify`."""
 
+    @abstractmethod
     async def models(self) -> tuple[EngineModel, ...]:
-        raise NotImplementedError
+        """See `ForeignEngine.models`."""
 
     async def is_ready(self) -> bool:
         return bool(await self.models())
@@ -59,12 +64,13 @@ class Adapter:
     async def unload(self, model: str) -> None:
         raise NotServed(f"{self.name} can't unload {model} on demand", f"Stop {self.name} to free its memory.")
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         if isinstance(ask.prompt, Mapping):
             return self._openai("/v1/chat/completions", self.chat_body, ask)
-        return until_stop(self.write(ask), ask.stop) if ask.stop else self.write(ask)
+        stops = tuple(stop for stop in ask.stop if stop)
+        return until_stop(self.write(ask), stops) if stops else self.write(ask)
 
-    def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+    def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         """Write after token ids or a text, without looking for stop texts."""
         return self._openai("/v1/completions", self.text_body, ask)
 
@@ -75,14 +81,21 @@ class Adapter:
         return chat_body(ask)
 
     def text_body(self, ask: Ask) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the body of a request with a rendered prompt. An engine that takes them otherwise, or not at all, has none."""
+        raise NotServed(f"{self.name} takes no rendered prompt for {ask.model}", "Send a chat.")
 
-    async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Piece]:
+    async def _openai(self, path: str, write_body: Callable[[Ask], Mapping[str, Any]], ask: Ask) -> AsyncGenerator[AnswerPiece]:
         body = write_body(ask)
         await self.prepare(ask)
         async with self.stream(path, body, ask.model, via=ask.via) as stream:
-            async for piece in Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0).pieces():
-                yield piece
+            choices = Choices(self.http, stream, body["model"], self.is_other, ask.sampling.logprobs or 0)
+            async for event in stream:
+                piece = choices.take(event)
+                if piece is not None:
+                    if piece.tokens_read is None and not stream.began:
+                        await stream.begin()
+                    yield piece
+            yield choices.last()
 
     def stream(
         self, path: str, body: Mapping[str, Any], model: str, *, lines: bool = False, via: tuple[str, ...] = ()
@@ -111,7 +124,7 @@ class Adapter:
             raise self.http.gone(f"answers {self.alive_path} with status {reply.status}", "See its own log for the cause.")
 
     async def mark(self, model: str) -> Hashable:
-        """Return what tells a model from another of the same name."""
+        """Return what tells a model from another of the same name. None: the engine does not say now."""
         listed = entries(await self.http.get("/v1/models"))
         return next((self.mark_of(each) for each in listed if each.get("id") == model), None)
 
@@ -124,7 +137,10 @@ class Adapter:
             now = await self.mark(model)
         except (PacelineError, TypeError, KeyError):  # it says nothing else about a model that answers
             return
-        if now != self._marks.setdefault(model, now):
+        known = self._marks.get(model)
+        if now is None or known is None:
+            self._marks[model] = now or known
+        elif now != known:
             raise self.http.gone(f"has another model under the name {model}", "Ask again: its list of models is read anew.")
 
     async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
@@ -132,7 +148,7 @@ class Adapter:
         wait_s = self.http.patience.first_token_s
         max_bytes = (1 << 20) + VECTOR_BYTES * len(texts)
         found = await self.http.post("/v1/embeddings", body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal)
-        return in_order(self.http, found, "data", "embedding", len(texts))
+        return vectors_of(self.http, in_order(self.http, found, "data", "embedding", len(texts)))
 
     async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
         body = {"model": model, "query": query, "documents": list(texts)}
@@ -141,6 +157,18 @@ class Adapter:
 
     async def close(self) -> None:
         await self.http.close()
+
+
+def vectors_of(http: Http, vectors: list[Any]) -> list[list[float]]:
+    """Return vectors that were checked.
+
+    Raises:
+        EngineGone: one is not made of numbers, or has another length than the others.
+    """
+    for vector in vectors:
+        if not isinstance(vector, list) or len(vector) != len(vectors[0]) or any(type(value) not in {float, int} for value in vector):
+            raise http.gone("returned a vector that is not made of numbers", "See its own log for the cause.")
+    return vectors
 
 
 def in_order(http: Http, found: Mapping[str, Any], listed: str, field: str, count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What Paceline asks of an engine of another maker, and what the engine answers. Each adapter implements `Engine`; one conformance suite tests them all.
+"""The contract with engines of other makers: the requests that Paceline makes, and the answers. Each adapter implements `ForeignEngine`; one conformance suite tests them all.
 
 Laws:
 - Nothing but `load`, `unload` and `generate` makes an engine work: `identify`, `models`, `is_ready` and `busy` only read.
@@ -18,7 +18,7 @@ from paceline.core.generation import FinishReason, Grammar, SamplingParams, Toke
 
 
 class Takes(StrEnum):
-    """A form of prompt. An answer whose engine is lost goes on elsewhere from `IDS` or `TEXT`; an answer to `MESSAGES` can't once it has begun."""
+    """A form of prompt. After the loss of its engine, an answer goes on elsewhere from `IDS` or `TEXT`. An answer to `MESSAGES` can't once it has begun."""
 
     IDS = "ids"
     """Token ids; the engine's answer has ids too."""
@@ -48,7 +48,7 @@ class EngineIdentity:
     name: str
     """`llama-server`, `ollama`, `lmstudio`, `vllm`, `mlx_lm.server` or `openai`."""
     version: str = ""
-    """As the engine writes it; empty if it does not say."""
+    """Version, in the engine's own words. Empty if it does not say."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}".rstrip()
@@ -59,14 +59,14 @@ class EngineModel:
     """A model that an engine can run. Fields are empty or 0 where the engine does not say."""
 
     name: str
-    """As requests to the engine name it."""
+    """The name that requests to the engine use."""
     takes: frozenset[Takes]
     digest: str = ""
     """SHA-256 of the weights file, hex, if the engine knows it."""
     path: Path | None = None
     """Where the engine says that its weights lie: a file or a folder. It may be on a disk that this process can't read."""
     quantisation: str = ""
-    """As the engine writes it, such as Q4_K_M."""
+    """The engine's own name of it, such as Q4_K_M."""
     context: int = 0
     """Maximum tokens of prompt and answer together, of one request: the engine's context divided by its slots where slots share it."""
     slots: int = 0
@@ -109,8 +109,8 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What an answer gained."""
+class AnswerPiece:
+    """The next part of an answer."""
 
     text: str = ""
     """Whole characters."""
@@ -145,7 +145,7 @@ class Door:
     """Unix socket to connect to instead of the URL's host and port."""
 
 
-class Engine(Protocol):
+class ForeignEngine(Protocol):
     """A server of another maker. Its methods are for one event loop."""
 
     @property
@@ -197,7 +197,7 @@ class Engine(Protocol):
         """Have the engine unload a model. Raises as `load`."""
         ...
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         """Write one sequence. Closing the generator ends the request at the engine. A sequence that ends without a piece that has `finish` was lost.
 
         Raises:

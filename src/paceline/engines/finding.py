@@ -71,10 +71,11 @@ async def find_engines(
 
 
 async def _ask(listener: Listener) -> FoundEngine | None:
-    from paceline.engines.http import Http, Patience
+    from paceline.engines.http import Http
     from paceline.engines.openai import OpenAi
+    from paceline.engines.patience import EnginePatience
 
-    door, patience = Door(listener.url), Patience(answer_s=ANSWER_S)
+    door, patience = Door(listener.url), EnginePatience(answer_s=ANSWER_S)
     http = Http(door, "the listener", patience)
     try:
         front = (await http.ask("GET", "/")).json

@@ -9,11 +9,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,46 +21,16 @@ import orjson
 from paceline.core.errors import ConfigError, EngineGone, PacelineError
 from paceline.core.via import VIA_HEADER, write_via
 from paceline.engines.contract import Door
+from paceline.engines.patience import EnginePatience
 from paceline.engines.refusals import refusal_of
-
-T = TypeVar("T")
-Refusal = Callable[[int, str], PacelineError | None]
-"""An adapter's own reading of a refusal: its status and message. None: the common reading is right."""
+from paceline.engines.stream import MAX_EVENT_BYTES, Refusal, Stream
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Maximum size of an answer. Raising it: a broken engine can fill more memory; lists of hundreds of models take 1 MiB."""
-MAX_EVENT_BYTES: Final = 4 << 20
-"""Maximum size of one event of a stream. Raising it: as above; an event with 20 log probabilities for each of 100 tokens takes 200 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long an engine may take, in seconds."""
-
-    connect_s: float = 2.0
-    """To accept a connection. Raising it: an unreachable engine is found later."""
-    answer_s: float = 5.0
-    """To answer a question that needs no model. Raising it: an engine that hangs is found later. Busy engines on slow machines were seen to take 1 s."""
-    quiet_s: float = 2.0
-    """Silence in an answer until the engine is asked whether it lives. Raising it: an engine that hangs is found later; lowering it: more questions while
-    prompts are read. Together with `answer_s` it stays under 10 s.
-    """
-    half_event_s: float = 5.0
-    """From one part of an event to the next. Raising it: an engine that stops in the middle of one is found later. Engines write events whole."""
-    first_token_s: float = 900.0
-    """To the first token, or from one report of progress to the next, of an engine that lives. It may read a long prompt, or load a model from a slow disk.
-    Raising it: an engine that lives and lost the request is found later.
-    """
-    next_token_s: float = 180.0
-    """From one token to the next, of an engine that lives. It may read 2,048 tokens of another request's prompt, at 13 tokens a second on old processors.
-    Raising it: as above.
-    """
-    load_s: float = 1800.0
-    """To load a model. Raising it: a load that hangs is found later; 200 GB from a USB disk take half an hour."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """An engine's whole answer to one request."""
 
     status: int
@@ -77,10 +46,16 @@ class Reply:
             return None
 
 
+def place_of(door: Door) -> str:
+    """Return a door's address for messages, without a password."""
+    parts = urlsplit(door.url)
+    return str(door.socket) if door.socket is not None else f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
 class Http:
     """Requests to one engine. One event loop uses it."""
 
-    def __init__(self, door: Door, name: str, patience: Patience) -> None:
+    def __init__(self, door: Door, name: str, patience: EnginePatience) -> None:
         """Open no connection yet.
 
         Args:
@@ -94,8 +69,7 @@ class Http:
                 "An engine's key has characters that no HTTP header takes", "Copy the key again: letters, digits and signs only."
             )
         self.door, self.name, self.patience = door, name, patience
-        parts = urlsplit(door.url)
-        self.place = str(door.socket) if door.socket is not None else f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self.place = place_of(door)
         """The address in messages."""
         self._session: aiohttp.ClientSession | None = None
 
@@ -109,11 +83,13 @@ class Http:
         if session is not None:
             await session.close()
 
-    async def ask(self, method: str, path: str, body: Any = None, *, wait_s: float | None = None, max_bytes: int = MAX_JSON_BYTES) -> Reply:
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, wait_s: float | None = None, max_bytes: int = MAX_JSON_BYTES
+    ) -> HttpReply:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            wait_s: maximum seconds for all of it. None: `Patience.answer_s`.
+            wait_s: maximum seconds for all of it. None: `EnginePatience.answer_s`.
 
         Raises:
             EngineGone: no answer in time, or one that is not HTTP, or is longer than `max_bytes`.
@@ -127,7 +103,7 @@ class Http:
                     if len(whole) > max_bytes:
                         response.close()
                         raise self.gone(f"sent more than {max_bytes >> 20} MiB in answer to {path}")
-                return Reply(response.status, response.headers, bytes(whole))
+                return HttpReply(response.status, response.headers, bytes(whole))
         except aiohttp.ClientError as error:
             raise self._broken(error) from None
         except TimeoutError:
@@ -175,7 +151,7 @@ class Http:
         """Send a request and read its events. Leaving the block ends the request at the engine.
 
         Args:
-            explain: called while the answer is silent. It raises `EngineGone` if the engine does not live, or does not work on the request.
+            explain: called while the answer is silent. It raises an error if the engine does not live, or does not work on the request.
             verify: runs at the same time. `Stream.begin` waits for it and raises its error.
             lines: each line is an object, instead of server-sent events.
             via: see `Ask.via`.
@@ -187,7 +163,12 @@ class Http:
         verified = None if verify is None else asyncio.ensure_future(verify())
         try:
             async with self._opened(sent, explain, refusal) as response:
-                yield Stream(self, response, explain, verified, b"\n" if lines else b"\n\n", refusal)
+                stream = Stream(self, response, explain, verified, b"\n" if lines else b"\n\n", refusal)
+                watched = asyncio.ensure_future(stream.watch())
+                try:
+                    yield stream
+                finally:
+                    watched.cancel()
         finally:
             if verified is not None and not verified.cancel() and not verified.cancelled():
                 verified.exception()  # seen, so that the event loop does not report it
@@ -218,7 +199,7 @@ class Http:
         """Return the JSON of a refusal, or None."""
         try:
             async with asyncio.timeout(self.patience.answer_s):
-                return Reply(response.status, response.headers, await response.content.read(MAX_JSON_BYTES)).json
+                return HttpReply(response.status, response.headers, await response.content.read(MAX_JSON_BYTES)).json
         except (aiohttp.ClientError, OSError):
             return None
 
@@ -231,7 +212,7 @@ class Http:
                 raise self.gone(f"did not begin its answer within {patience.first_token_s:g} s")
             await explain()
 
-    def _object(self, reply: Reply, path: str, refusal: Refusal | None = None) -> dict[str, Any]:
+    def _object(self, reply: HttpReply, path: str, refusal: Refusal | None = None) -> dict[str, Any]:
         found = reply.json
         if reply.status != 200:
             raise self.refused(reply.status, found, reply.headers.get("Retry-After", ""), refusal)
@@ -246,7 +227,7 @@ class Http:
         if self._session is None:
             self._session = self._open()
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        return self._session.request(method, self.door.url + path, data=data, headers=headers, allow_redirects=False)
+        return self._session.request(method, self.door.url.rstrip("/") + path, data=data, headers=headers, allow_redirects=False)
 
     def _open(self) -> aiohttp.ClientSession:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -268,127 +249,12 @@ class Http:
 
     def _broken(self, error: Exception) -> EngineGone:
         """Return the error for one of the HTTP library, whose own words name no cause that a person knows."""
+        if isinstance(error, aiohttp.ClientSSLError):
+            return self.gone(
+                "has a certificate that this machine does not trust", "Check the address, or add its authority to this machine's."
+            )
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError | ConnectionRefusedError):
             return self.gone("can't be reached", "Start it, or take it off the list of engines.")
         if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | aiohttp.ClientOSError | OSError):
             return self.gone("broke off its answer", "See its own log for the cause.")
         return self.gone("does not speak HTTP as it should", "Check the address and the port.")
-
-
-class Stream:
-    """Events of one answer: objects, and comments as bytes."""
-
-    def __init__(
-        self,
-        http: Http,
-        response: aiohttp.ClientResponse,
-        explain: Callable[[], Awaitable[None]],
-        verified: asyncio.Future[None] | None,
-        separator: bytes,
-        refusal: Refusal | None,
-    ) -> None:
-        self.settled = False
-        """The answer is complete, and only figures may follow. Silence or a lost connection then ends the stream without an error."""
-        self.began = False
-        """The answer has tokens, and the next are due within `Patience.next_token_s`."""
-        self._http, self._explain, self._separator, self._refusal = http, explain, separator, refusal
-        self._content, self._verified = response.content, verified
-        self._events: deque[dict[str, Any] | bytes] = deque()
-        self._part = b""
-        self._ended = False
-        self._loop = asyncio.get_running_loop()
-        self._moved_s = self._part_s = self._loop.time()
-
-    async def begin(self) -> None:
-        """Note that the first token has come. Raises what `verify` raised."""
-        self.began = True
-        if self._verified is not None:
-            await self._verified
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> dict[str, Any] | bytes:
-        """Return the next event.
-
-        Raises:
-            EngineGone: the answer ends before it is settled, or is silent for too long, or is not made of events.
-            PacelineError: the engine ends it with an error.
-        """
-        while not self._events:
-            if self._ended and self.settled:
-                raise StopAsyncIteration
-            if self._ended:
-                raise self._http.gone("broke off its answer", "See its own log for the cause.")
-            await self._read()
-        event = self._events.popleft()
-        if isinstance(event, dict) and (error := event.get("error")) is not None:
-            status = error.get("code") if isinstance(error, dict) else event.get("status")
-            raise self._http.refused(status if isinstance(status, int) else 500, event, refusal=self._refusal)
-        return event
-
-    async def _read(self) -> None:
-        try:
-            async with asyncio.timeout(self._http.patience.quiet_s):
-                chunk = await self._content.readany()
-        except TimeoutError:
-            await self._silent()
-            return
-        except (aiohttp.ClientError, OSError):
-            chunk = b""
-        if not chunk:
-            self._ended = True
-            return
-        data = self._part + chunk
-        if b"\r" in data:  # the other line end that servers write; JSON has none inside
-            data = data.replace(b"\r\n", b"\n")
-        *whole, self._part = data.split(self._separator)
-        if len(self._part) > MAX_EVENT_BYTES:
-            raise self._http.gone(f"sent an event of more than {MAX_EVENT_BYTES >> 20} MiB")
-        self._part_s = self._loop.time()
-        for event in whole:
-            self._take(event)
-        if self._part_s - self._moved_s > self._bound_s:
-            raise self._http.gone(f"wrote nothing for {self._bound_s:g} s")
-
-    def _take(self, event: bytes) -> None:
-        data = event[6:] if event.startswith(b"data: ") and b"\n" not in event else _data_of(event, self._separator)
-        if data == b"[DONE]":
-            self._ended = True
-        elif data.startswith(b":"):
-            self._events.append(data)
-        elif data:
-            try:
-                found = orjson.loads(data)
-            except orjson.JSONDecodeError:
-                found = None
-            if not isinstance(found, dict):
-                raise self._http.gone("sent something else than the events of its API")
-            self._events.append(found)
-            self._moved_s = self._part_s
-
-    @property
-    def _bound_s(self) -> float:
-        return self._http.patience.next_token_s if self.began else self._http.patience.first_token_s
-
-    async def _silent(self) -> None:
-        """Decide what silence means."""
-        if self.settled:
-            self._ended = True
-            return
-        now_s = self._loop.time()
-        if self._part and now_s - self._part_s > self._http.patience.half_event_s:
-            raise self._http.gone("stopped in the middle of an event")
-        if now_s - self._moved_s > self._bound_s:
-            raise self._http.gone(f"wrote nothing for {self._bound_s:g} s")
-        await self._explain()
-
-
-def _data_of(event: bytes, separator: bytes) -> bytes:
-    """Return the data of an event of several lines, or a comment."""
-    if separator == b"\n":
-        return event.strip()
-    found = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
-    if found:
-        return b"\n".join(found)
-    return event.strip() if event.lstrip().startswith(b":") else b""

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.adapter import schema_of
-from paceline.engines.contract import Ask, Piece
-from paceline.engines.http import Http, Stream
+from paceline.engines.contract import AnswerPiece, Ask
+from paceline.engines.http import Http
 from paceline.engines.shapes import sensible, text_of
+from paceline.engines.stream import Stream
 
 FIELDS: Final = ["stop", "stop_type", "tokens", "content", "model", "tokens_evaluated", "timings"]
 """Fields of the last event. Without the list it repeats the whole prompt."""
@@ -61,7 +62,7 @@ def completion_body(ask: Ask, look_back: int) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Completion:
+class LlamaCompletion:
     """Reads the events of `/completion`."""
 
     stream: Stream
@@ -78,14 +79,14 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def take(self, event: Mapping[str, Any]) -> Piece | None:
+    def take(self, event: Mapping[str, Any]) -> AnswerPiece | None:
         """Read an event. Return a piece if one is whole, or leave its `text` to `piece` if its tokens are not known for certain."""
         if event.get("stop"):
             return self._end(event)
         progress = event.get("prompt_progress")
         if progress is not None:
             self.prompt_tokens, self.cached_tokens = progress["total"], progress["cache"]
-            return Piece(tokens_read=progress["processed"], prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens)
+            return AnswerPiece(tokens_read=progress["processed"], prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens)
         (token,) = event["tokens"]
         if type(token) is not int:
             raise TypeError(token)
@@ -104,15 +105,15 @@ class Completion:
             return None
         return self.piece(tuple(self.ids))
 
-    def piece(self, ids: tuple[int, ...]) -> Piece:
+    def piece(self, ids: tuple[int, ...]) -> AnswerPiece:
         """Return the piece of the text so far."""
-        piece = Piece(self.text, ids, tuple(self.logprobs), len(ids))
+        piece = AnswerPiece(self.text, ids, tuple(self.logprobs), len(ids))
         self.text, self.is_partial = "", False
         self.ids.clear()
         self.logprobs.clear()
         return piece
 
-    def _end(self, event: Mapping[str, Any]) -> Piece | None:
+    def _end(self, event: Mapping[str, Any]) -> AnswerPiece | None:
         kind = event["stop_type"]
         self.finish, self.stream.settled = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}[kind], True
         self.prompt_tokens, self.cached_tokens = event["tokens_evaluated"], (event.get("timings") or {}).get("cache_n", self.cached_tokens)
@@ -121,8 +122,8 @@ class Completion:
             self.logprobs = self.logprobs[: len(self.ids)]
         return self.piece(tuple(self.ids)) if self.ids else None
 
-    def last(self) -> Piece:
-        return Piece(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens, finish=self.finish)
+    def last(self) -> AnswerPiece:
+        return AnswerPiece(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens, finish=self.finish)
 
 
 def _logprob(found: Mapping[str, Any]) -> TokenLogprob:

@@ -5,7 +5,8 @@ What it does that its API does not say, as seen with that build:
 - A character of several tokens comes as one event, which names the last token only.
 - Text that may begin a stop text is held back, and lost if the answer ends there. So stop texts are looked for on this side.
 - A report of progress names token 0, and the end token is named in an event of its own.
-- `/slots` waits for the running computation, `/health`, `/props` and `/v1/models` don't. Asking `/slots` wakes a model that sleeps.
+- `/slots` waits for the running computation, `/health`, `/props` and `/v1/models` don't. Asking `/slots` wakes a model that sleeps,
+  and counts as use of one that would.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import quote
 
-from paceline.core.errors import EngineGone, NotServed, Overloaded, PacelineError
+from paceline.core.errors import EngineGone, ModelAway, NotServed, Overloaded, PacelineError, UnknownModel
 from paceline.engines.adapter import Adapter
-from paceline.engines.contract import Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Piece, Takes
-from paceline.engines.http import Patience
-from paceline.engines.llama_completion import Completion, Speller, completion_body
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Capability, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.llama_completion import LlamaCompletion, Speller, completion_body
+from paceline.engines.patience import EnginePatience
 from paceline.engines.shapes import entries, number, sensible, text_of
 
 LOOK_BACK: Final = 8192
@@ -34,10 +35,12 @@ class LlamaServer(Adapter):
     alive_path = "/health"
     verifies = True
 
-    def __init__(self, door: Door, patience: Patience | None = None) -> None:
+    def __init__(self, door: Door, patience: EnginePatience | None = None) -> None:
         super().__init__(door, patience)
         self._is_router = False
-        self._bos = ""
+        self._bos: dict[str, str] = {}
+        """Begin tokens as text, by model."""
+        self._aliases: dict[str, frozenset[str]] = {}
         self._more: dict[str, frozenset[Capability]] = {}
         """Capabilities that were found by asking for them, by model."""
         self._speller = Speller(self.http)
@@ -73,6 +76,7 @@ class LlamaServer(Adapter):
 
     async def _model(self, listed: Mapping[str, Any]) -> EngineModel:
         name = sensible(self.http, lambda: str(listed["id"]))
+        self._aliases[name] = frozenset(listed.get("aliases") or ())
         status = listed.get("status")
         state = text_of(status, "value") if isinstance(status, dict) else "loaded"
         self._is_router = self._is_router or status is not None
@@ -89,7 +93,7 @@ class LlamaServer(Adapter):
             can.add(Capability.IMAGES)
         if props.get("chat_template_caps", {}).get("supports_tools"):
             can.add(Capability.TOOLS)
-        self._bos = text_of(props, "bos_token")
+        self._bos[name] = text_of(props, "bos_token")
         self._contexts[name] = context = number(props["default_generation_settings"], "n_ctx")
         return EngineModel(
             name,
@@ -108,7 +112,7 @@ class LlamaServer(Adapter):
             found = set[Capability]()
             for path, capability in (("/v1/embeddings", Capability.EMBEDDINGS), ("/v1/rerank", Capability.RERANK)):
                 reply = await self.http.ask("POST", path, {"model": name})
-                if reply.status == 400:
+                if reply.status == 400 and b"ooling type" not in reply.body:  # a server without pooling makes none of OpenAI's
                     found.add(capability)
             self._more[name] = frozenset(found)
         return self._more[name]
@@ -118,7 +122,9 @@ class LlamaServer(Adapter):
         return f"?model={quote(name, safe='')}&autoload=false" if self._is_router else ""
 
     def mark_of(self, listed: Mapping[str, Any]) -> Hashable:
-        meta = listed.get("meta") or {}
+        meta = listed.get("meta")
+        if not meta:  # a router's model that is not loaded
+            return None
         return tuple(meta.get(name) for name in ("n_vocab", "n_params", "size", "ftype", "n_embd"))
 
     async def busy(self) -> Busy:
@@ -152,9 +158,12 @@ class LlamaServer(Adapter):
     async def _switch(self, verb: str, model: str, wanted: str) -> None:
         if not self._is_router and (await self.identify() is None or not self._is_router):
             await (super().load(model) if verb == "load" else super().unload(model))
-        if await self._state(model) == wanted:
+        state = await self._state(model)
+        if not state:
+            raise UnknownModel(f"{self.name} at {self.http.place} has no model {model}", "Ask for its list of models.")
+        if state == wanted or (state == "sleeping" and wanted == "loaded"):
             return
-        await self.http.post(f"/models/{verb}", {"model": model})
+        await self.http.post(f"/models/{verb}", {"model": model}, refusal=self.refusal)
         try:
             async with asyncio.timeout(self.http.patience.load_s):
                 while (state := await self._state(model)) != wanted:
@@ -173,11 +182,16 @@ class LlamaServer(Adapter):
             return NotServed(f"{self.http.place}: {message}", "Send text only, or choose a model that takes images.")
         if "Context size has been exceeded" in message:  # slots share one KV memory, and it is full
             return Overloaded(f"{self.http.place}: {message}", "Retry when other requests have ended.", retry_after_s=2)
+        if "model limit reached" in message:  # a router, and its loaded models are all at work
+            return Overloaded(f"{self.http.place}: {message}", "Retry when another model is free.", retry_after_s=5)
         return None
+
+    def is_other(self, asked: str, said: str) -> bool:
+        return said != asked and said not in self._aliases.get(asked, ())
 
     async def explain(self) -> None:
         if not await self.is_ready():
-            raise self.http.gone("is loading a model, and the answer is lost")
+            raise ModelAway(f"{self.name} at {self.http.place} is loading its model", "Retry in a few seconds.")
         if self._is_router:
             return
         try:
@@ -190,10 +204,10 @@ class LlamaServer(Adapter):
             self._idle = 0
             raise self.http.gone("does not work on the request any more")
 
-    async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+    async def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         body = completion_body(ask, self._contexts.get(ask.model, LOOK_BACK)) | {"prompt": await self._prompt(ask)}
         async with self.stream("/completion", body, ask.model, via=ask.via) as stream:
-            answer = Completion(stream, ask.stop_ids)
+            answer = LlamaCompletion(stream, ask.stop_ids)
             async for event in stream:
                 if isinstance(event, bytes):
                     continue
@@ -212,6 +226,7 @@ class LlamaServer(Adapter):
         """Return the prompt as the server takes it. It would put a second begin token before a text that spells one."""
         if not isinstance(ask.prompt, str):
             return [*cast("tuple[int, ...]", ask.prompt)]
-        if not self._bos or not ask.prompt.startswith(self._bos):
+        bos = self._bos.get(ask.model)
+        if not bos or not ask.prompt.startswith(bos):
             return ask.prompt
         return await self._speller.tokens(ask.model, ask.prompt)

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Hashable, Mapping
 from typing import Any, Final
 
 from paceline.core.generation import FinishReason
-from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of
-from paceline.engines.contract import Ask, Capability, EngineIdentity, EngineModel, Piece
+from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of, vectors_of
+from paceline.engines.contract import AnswerPiece, Ask, Capability, EngineIdentity, EngineModel
 from paceline.engines.openai import MAX_SEED
 from paceline.engines.shapes import entries, number, sensible, text_of
 
@@ -71,28 +71,28 @@ class Ollama(Adapter):
         vectors = sensible(self.http, lambda: list(found["embeddings"]))
         if len(vectors) != len(texts):
             raise self.http.gone(f"returned {len(vectors)} vectors for {len(texts)} texts")
-        return vectors
+        return vectors_of(self.http, vectors)
 
-    async def write(self, ask: Ask) -> AsyncGenerator[Piece]:
+    async def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True, via=ask.via) as stream:
             counted = 0
             async for event in stream:
-                assert not isinstance(event, bytes), "lines have no comments"
+                assert not isinstance(event, bytes), "streams of lines have no comments"
                 text = event.get("response")
                 if text:
                     if not stream.began:
                         await stream.begin()
                     counted += 1
-                    yield sensible(self.http, lambda text=text: Piece(text + "", n_tokens=1))
+                    yield sensible(self.http, lambda text=text: AnswerPiece(text + "", n_tokens=1))
                 if event.get("done"):
                     stream.settled = True
                     yield sensible(self.http, _last, event, counted)
                     return
 
 
-def _last(event: Mapping[str, Any], counted: int) -> Piece:
+def _last(event: Mapping[str, Any], counted: int) -> AnswerPiece:
     tokens = max(0, number(event, "eval_count") - counted)
-    return Piece(n_tokens=tokens, prompt_tokens=number(event, "prompt_eval_count"), finish=FINISHES[event["done_reason"]])
+    return AnswerPiece(n_tokens=tokens, prompt_tokens=number(event, "prompt_eval_count"), finish=FINISHES[event["done_reason"]])
 
 
 def _model(listed: Mapping[str, Any], shown: Mapping[str, Any], loaded: Mapping[str, int]) -> EngineModel:

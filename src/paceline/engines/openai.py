@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from paceline.core.errors import EngineGone
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs
 from paceline.engines.contract import Ask, EngineIdentity, EngineModel, Takes
 from paceline.engines.shapes import entries, number, sensible, text_of
@@ -16,7 +17,7 @@ NO_PROMPT: Final = {"prompt": {"no": 0}, "max_tokens": "none"}
 class OpenAi(Adapter):
     name = "openai"
     _completes: bool | None = None
-    """Whether it has text completions. None: not asked yet."""
+    """It has text completions. None: not asked yet."""
 
     async def identify(self) -> EngineIdentity | None:
         reply = await self.http.ask("GET", "/v1/models")
@@ -35,8 +36,11 @@ class OpenAi(Adapter):
 
     async def _forms(self, listed: Mapping[str, Any]) -> frozenset[Takes]:
         if self._completes is None:
-            reply = await self.http.ask("POST", "/v1/completions", NO_PROMPT | {"model": text_of(listed, "id")})
-            self._completes = reply.status in {400, 422}
+            try:
+                reply = await self.http.ask("POST", "/v1/completions", NO_PROMPT | {"model": text_of(listed, "id")})
+                self._completes = reply.status in {400, 422}
+            except EngineGone:  # asked again with the next list
+                return frozenset({Takes.MESSAGES})
         return TEXT_AND_MESSAGES if self._completes else frozenset({Takes.MESSAGES})
 
     @staticmethod

@@ -32,7 +32,7 @@ RETRY_S: Final = 2
 
 _CONTEXT = re.compile(r"context (length|size|window)|exceed_context|context_length_exceeded|maximum context|max_model_len", re.IGNORECASE)
 _NO_MODEL = re.compile(r"model\b.*\b(not (found|exist|loaded|available)|unknown|does not exist|no such)|(unknown|invalid|no such) model|model_not_found", re.IGNORECASE | re.DOTALL)  # fmt: skip
-_CANNOT = re.compile(r"(does not|doesn't|not) support", re.IGNORECASE)
+_CANNOT = re.compile(r"(does not|doesn't|not) support|makes no ", re.IGNORECASE)
 _LOADING = re.compile(r"\bloading\b", re.IGNORECASE)
 _BUSY = re.compile(r"\bbusy\b|overload|queue|too many|pending requests|capacity|rate limit|try again", re.IGNORECASE)
 

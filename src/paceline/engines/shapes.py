@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from paceline.core.generation import FinishReason, TokenLogprob
-from paceline.engines.contract import Ask, Piece
-from paceline.engines.http import Http, Stream
+from paceline.engines.contract import AnswerPiece, Ask
+from paceline.engines.http import Http
+from paceline.engines.stream import Stream
 
 T = TypeVar("T")
 FINISHES: Final = {
@@ -66,7 +67,7 @@ def chat_body(ask: Ask) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Usage:
+class EngineUsage:
     """Figures at the end of an answer, in tokens."""
 
     prompt: int = 0
@@ -94,41 +95,34 @@ class Choices:
     ids: list[int] = field(default_factory=list[int])
     """Tokens without text so far: the first of a character, or the end token."""
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    usage: Usage | None = None
+    usage: EngineUsage | None = None
     finish: FinishReason | None = None
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """Yield the answer. The last piece has `finish`.
+    def take(self, event: Mapping[str, Any] | bytes) -> AnswerPiece | None:
+        """Read an event. Return a piece if it has one.
 
         Raises:
-            EngineGone: another model answers, or the events have another shape.
+            EngineGone: another model answers, or the event has another shape.
         """
-        async for event in self.stream:
-            piece = self._progress(event) if isinstance(event, bytes) else sensible(self.http, self._piece, event)
-            if piece is None:
-                continue
-            if piece.tokens_read is None and not self.stream.began:
-                await self.stream.begin()
-            yield piece
-        usage = self.usage or Usage()
-        yield Piece(
-            n_tokens=max(0, usage.answer - self.counted),
-            prompt_tokens=usage.prompt,
-            cached_tokens=usage.cached,
-            finish=self.finish,
-        )
+        return self._progress(event) if isinstance(event, bytes) else sensible(self.http, self._piece, event)
 
-    def _piece(self, event: Mapping[str, Any]) -> Piece | None:
+    def last(self) -> AnswerPiece:
+        """Return the piece with `finish`, at the end of the stream."""
+        usage = self.usage or EngineUsage()
+        tokens = max(0, usage.answer - self.counted)
+        return AnswerPiece(n_tokens=tokens, prompt_tokens=usage.prompt, cached_tokens=usage.cached, finish=self.finish)
+
+    def _piece(self, event: Mapping[str, Any]) -> AnswerPiece | None:
         said = event.get("model")
         if said and said != self.asked and self.is_other(self.asked, said):
             raise self.http.gone(f"answers with another model than {self.asked}", "Look at which models it has.")
         usage = event.get("usage")
         if usage:
-            self.usage = self.usage or Usage()
+            self.usage = self.usage or EngineUsage()
             self.usage.read(usage)
         progress = event.get("prompt_progress")
         if progress:
-            return Piece(tokens_read=progress["processed"])
+            return AnswerPiece(tokens_read=progress["processed"])
         choices = event.get("choices")
         if not choices:
             return None
@@ -140,7 +134,7 @@ class Choices:
             self.finish, self.stream.settled = FINISHES[reason], True
         return self._gained(choice)
 
-    def _gained(self, choice: Mapping[str, Any]) -> Piece | None:
+    def _gained(self, choice: Mapping[str, Any]) -> AnswerPiece | None:
         delta = choice.get("delta")
         if delta is None:
             return self._text(choice)
@@ -149,13 +143,13 @@ class Choices:
         text = delta.get("content") or ""
         gained = 1 if any(value for name, value in delta.items() if name != "role") else 0
         self.counted += gained
-        return Piece(text=text if isinstance(text, str) else "", n_tokens=gained, delta=delta)
+        return AnswerPiece(text=text if isinstance(text, str) else "", n_tokens=gained, delta=delta)
 
-    def _text(self, choice: Mapping[str, Any]) -> Piece | None:
+    def _text(self, choice: Mapping[str, Any]) -> AnswerPiece | None:
         text, ids = choice.get("text") or "", choice.get("token_ids")
         if ids is None:
             self.counted += bool(text)
-            return Piece(text=text + "", n_tokens=1) if text else None
+            return AnswerPiece(text=text + "", n_tokens=1) if text else None
         self.counted += len(ids)
         self.ids += ids
         if choice.get("logprobs"):
@@ -165,18 +159,18 @@ class Choices:
             self.logprobs = self.logprobs[: len(self.ids)]
         if not text and (not self.ids or self.finish is None):
             return None
-        piece = Piece(text=text + "", token_ids=tuple(self.ids), logprobs=tuple(self.logprobs), n_tokens=len(self.ids))
+        piece = AnswerPiece(text=text + "", token_ids=tuple(self.ids), logprobs=tuple(self.logprobs), n_tokens=len(self.ids))
         self.ids.clear()
         self.logprobs.clear()
         return piece
 
     @staticmethod
-    def _progress(comment: bytes) -> Piece | None:
+    def _progress(comment: bytes) -> AnswerPiece | None:
         """Return the progress in a comment such as mlx-lm's `: keepalive 512/2048`."""
         words = comment.removeprefix(b":").split()
         if len(words) == 2 and words[0] == b"keepalive":
             read, _, total = words[1].partition(b"/")
-            return Piece(tokens_read=int(read), prompt_tokens=int(total)) if read.isdigit() and total.isdigit() else None
+            return AnswerPiece(tokens_read=int(read), prompt_tokens=int(total)) if read.isdigit() and total.isdigit() else None
         return None
 
 

@@ -8,16 +8,17 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.core.generation import FinishReason
-from paceline.engines.contract import Piece
+from paceline.engines.contract import AnswerPiece
 
 
-async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> AsyncGenerator[Piece]:
+async def until_stop(pieces: AsyncGenerator[AnswerPiece], stops: tuple[str, ...]) -> AsyncGenerator[AnswerPiece]:
     """Yield pieces up to the first of the stop texts. Text that may begin one is held back, with its tokens.
 
     The answer is closed at a stop text, so that the engine ends it. Figures that engines send at the end are then missing.
     """
-    held = deque[Piece]()
+    held = deque[AnswerPiece]()
     text = ""
+    firsts = {stop[0] for stop in stops}
     async with aclosing(pieces):
         async for piece in pieces:
             if not piece.text and piece.finish is None:
@@ -25,6 +26,9 @@ async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> A
                     held.append(piece)
                 else:
                     yield piece
+                continue
+            if not held and piece.finish is None and firsts.isdisjoint(piece.text):
+                yield piece
                 continue
             text += piece.text
             if piece.text:
@@ -37,7 +41,7 @@ async def until_stop(pieces: AsyncGenerator[Piece], stops: tuple[str, ...]) -> A
             if place >= 0:
                 if safe:
                     yield replace(held[0], text=held[0].text[:safe])
-                yield Piece(finish=FinishReason.STOP, stopped_by_text=True)
+                yield AnswerPiece(finish=FinishReason.STOP, stopped_by_text=True)
                 return
             if piece.finish is not None:
                 yield replace(piece, text="") if piece.text else piece

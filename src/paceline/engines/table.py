@@ -8,8 +8,8 @@ from paceline.core.errors import EngineGone
 
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
-    from paceline.engines.contract import Door, Engine, EngineIdentity
-    from paceline.engines.http import Patience
+    from paceline.engines.contract import Door, EngineIdentity, ForeignEngine
+    from paceline.engines.patience import EnginePatience
 
 PORTS: Final = {
     8080: "llama-server, mlx_lm.server",
@@ -34,7 +34,7 @@ def adapters() -> tuple[type[Adapter], ...]:
     return LlamaServer, Ollama, LmStudio, Vllm, MlxServer, OpenAi
 
 
-async def open_engine(door: Door, patience: Patience | None = None, *, name: str = "") -> Engine:
+async def open_engine(door: Door, patience: EnginePatience | None = None, *, name: str = "") -> ForeignEngine:
     """Find out which engine answers at a door, and return its adapter.
 
     Args:
@@ -49,11 +49,13 @@ async def open_engine(door: Door, patience: Patience | None = None, *, name: str
             return adapter(door, patience)
     found = await identify(door, patience)
     if found is None:
-        raise EngineGone(f"No engine that Paceline knows answers at {door.url}", "Check the address: it is the one without /v1.")
+        from paceline.engines.http import place_of
+
+        raise EngineGone(f"No engine that Paceline knows answers at {place_of(door)}", "Check the address: it is the one without /v1.")
     return found[0]
 
 
-async def identify(door: Door, patience: Patience | None = None) -> tuple[Engine, EngineIdentity] | None:
+async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[ForeignEngine, EngineIdentity] | None:
     """Return the engine at a door and what it says of itself, or None.
 
     Raises:

@@ -27,7 +27,7 @@ PLAIN = "unencrypted"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChoice:
+class PricedEngine:
     """An engine that could answer a request."""
 
     node_id: NodeId
@@ -76,7 +76,7 @@ def price(offer: ModelOffer, request: PlanRequest) -> Estimate | None:
     return estimate(Seconds(read_s * request.prompt_tokens), Seconds(token_s), request, measured=True)
 
 
-def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[EngineChoice, ...]:
+def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[PricedEngine, ...]:
     """Return the engines that could answer a request, best first. They answer alone: not with a drafter, and not for a request that wants exact bytes."""
     if request.exact or request.proposer is not None or (request.ways is not None and ALONE not in request.ways):
         return ()
@@ -84,7 +84,7 @@ def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[EngineChoic
     if len(pinned) > 1:
         return ()
     found = [
-        EngineChoice(card.node_id, offer.model_id, offer.digest, offer.weights, offer.engine, price(offer, request), offer.under_way)
+        PricedEngine(card.node_id, offer.model_id, offer.digest, offer.weights, offer.engine, price(offer, request), offer.under_way)
         for card in live_cards(view).values()
         if card.node_id not in request.exclude and (not pinned or card.node_id in pinned)
         for offer in card.models
@@ -94,13 +94,13 @@ def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[EngineChoic
     return tuple(sorted(found, key=_rank))
 
 
-def explain(found: Iterable[EngineChoice]) -> Iterator[str]:
+def explain(found: Iterable[PricedEngine]) -> Iterator[str]:
     """Yield a line for each engine."""
     for each in found:
         yield f"{each.headline}: {each.figures}"
 
 
-def _rank(choice: EngineChoice) -> tuple[bool, float, NodeId, str]:
+def _rank(choice: PricedEngine) -> tuple[bool, float, NodeId, str]:
     return (choice.engine.leaves_network, inf if choice.estimate is None else choice.estimate.total_s, choice.node_id, choice.model_id)
 
 

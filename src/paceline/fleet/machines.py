@@ -175,6 +175,10 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
         hint = f"Offered: {', '.join(others[:8])}. " if others else ""
         hint += "On a machine that is to have it: `paceline pull org/name` from the hub, or `paceline pull FILE`, or `paceline up --model FILE`."
         raise PlacementError(f"No machine that is seen here has the model {request.title!r}", hint)
+    if request.exact:
+        found = [(card, offer) for card, offer in found if offer.numerics_id or not offer.warm]
+        if not found:
+            raise PlacementError(f"No machine that runs {request.title} promises its bytes", "Leave out --exact.")
     wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
     if not wanted:
         formats = ", ".join(sorted({offer.weights for _, offer in found}))

@@ -67,7 +67,7 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, ways: Sequence[PricesWa
         runners_up=tuple(others[:RUNNERS_UP]),
         constraint=constraint,
         because=because,
-        notes=(*_notes(best, others, free), *_assumed(best, fleet.links)),
+        notes=(*_notes(best, others, free), *_cost_of_exactness(best, cards, request, ways, trust), *_assumed(best, fleet.links)),
         excluded=tuple(excluded),
         spares=next(each for each in allowed if each.way == best.way).spares(fleet, best),
     )
@@ -179,6 +179,18 @@ def _unpinned(
         return None
 
 
+def _cost_of_exactness(
+    best: Choice, cards: Mapping[NodeId, NodeCard], request: PlanRequest, ways: Sequence[PricesWay], trust: Mapping[NodeId, Trust] | None
+) -> list[str]:
+    """Return a note on what an exact plan costs, compared with the best one. A replanning that goes by a numerics id has none."""
+    if not request.exact or request.numerics_id:
+        return []
+    fastest = plan(cards.values(), replace(request, exact=False), ways, trust).chosen
+    if fastest.estimate.total_s < best.estimate.total_s:
+        return [f"--exact costs time: without it {headline(fastest)} would do {figures(fastest)}"]
+    return ["--exact costs nothing: no machines that compute other bytes would be faster"]
+
+
 def _nothing(
     fleet: PricedFleet, excluded: Sequence[Excluded], having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]
 ) -> PlacementError:
@@ -205,7 +217,7 @@ def _nothing(
         trusted = " that are trusted enough" if hosts else ""
         hint = f"No other machines{trusted} serve shards of it now: start them, with `paceline up --serve-shards`."
     elif _unlike_could(fleet, having, ways):
-        hint = "Machines that compute other bytes than one another could share it: --allow-unlike allows that."
+        hint = "Machines that compute other bytes than one another could share it: leave out --exact."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
         hint = "No links between them have been measured yet; together they may hold it."
     elif constraint is Constraint.MEMORY:
@@ -219,9 +231,9 @@ def _nothing(
 
 def _unlike_could(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> bool:
     """Return whether machines that compute different bytes could run the request together, and the request does not allow it."""
-    if fleet.request.allows_unlike:
+    if not fleet.request.exact:
         return False
-    allowing = replace(fleet, request=replace(fleet.request, allows_unlike=True, numerics_id=""))
+    allowing = replace(fleet, request=replace(fleet.request, exact=False, numerics_id=""))
     try:
         return any(each.price(allowing, group) for each in ways if each.spreads for group in having)
     except PlacementError:
@@ -275,7 +287,7 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
         notes.append("not all speeds behind this estimate were measured yet")
     if best.is_unlike:
         notes.append(
-            "unlike machines: the bytes are not those of one machine, and another one in the place of a lost one may change an answer under way"
+            "unlike machines: the bytes are not those of one machine, and exact requests are refused; --exact leaves such choices out"
         )
     return notes
 

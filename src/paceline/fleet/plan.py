@@ -92,8 +92,8 @@ class PlanRequest:
     numerics_id: str = ""
     """Numerics id that all stages of a pipeline must compute. A machine known to compute other bytes is left out; one that is not known yet is not.
     Empty: any machine may hold layers."""
-    allows_unlike: bool = False
-    """True: machines that are known to compute different bytes may share the layers."""
+    exact: bool = False
+    """True: machines that are known to compute different bytes, or to promise none, take no part together. Speed decides otherwise."""
     max_shards: int = 16
     """Largest number of machines that run layers of a pipeline for its orchestrator."""
     last_route: tuple[LayerSpan, ...] = ()
@@ -104,8 +104,6 @@ class PlanRequest:
     may be stages."""
     requests: int = 10
     """Number of requests that share the time to load: 1 while an answer waits for it. Raising it: the time to load counts less."""
-    exact: bool = False
-    """Only machines that promise the bytes of their answers may run it, so no engine of another maker."""
     called: str = ""
     """Name that people use for the model, for messages; empty: `model`."""
 

@@ -71,6 +71,13 @@ class HostSettings(_Table):
     """Callers below it are refused: a node that runs layers for them sees their activations, and gives them its time."""
 
 
+class PlanSettings(_Table):
+    """`[plan]`: constraints of every plan."""
+
+    exact: bool = False
+    """Only machines that compute the same bytes may share a model or continue one another's answers."""
+
+
 class PipelineSettings(_Table):
     """`[pipeline]`: models that this machine runs together with others."""
 
@@ -92,8 +99,6 @@ class PipelineSettings(_Table):
     max_concurrent_pipelines: Annotated[int, Field(ge=1, le=1024)] = 4
     min_host_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it hold no layers for this one: they would see its activations."""
-    allow_unlike: bool = False
-    """Machines whose kernels give other bytes than one another may share a model: outside the promise that bytes are the same everywhere."""
     spot_check_every: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """One batch in so many is computed by a second holder of its layers too, and compared; 0: none. Lowering it: tampering is found sooner,
     and the second holder works more."""
@@ -114,7 +119,7 @@ class PipelineSettings(_Table):
 
     def constrained(self, request: PlanRequest) -> PlanRequest:
         """Return a plan request with what these settings say of the machines that may run layers."""
-        return replace(request, min_host_trust=self.min_host_trust, allows_unlike=self.allow_unlike, max_shards=self.max_shards_per_request)
+        return replace(request, min_host_trust=self.min_host_trust, max_shards=self.max_shards_per_request)
 
     def overridden(
         self,
@@ -122,11 +127,10 @@ class PipelineSettings(_Table):
         enabled: bool | None = None,
         serve_shards: bool | None = None,
         fallback_to_local: bool | None = None,
-        allow_unlike: bool | None = None,
     ) -> PipelineSettings:
         """With what the command line says in place of the file; None: nothing."""
         host = self.host if serve_shards is None else self.host.model_copy(update={"serve_shards": serve_shards})
-        said = {"enabled": enabled, "fallback_to_local": fallback_to_local, "allow_unlike": allow_unlike}
+        said = {"enabled": enabled, "fallback_to_local": fallback_to_local}
         return self.model_copy(update={"host": host, **{key: value for key, value in said.items() if value is not None}})
 
 
@@ -135,6 +139,7 @@ class Settings(_Table):
 
     trust: TrustSettings = TrustSettings()
     kv: KvSettings = KvSettings()
+    plan: PlanSettings = PlanSettings()
     pipeline: PipelineSettings = PipelineSettings()
 
     @property
@@ -189,6 +194,7 @@ def read_settings(home: Home) -> Settings:
 TABLES: Final[dict[str, type[BaseModel]]] = {
     "trust": TrustSettings,
     "kv": KvSettings,
+    "plan": PlanSettings,
     "pipeline": PipelineSettings,
     "pipeline.host": HostSettings,
 }

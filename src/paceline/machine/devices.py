@@ -35,6 +35,7 @@ from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels, fastest_on_processors
 from paceline.backends.torch import import_cuda
 from paceline.core.model import WeightsFormat
+from paceline.engines.installed import Gpu
 from paceline.store.home import Home, read_json_object, write_cache
 
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
@@ -49,6 +50,30 @@ def fastest_device() -> DeviceKind:
         return DeviceKind.MLX
     has_driver = any(path.exists() for path in _DRIVERS)
     return DeviceKind.CUDA if has_driver and find_spec("torch") is not None and gpu_lacks() is None else DeviceKind.CPU
+
+
+def gpus_here(root: Path = Path("/"), system: str = sys.platform, processor: str | None = None) -> frozenset[Gpu]:
+    """Return the interfaces to this machine's GPUs, whether or not anything installed uses them. Drivers are looked for, and none is opened.
+
+    Args:
+        root: folder that holds the system's own folders.
+        processor: architecture of the processor; None: this machine's.
+    """
+    if system == "darwin":
+        return frozenset({Gpu.METAL} if (processor or platform.machine()) == "arm64" else ())
+    found = {Gpu.CUDA} if any((root / path.relative_to("/")).exists() for path in _DRIVERS) else set[Gpu]()
+    return frozenset(found | ({Gpu.ROCM} if (root / "dev/kfd").exists() else set()))
+
+
+def gpu_of_own_kernels() -> Gpu | None:
+    """Return the interface through which Paceline's own kernels use a GPU here; None: they run on processors."""
+    match fastest_device():
+        case DeviceKind.CPU:
+            return None
+        case DeviceKind.CUDA:
+            return Gpu.CUDA
+        case DeviceKind.MLX:
+            return Gpu.METAL
 
 
 def gpu_lacks() -> str | None:

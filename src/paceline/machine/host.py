@@ -334,10 +334,12 @@ class EngineHost:
         self._send(Abort(stream.request.request_id))
 
     def _follow_context(self) -> None:
-        """KV memory changes where other machines lease it."""
+        """Follow the KV memory, which changes where other machines lease it, and the numerics, which change where other machines take over."""
         context = self._stats.max_context
         if context is not None and context != self._model.max_context:
             self._model = replace(self._model, max_context=context)
+        if self._stats.numerics_id is not None:
+            self._model = self._model.of_numerics(self._stats.numerics_id)
 
     def _fail_all(self, reason: str, code: str) -> None:
         for request_id, stream in list(self._live.items()):

@@ -12,7 +12,7 @@ from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, UserError
 from paceline.machine.foreign.engines import ForeignEngines
-from paceline.machine.foreign.shares import Share, read_shares
+from paceline.machine.foreign.shares import EngineShare, read_shares
 from paceline.machine.foreign.state import EngineState
 from paceline.store.home import Home
 
@@ -33,12 +33,12 @@ class SharedEngines:
         found: engines that were found on loopback and are offered without being in the file.
     """
 
-    def __init__(self, engines: ForeignEngines, home: Home, clock: Clock, found: Sequence[Share] = ()) -> None:
+    def __init__(self, engines: ForeignEngines, home: Home, clock: Clock, found: Sequence[EngineShare] = ()) -> None:
         self._engines, self._home, self._clock, self._found = engines, home, clock, tuple(found)
         self._stamp: tuple[int, int] | None = None
-        self._wanted: dict[str, Share] | None = None
+        self._wanted: dict[str, EngineShare] | None = None
         """By URL; None: the file was not read yet."""
-        self._offered: dict[str, Share] = {}
+        self._offered: dict[str, EngineShare] = {}
         self._late: dict[str, Backoff] = {}
         """Engines that did not answer, by URL."""
         self._silent: dict[str, EngineState] = {}
@@ -68,7 +68,7 @@ class SharedEngines:
                 await self._offer(share)
         self._engines.silent = tuple(self._silent.values())
 
-    def _read(self) -> dict[str, Share]:
+    def _read(self) -> dict[str, EngineShare]:
         stamp = _stamp(self._home.engines)
         if self._wanted is None or stamp != self._stamp:
             self._stamp = stamp
@@ -81,7 +81,7 @@ class SharedEngines:
                 self._wanted = self._wanted or {}
         return self._wanted
 
-    async def _offer(self, share: Share) -> None:
+    async def _offer(self, share: EngineShare) -> None:
         from paceline.engines.table import identify  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
 
         try:

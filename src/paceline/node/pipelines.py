@@ -29,12 +29,12 @@ from paceline.core.errors import (
 )
 from paceline.core.model import LayerSpan
 from paceline.fleet.choices import Standing, is_same
-from paceline.fleet.placement import figures, headline
+from paceline.fleet.placement import headline
 from paceline.fleet.plan import ALONE, Choice, Plan, Way
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings, PrefillRole
 from paceline.node.build import BuiltNode, build_node
-from paceline.node.planning import Constraints, Idle, plan_here, plan_once_shown
+from paceline.node.planning import Constraints, Idle, brief, in_words, plan_here, plan_once_shown
 from paceline.node.serving import FleetServing
 from paceline.node.ways import SPREAD
 from paceline.store.catalog import ModelLocation, resolve
@@ -398,7 +398,7 @@ class _Replanning:
             self._is_gone = False
         if self._serves is not before:
             self._standing.moved(to)
-            logger.info("%s is served another way, as planned: %s", self._location.name, _brief(to))
+            logger.info("%s is served another way, as planned: %s", self._location.name, brief(to))
 
     async def _built(self, to: Choice, before: Choice) -> BuiltNode:
         try:
@@ -419,14 +419,17 @@ class _Replanning:
         return await _build_here(self._whole, self._settings, quiet)
 
     def _show(self, made: Plan | None) -> None:
-        running, rather, words = self._standing.running, self._standing.rather, _brief(self._standing.running)
+        running, rather, words = self._standing.running, self._standing.rather, brief(self._standing.running)
         if self._spans != _others(running):  # after a loss, say
             over = " -> ".join(f"{span.node_id} [{span.layers.start}..{span.layers.stop - 1}]" for span in self._spans)
             words += f"; now over {over}" if over else "; looks for machines now"
+        node = self._node
+        if self._spans and node is not None and node.host.stats().numerics_id == "" and not running.is_unlike:
+            words += "; its machines compute other bytes than one another"
         if rather is not None:
-            words += f"; would rather be {_brief(rather)}"
+            words += f"; would rather be {brief(rather)}"
         elif made is not None and (other := next((each for each in (made.chosen, *made.runners_up) if not is_same(each, running)), None)):
-            words += f"; otherwise {_brief(other)}"
+            words += f"; otherwise {brief(other)}"
         self._whole.show_plan(self._location.name, words + _called(self._node))
 
     @property
@@ -450,15 +453,6 @@ def _called(node: BuiltNode | None) -> str:
 
 def _nothing(*_: object) -> None:
     """Where no one is told."""
-
-
-def in_words(made: Plan) -> str:
-    """A plan in a line or two: what runs, and what came next."""
-    return "; otherwise ".join(map(_brief, (made.chosen, *made.runners_up[:1])))
-
-
-def _brief(choice: Choice) -> str:
-    return f"{headline(choice)}: {figures(choice)}"
 
 
 def _hosted(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
 from paceline.fleet.card import Device, NodeCard
+from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import Choice, Plan, PlannedStage, Way
 from paceline.machine.settings import NodeSettings
 from paceline.node.ways import SPREAD, plan, plan_request
@@ -103,3 +104,13 @@ def _without(card: NodeCard, gone: Sequence[Idle]) -> NodeCard:
 
 def _cold(card: NodeCard, name: str) -> NodeCard:
     return replace(card, models=tuple(replace(offer, warm=False) if offer.model_id == name else offer for offer in card.models))
+
+
+def in_words(made: Plan) -> str:
+    """Return a plan in a line or two: what runs, and what came next."""
+    return "; otherwise ".join(map(brief, (made.chosen, *made.runners_up[:1])))
+
+
+def brief(choice: Choice) -> str:
+    """Return a choice and its figures in a line."""
+    return f"{headline(choice)}: {figures(choice)}"

@@ -292,11 +292,14 @@ class FleetServing:
         return {node.model.name for node in nodes if node.peer_kv is not None and node.peer_kv.role is PrefillRole.PREFILL}
 
     def _as_served(self, model: WarmModel) -> WarmModel:
-        """With what its engine saw. Steps over several machines are not this one's."""
+        """With what its engine saw. Steps over several machines are not this one's, and their numerics may change."""
         node = next((node for node in self.models.nodes if node.warm is model), None)
-        if node is None or node.is_shared:
+        if node is None:
             return model
         stats = node.host.stats()
+        if node.is_shared:
+            now = model.speed.numerics_id if stats.numerics_id is None else stats.numerics_id
+            return replace(model, speed=replace(model.speed, numerics_id=now, holds_identity=model.speed.holds_identity and bool(now)))
         return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))
 
     def _show_models(self) -> None:
@@ -305,7 +308,7 @@ class FleetServing:
         warm = [(node, node.warm) for node in nodes if node.warm is not None]
         up = [one for node, one in warm if node.host.is_up]
         own = {one.model.name for _, one in warm}
-        foreign = [one.model for one in self.engines.offered if one.model.name not in own and one.model.tokenizer is not None]
+        foreign = [one.model for one in self.engines.offered if one.model.name not in own]
         serves = Together(self.models, self.engines) if nodes or self.models.on_demand or foreign else None
         loaded = [*(_loaded(node, one) for node, one in warm), *map(_foreign, foreign)]
         self._local.show(serves, loaded, {one.model.name for one in up} | {one.name for one in foreign})
@@ -367,7 +370,8 @@ class FleetServing:
 
 
 def _foreign(model: ForeignModel) -> LoadedModel:
-    return LoadedModel(model.ref, "", model.created, model.context, model.tokenizer_sha256)
+    has_tokenizer = model.tokenizer is not None
+    return LoadedModel(model.ref, "", model.created, model.context, model.tokenizer_sha256, has_tokenizer=has_tokenizer)
 
 
 def _loaded(node: BuiltNode, warm: WarmModel) -> LoadedModel:

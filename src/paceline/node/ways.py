@@ -15,7 +15,7 @@ from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, ModelRef, WeightsFormat
 from paceline.fleet import engines, placement
 from paceline.fleet.card import ModelOffer, NodeCard
-from paceline.fleet.engines import PROMISE, EngineChoice
+from paceline.fleet.engines import PROMISE, PricedEngine
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import WORTH_A_HOP, Choice, Pin, Plan, PlanRequest, Way
 from paceline.fleet.ways import Alone, PricesWay
@@ -94,7 +94,7 @@ class Explained:
     """None: only engines of other makers have the model."""
     lines: tuple[str, ...]
     request: PlanRequest
-    engines: tuple[EngineChoice, ...] = ()
+    engines: tuple[PricedEngine, ...] = ()
     """Engines of other makers that could answer, best first."""
 
     def as_json(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def explained(
     return Explained(made, tuple(lines), request, able)
 
 
-def _by_engines(request: PlanRequest, able: tuple[EngineChoice, ...]) -> Explained:
+def _by_engines(request: PlanRequest, able: tuple[PricedEngine, ...]) -> Explained:
     """Explain a plan for a model that only engines of other makers have."""
     first, *others = able
     lines = [
@@ -185,7 +185,7 @@ def _by_engines(request: PlanRequest, able: tuple[EngineChoice, ...]) -> Explain
     return Explained(None, tuple(lines), request, able)
 
 
-def _sooner(able: Sequence[EngineChoice], chosen: Choice) -> EngineChoice | None:
+def _sooner(able: Sequence[PricedEngine], chosen: Choice) -> PricedEngine | None:
     """Return the engine that requests go to before the plan's choice; None if there is none. Other weights never answer for it."""
     planned = Holding(ModelRef(chosen.digest, chosen.weights, chosen.model_id))
     fast = (

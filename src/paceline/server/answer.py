@@ -154,7 +154,8 @@ class Tally:
         now_s = self._clock.monotonic()
         for chunk in chunks:
             choice = self.base[chunk.request_id] + chunk.index
-            tokens = len(chunk.token_ids)
+            tokens = len(chunk.token_ids) or chunk.n_tokens
+            self._prompt += chunk.prompt_tokens
             if tokens:
                 last_s = self._last_s[choice]
                 if last_s is None:
@@ -381,6 +382,9 @@ def _one(several: list[GenerationChunk]) -> GenerationChunk:
         token_ids=tuple(token for chunk in several for token in chunk.token_ids),
         text="".join([chunk.text for chunk in several]),
         logprobs=tuple(logprob for chunk in several for logprob in chunk.logprobs),
+        deltas=tuple(delta for chunk in several for delta in chunk.deltas),
+        n_tokens=sum(chunk.n_tokens for chunk in several),
+        prompt_tokens=sum(chunk.prompt_tokens for chunk in several),
         prompt_logprobs=tuple(logprob for chunk in several for logprob in chunk.prompt_logprobs),
         finish_reason=several[-1].finish_reason,
         cached_tokens=first.cached_tokens,

@@ -22,6 +22,7 @@ from paceline.core.text import Vocabulary
 from paceline.server.formats.cursor import PLAIN, SPECIAL
 from paceline.server.formats.format import CallArguments, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
+from paceline.server.passing import PassedReader
 from paceline.server.shape import Reader, Shape
 
 EVERY_LETTER: Final = frozenset({GrammarKind.REGEX, GrammarKind.LARK})
@@ -211,6 +212,8 @@ class Call:
 
     def _reader(self, request: GenerationRequest) -> Reader:
         has_space = self.model.tokenizer.strips_space and self._begins_text(request)
+        if request.chat:
+            return PassedReader()
         if self.reading is None:
             return PlainReader(has_space=has_space)
         return ChoiceReader(self.reading, self.model.tokenizer, request, has_space=has_space)

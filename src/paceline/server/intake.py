@@ -14,15 +14,16 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
+from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, NotServed, UnknownModel
 from paceline.core.generation import GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.inference import Inference, ServedModel, default_model
+from paceline.core.inference import Inference, PassedChats, ServedModel, default_model
 from paceline.server.call import EVERY_LETTER, Call, Reading
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.fitting import MEDIA_WORD, fit_chat
 from paceline.server.infill import infill_ids
 from paceline.server.messages import check_media, check_messages, json_bytes, without_headers
+from paceline.server.passing import passed_body
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Parted, Sampling
 from paceline.server.shapes import ChatShape, CompletionShape
 from paceline.server.tools import ModelFormats, Tools, answer_grammar, chat_of, grammar_of
@@ -86,7 +87,46 @@ class Intake:
 
     def chat_of(self, asked: ChatCompletionRequest) -> Call:
         """Return the call of a chat of any API; raises as `chat` does, but not Refusal."""
-        return self.call_of(asked, self.prompt_of(asked))
+        return self.passed(asked) or self.call_of(asked, self.prompt_of(asked))
+
+    def passed(self, asked: ChatCompletionRequest) -> Call | None:
+        """Return the call of a chat that reaches its engine as it is; None if its prompt is rendered here. Raises as `chat_of` does."""
+        model = self.model(asked.model)
+        chats = model.chats
+        if chats is None or not (chats.always or (chats.images and any(message.media for message in asked.messages))):
+            return None
+        return self._passed(asked, model, chats)
+
+    def takes_images(self, name: str | None) -> bool:
+        """Return whether the model of a name takes images. Raises as `model` does."""
+        chats = self.model(name).chats
+        return chats is not None and chats.images
+
+    def _passed(self, asked: ChatCompletionRequest, model: ServedModel, chats: PassedChats) -> Call:
+        """Return the call of a chat that reaches its engine as it is."""
+        if wrong := check_messages(asked.messages):
+            raise InvalidRequest(wrong, field=wrong.partition(":")[0])
+        if not chats.images:
+            check_media(asked.messages)
+        for field, is_lacking in {
+            "grammar": asked.grammar is not None,
+            "regex": asked.regex is not None,
+            "stop_token_ids": bool(asked.stop_token_ids),
+            "logprobs": bool(asked.logprobs),
+            "response_format": asked.response_format is not None and asked.response_format.type != "text" and not chats.schemas,
+            "tools": bool(asked.tools) and not chats.tools,
+            "continue_final_message": bool(asked.continue_final_message),
+            "ignore_eos": bool(asked.ignore_eos),
+            "kv_transfer_params": asked.kv_transfer_params is not None,
+        }.items():
+            if is_lacking:
+                raise NotServed(f"{field}: {model.name} runs in an engine of another maker, which does not serve it", field=field)
+        if asked.exact or self._exact:
+            raise NotServed(f"exact: {model.name} runs in an engine of another maker, which promises no bytes", field="exact")
+        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
+        call = self._call(ChatShape, asked, model, [[]], most if replacing is None else replacing, None, "messages")
+        body = passed_body(asked)
+        return replace(call, requests=tuple(replace(request, chat=body) for request in call.requests), is_turn=True)
 
     def prompt_of(self, asked: ChatCompletionRequest, *, begins_turn: bool = True) -> ChatPrompt:
         """Return a chat's prompt, however long. Raises as `chat_of` does, but for a small context only if that is clear before tokenizing.
@@ -127,6 +167,8 @@ class Intake:
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
+        if grammar is not None and prompt.model.chats is not None:
+            return self._passed(asked, prompt.model, prompt.model.chats)  # its engine follows no grammar over ids
         requests = tuple(replace(request, grammar=grammar) for request in call.requests)
         is_turn, reading = not asked.continue_final_message, prompt.reading
         if reading is not None and grammar is not None and grammar.kind in EVERY_LETTER:

@@ -120,9 +120,9 @@ MEDIA: Mapping[str, str] = {
 
 
 class MediaPart(LazyModel):
-    """A part that is not text. Models here read text only: a note replaces the part, or the request is refused."""
+    """A part that is not text. For a model that reads text only a note replaces the part, or the request is refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     type: Literal["image_url", "input_image", "image", "video_url", "input_audio", "file", "input_file", "document"]
 

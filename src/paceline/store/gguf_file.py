@@ -291,10 +291,20 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
         ModelFileError: a file is missing, truncated, damaged or not a GGUF file.
         UnsupportedModel: the model has a family, feature or tensor type that Paceline does not run.
     """
+    return GgufWeights(read_parts(path), digests)
+
+
+def read_parts(path: Path) -> list[GgufHeader]:
+    """Read the heads of all files of a model, of which `path` is the first. Nothing is asked of the model's family.
+
+    Raises:
+        ModelFileError: a file is missing, truncated, damaged or not a GGUF file.
+        UnsupportedModel: Paceline does not read its GGUF version or a tensor type.
+    """
     first = read_header(path)
     n_files = first.integer("split.count") or 1
     if n_files == 1:
-        return GgufWeights([first], digests)
+        return [first]
     tail = f"-00001-of-{n_files:05d}.gguf"
     if first.integer("split.no") != 0 or not path.name.endswith(tail) or n_files > 9999:
         raise _not_first(path, (first.integer("split.no") or 0) + 1, n_files)
@@ -306,7 +316,7 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
             f"{path} is the first of {n_files} files of a split model, and not next to it: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}",
             "Put all files of the model into one folder, under the names they came with",
         )
-    return GgufWeights([first, *(read_header(part) for part in rest)], digests)
+    return [first, *(read_header(part) for part in rest)]
 
 
 def _not_first(path: Path, part: int, n_files: int) -> ModelFileError:

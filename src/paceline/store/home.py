@@ -77,6 +77,7 @@ class Home:
     running = Under("running")
     engines = Under("engines.json")
     chat_history = Under("chat_history")
+    engine_logs = Under("logs", "engines")
     fleet = Under("fleet")
 
     @property

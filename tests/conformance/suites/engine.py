@@ -15,7 +15,8 @@ import pytest
 
 from paceline.core.errors import ContextOverflow, EngineGone, NotServed, UnknownModel
 from paceline.core.generation import FinishReason, Grammar, GrammarKind, SamplingParams
-from paceline.engines.contract import Ask, Capability, Door, Engine, EngineModel, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Capability, Door, EngineModel, ForeignEngine, Takes
+from paceline.engines.table import open_engine
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0)
@@ -33,7 +34,7 @@ class EngineCase:
     """
 
     name: str
-    make: Callable[[Door], Engine]
+    make: Callable[[Door], ForeignEngine]
     door: Door
     takes: frozenset[Takes]
     texts: Sequence[str] = ("one two three", "The capital of France is")
@@ -42,6 +43,8 @@ class EngineCase:
     model: Mapping[str, object] = field(default_factory=dict[str, object])
     tells_length: bool = True
     """It counts the tokens of prompts."""
+    is_recognised: bool = True
+    """The adapter is the one that fits best."""
     draws_bytes: bool = False
     """Its model draws bytes that are not UTF-8."""
     unknown_model: bool = True
@@ -55,7 +58,7 @@ class EngineCase:
 
 
 class EngineSuite:
-    def run(self, case: EngineCase, use: Callable[[Engine, EngineModel], Awaitable[T]]) -> T:
+    def run(self, case: EngineCase, use: Callable[[ForeignEngine, EngineModel], Awaitable[T]]) -> T:
         """Use the engine and its first model, on an event loop of its own."""
 
         async def go() -> T:
@@ -67,7 +70,7 @@ class EngineSuite:
 
         return asyncio.run(go())
 
-    async def answer(self, case: EngineCase, engine: Engine, ask: Ask) -> list[Piece]:
+    async def answer(self, case: EngineCase, engine: ForeignEngine, ask: Ask) -> list[AnswerPiece]:
         """Return the pieces of an answer, after the laws that hold for all."""
         pieces = [piece async for piece in engine.generate(ask)]
         assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -77,17 +80,20 @@ class EngineSuite:
             assert not piece.token_ids or piece.n_tokens == len(piece.token_ids)
         return pieces
 
-    def text(self, pieces: Sequence[Piece]) -> str:
+    def text(self, pieces: Sequence[AnswerPiece]) -> str:
         return "".join(piece.text for piece in pieces)
 
     # -------------------------------------------------------------------------------------------------------------- laws
 
     def test_it_says_who_it_is_and_what_it_has_and_nothing_begins_to_work(self, case: EngineCase) -> None:
-        async def look(engine: Engine, model: EngineModel) -> None:
+        async def look(engine: ForeignEngine, model: EngineModel) -> None:
             identity = await engine.identify()
             assert identity is not None
             assert identity.name == case.name
             assert engine.door == case.door
+            opened = await open_engine(case.door)
+            assert type(opened) is type(engine) or not case.is_recognised
+            await opened.close()
             assert model.takes == case.takes
             for name, value in case.model.items():
                 assert getattr(model, name) == value, name
@@ -97,7 +103,7 @@ class EngineSuite:
         self.run(case, look)
 
     def test_an_answer_is_as_long_as_allowed_and_says_why_it_ended(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             for form in sorted(case.takes):
                 pieces = await self.answer(case, engine, Ask(model.name, case.prompt(form), 6, GREEDY))
                 assert pieces[-1].finish is FinishReason.LENGTH
@@ -115,7 +121,7 @@ class EngineSuite:
             return
         spell = case.spell
 
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             whole = await self.answer(case, engine, Ask(model.name, tuple(case.ids), 12, GREEDY))
             ids = [token for piece in whole for token in piece.token_ids]
             assert spell(ids) == self.text(whole)
@@ -125,7 +131,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_an_answer_ends_before_its_stop_text_wherever_that_begins(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             for form in sorted(case.takes - {Takes.MESSAGES}):
                 prompt = case.prompt(form)
                 whole = self.text(await self.answer(case, engine, Ask(model.name, prompt, 12, GREEDY)))
@@ -143,7 +149,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_the_same_seed_gives_the_same_answer(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             form = min(case.takes - {Takes.MESSAGES})
             ask = Ask(model.name, case.prompt(form), 8, SamplingParams(temperature=1.5, seed=(1 << 40) + 7))
             assert self.text(await self.answer(case, engine, ask)) == self.text(await self.answer(case, engine, ask))
@@ -151,7 +157,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_a_json_schema_is_followed_or_refused_and_other_forms_are_refused(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "enum": ["blue"]}')
             prompt = case.prompt(min(case.takes - {Takes.MESSAGES}))
             if Capability.SCHEMAS in model.capabilities:
@@ -165,7 +171,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_a_prompt_that_is_too_long_is_refused(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             if model.context:
                 for form in sorted(case.takes):
                     long = (*case.ids, 5) * model.context if form is Takes.IDS else case.prompt(form, "one two " * model.context)
@@ -175,7 +181,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_a_name_that_it_does_not_have_is_refused(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             for form in sorted(case.takes) if case.unknown_model else ():
                 with pytest.raises(UnknownModel):
                     await self.answer(case, engine, Ask("no/such-model", case.prompt(form), 4, GREEDY))
@@ -183,7 +189,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_closing_an_answer_ends_its_request(self, case: EngineCase) -> None:
-        async def write(engine: Engine, model: EngineModel) -> None:
+        async def write(engine: ForeignEngine, model: EngineModel) -> None:
             for form in sorted(case.takes):
                 async with aclosing(engine.generate(Ask(model.name, case.prompt(form), 200, GREEDY))) as pieces:
                     async for piece in pieces:
@@ -196,7 +202,7 @@ class EngineSuite:
         self.run(case, write)
 
     def test_loads_and_vectors_are_done_or_refused(self, case: EngineCase) -> None:
-        async def ask(engine: Engine, model: EngineModel) -> None:
+        async def ask(engine: ForeignEngine, model: EngineModel) -> None:
             for asked in (lambda: engine.load(model.name), lambda: engine.unload(model.name)):
                 try:
                     await asked()

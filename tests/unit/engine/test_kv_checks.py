@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.engines import VOCAB, Answer, EngineBench, answer_alone
 from tests.fakes.null_backend import NullRunner, UInt64
 
+from paceline.core.errors import WayNotAllowed
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import BlockId, NodeId, RequestId
 from paceline.engine.kv_fetch import GivenBlocks
@@ -245,3 +246,32 @@ def test_whatever_runs_beside_and_is_lost_bytes_are_those_of_one_machine(seed: i
         answer = answers[one.request_id, 0]
         if answer.finish is not FinishReason.ABORT:
             assert answer.token_ids == answer_alone(one).token_ids
+
+
+def test_mixed_numerics_take_no_block_under_an_exact_key_and_keep_and_tell_of_none() -> None:
+    """Numerics change before the first, the second and the fourth request; KV of one is of no use to the next, and names are shared by exact ones alone."""
+    checked = Checked(0)
+    bench, source, own = checked.bench, checked.source, checked.bench.executor.numerics_id
+    told = list[bytes]()
+    checked.loans.on_used = lambda: told.extend(checked.loans.prefixes.marks)
+    bench.executor.numerics_id = ""
+    answer = checked.answer("mixed")
+    assert (answer.token_ids, answer.cached_tokens) == (truth(), 0)
+    assert bench.engine.stats().numerics_id == ""
+    again = checked.answer("mixed-again")
+    assert again.cached_tokens == SIZE * WHOLE, "a name that nothing else has is of use here"
+    assert (source.asked, source.offered, told) == (0, [], [])
+    with pytest.raises(WayNotAllowed):
+        bench.add(replace(request("exact"), exact=True))
+    bench.executor.numerics_id = own
+    exact = replace(request("exact"), exact=True)
+    answer = bench.run(exact)[exact.request_id, 0]
+    assert (answer.token_ids, answer.cached_tokens, source.asked) == (truth(), SIZE * WHOLE, 1)
+    for last in (1, 2):
+        bench.run(replace(exact, request_id=RequestId(f"new-{last}"), prompt_ids=(*reversed(PROMPT), *[last] * 12)))
+    assert source.offered
+    assert told
+    n_offered = len(source.offered)
+    bench.executor.numerics_id = ""
+    assert checked.answer("mixed-later").cached_tokens == 0
+    assert len(source.offered) == n_offered

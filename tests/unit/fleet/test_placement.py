@@ -19,6 +19,7 @@ from paceline.core.model import LayerRange
 from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Links, free_for_layers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.placement import explain
+from paceline.fleet.placement import figures as figures_of
 from paceline.fleet.plan import ALONE, Constraint, Objective, Pin, Plan, PlanRequest, Way
 from paceline.node.ways import WAYS, plan
 from paceline.ways.draft.price import DRAFT, expected_tokens
@@ -587,13 +588,34 @@ def test_who_may_not_hold_layers_for_others_holds_none(change: dict[str, object]
     assert [choice.node_ids for choice in (made.chosen, *made.runners_up)] == [("ant", "cat")]
 
 
-@pytest.mark.parametrize("allows", [False, True])
-def test_unlike_machines_share_layers_only_where_that_is_allowed(*, allows: bool) -> None:
-    made = plan(sharing(bee={"models": (offer(numerics_id="o"),)}), replace(ORCHESTRATED, allows_unlike=allows))
+@pytest.mark.parametrize("exact", [False, True])
+def test_unlike_machines_share_layers_unless_the_request_is_exact(*, exact: bool) -> None:
+    made = plan(sharing(bee={"models": (offer(numerics_id="o"),)}), replace(ORCHESTRATED, exact=exact))
     found = [made.chosen, *made.runners_up]
-    assert any(choice.is_unlike for choice in found) == allows
+    assert any(choice.is_unlike for choice in found) != exact
     assert any(not choice.is_unlike for choice in found)
     assert any("unlike machines" in note for note in made.notes) == made.chosen.is_unlike
+
+
+@pytest.mark.parametrize("numerics_id", ["n", "o"])
+def test_an_exact_plan_says_what_it_costs(numerics_id: str) -> None:
+    faster = offer(tokens_per_second=400.0, prefill_tokens_per_second=9000.0, numerics_id=numerics_id)
+    view = sharing(bee={"models": (faster,)})
+    fastest, exact = plan(view, ORCHESTRATED), plan(view, replace(ORCHESTRATED, exact=True))
+    (note,) = [note for note in exact.notes if "--exact" in note]
+    costs = fastest.chosen.estimate.total_s < exact.chosen.estimate.total_s
+    assert ("costs nothing" in note) != costs
+    assert costs == fastest.chosen.is_unlike
+    assert not costs or figures_of(fastest.chosen) in note
+
+
+def test_a_holder_that_promises_no_bytes_is_in_no_exact_plan() -> None:
+    foreign, own = node("ant", offer(warm=True, numerics_id="", tokens_per_second=90.0)), node("bee", offer(warm=True))
+    request = PlanRequest("m", exact=True)
+    assert plan((foreign, own), request).chosen.node_ids == ("bee",)
+    assert plan((foreign, own), replace(request, exact=False)).chosen.node_ids == ("ant",)
+    with pytest.raises(PlacementError, match="promises"):
+        plan((foreign,), request)
 
 
 @pytest.mark.parametrize("digest", ["d" * 64, ""])
@@ -602,16 +624,16 @@ def test_what_machines_could_do_that_compute_other_bytes_is_said(digest: str) ->
     shard = offer(role=Role.SHARD, numerics_id="o", warm=True, shard=ShardState(LayerRange(12, 24), 4))
     other: dict[str, object] = {"models": (offer(numerics_id="o", digest=digest), shard)}
     with pytest.raises(PlacementError) as refused:
-        plan(sharing(bee=other, cat=other), replace(ORCHESTRATED, numerics_id="n", orchestrator_layers=12))
-    assert refused.value.hint == "Machines that compute other bytes than one another could share it: --allow-unlike allows that."
+        plan(sharing(bee=other, cat=other), replace(ORCHESTRATED, numerics_id="n", orchestrator_layers=12, exact=True))
+    assert refused.value.hint == "Machines that compute other bytes than one another could share it: leave out --exact."
 
 
 def test_a_machine_that_has_run_layers_is_known_by_their_bytes() -> None:
     shard = offer(role=Role.SHARD, numerics_id="o", warm=True, shard=ShardState(LayerRange(12, 24), 4))
     view = sharing(bee={"models": (offer(numerics_id=""), shard)}, cat={"serves_shards": False})
-    assert plan(view, replace(ORCHESTRATED, allows_unlike=True)).chosen.is_unlike
+    assert plan(view, ORCHESTRATED).chosen.is_unlike
     with pytest.raises(PlacementError):
-        plan(view, ORCHESTRATED)
+        plan(view, replace(ORCHESTRATED, exact=True))
 
 
 def test_an_orchestrator_alone_says_what_is_missing() -> None:

@@ -39,7 +39,6 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
         "allow_self_as_shard": True,
         "max_concurrent_pipelines": 4,
         "min_host_trust": "member",
-        "allow_unlike": False,
         "spot_check_every": 0,
         "search_seconds": 30,
         "keep_spares": True,
@@ -84,7 +83,7 @@ def test_what_is_written_counts_and_the_command_line_more(tmp_path: Path) -> Non
     [
         ("[pipeline]\nenabeld = true", "[pipeline] enabeld does not exist", "There are: enabled, max_shards_per_request"),
         ("[pipeline.host]\nenabled = true", "[pipeline.host] enabled does not exist", "There are: serve_shards"),
-        ("[pipelines]", "has a table or key 'pipelines', which does not exist", "There are: [trust], [kv], [pipeline]."),
+        ("[pipelines]", "has a table or key 'pipelines', which does not exist", "There are: [trust], [kv], [plan], [pipeline]."),
         ("pipeline = 3", "pipeline is no table", "Write it as [pipeline]."),
         ("[pipeline]\nhost = true", "pipeline.host is no table", "Write it as [pipeline.host]."),
         ("[pipeline]\nenabled = 1", "[pipeline] enabled can't be 1", "It is true or false."),

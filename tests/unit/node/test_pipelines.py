@@ -18,6 +18,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ImpossiblePin, OutOfMemory, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
+from paceline.core.stats import EngineStats
 from paceline.fleet.choices import FAILED_S
 from paceline.fleet.placement import headline
 from paceline.fleet.plan import ALONE, Choice, Pin, Plan, PlanRequest, Way
@@ -380,7 +381,11 @@ async def replanned(
         models=SimpleNamespace(
             change=change,
             is_loaded=lambda _: True,
-            nodes=[SimpleNamespace(model=SimpleNamespace(name="m"), spans=lambda: over, pipeline_id="0a1b2c3d")],
+            nodes=[
+                SimpleNamespace(
+                    model=SimpleNamespace(name="m"), spans=lambda: over, pipeline_id="0a1b2c3d", host=SimpleNamespace(stats=EngineStats)
+                )
+            ],
         ),
         slots=SimpleNamespace(taken=0),
         show_plan=show,

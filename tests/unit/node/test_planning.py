@@ -133,15 +133,15 @@ def test_a_live_view_is_planned_over() -> None:
 )
 def test_every_plan_keeps_to_the_settings_file(ways: set[str] | None, enabled: bool, expected: set[str] | None) -> None:
     asked = None if ways is None else frozenset(map(Way, ways))
-    settings = PipelineSettings(enabled=enabled, min_host_trust=Trust.TRUSTED, allow_unlike=True, max_shards_per_request=3)
+    settings = PipelineSettings(enabled=enabled, min_host_trust=Trust.TRUSTED, max_shards_per_request=3)
     if expected is None:
         with pytest.raises(ConfigError, match=r"config\.toml"):
             plan_request(PipelineOrder(settings), "m", lengths=(9, 9), ways=asked)
         return
     for own in (None, NodeId("a")):
-        made = plan_request(PipelineOrder(settings), "m", own=own, lengths=(9, 9), ways=asked)
+        made = plan_request(PipelineOrder(settings, exact=True), "m", own=own, lengths=(9, 9), ways=asked)
         assert made.ways == expected
-        assert (made.min_host_trust, made.allows_unlike, made.max_shards) == (Trust.TRUSTED, True, 3)
+        assert (made.min_host_trust, made.exact, made.max_shards) == (Trust.TRUSTED, True, 3)
 
 
 class Access:

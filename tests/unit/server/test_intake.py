@@ -93,6 +93,13 @@ def test_every_sampling_field_arrives() -> None:
     assert (request.draft, request.exact) == ("ngram", True)
 
 
+@pytest.mark.parametrize(("asked", "expected"), [({}, False), ({"exact": None}, False), ({"exact": False}, False), ({"exact": True}, True)])
+def test_a_request_is_exact_if_it_or_its_node_says_so(asked: dict[str, object], expected: bool) -> None:
+    assert complete(**asked).requests[0].exact is expected
+    body = orjson.dumps({"model": "echo", "messages": [{"role": "user", "content": "ab"}], **asked})
+    assert Intake(ScriptedInference(max_context=128), SystemClock(), exact=True).chat(body).requests[0].exact
+
+
 def test_edges_of_sampling_fields() -> None:
     assert complete(top_k=-1).requests[0].sampling.top_k == 0
     assert 0 < complete(top_p=0).requests[0].sampling.top_p < 1e-6

@@ -13,6 +13,9 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
 
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
@@ -20,7 +23,7 @@ from paceline.core.errors import EngineGone, NotServed
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
-from paceline.engines.contract import Ask, Engine, Piece, Takes
+from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.machine.foreign.model import ForeignModel
 
 
@@ -49,7 +52,7 @@ class ForeignAnswer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ForeignEngine,
         model: ForeignModel,
         request: GenerationRequest,
         clock: Clock,
@@ -123,7 +126,7 @@ class ForeignAnswer:
             self._queue.put_nowait(error)
 
     async def _chunks(self, index: int) -> AsyncGenerator[GenerationChunk, None]:
-        sequence = _Sequence(self._model, self._request, index)
+        sequence = (_Passed if self._request.chat else _Sequence)(self._model, self._request, index)
         ask = await sequence.ask()
         began_s = first_s = self._clock.monotonic()
         read, is_first = len(self._request.prompt_ids), True
@@ -192,7 +195,7 @@ class _Sequence:
             via=request.via,
         )
 
-    async def chunk(self, piece: Piece) -> GenerationChunk | None:
+    async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
         id_ = self._request.request_id
         if piece.tokens_read is not None:
@@ -231,6 +234,44 @@ class _Sequence:
             if most is not None and len(self._so_far) + self.n_new + place >= most:
                 return text, tuple(tokens[:place]), FinishReason.LENGTH
         return text, tuple(tokens), None
+
+
+class _Passed:
+    """One answer to a chat that the engine renders and reads itself."""
+
+    def __init__(self, model: ForeignModel, request: GenerationRequest, index: int) -> None:
+        self._model, self._request, self._index = model, request, index
+        self.n_new = 0
+        self.is_over = False
+
+    async def ask(self) -> Ask:
+        """Return what the engine is asked.
+
+        Raises:
+            NotServed: the engine takes no chats.
+        """
+        if Takes.MESSAGES not in self._model.told.takes:
+            raise NotServed(f"{self._model.name} runs in {self._model.identity}, which takes no chats as they are")
+        body: dict[str, Any] = orjson.loads(self._request.chat)
+        if isinstance(seed := body.get("seed"), int):
+            body["seed"] = seed + self._index
+        return Ask(self._model.told.name, body, self._request.max_tokens, via=self._request.via)
+
+    async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
+        """Return what a piece adds to the answer; None if that is nothing."""
+        if piece.delta is None and piece.finish is None and not piece.prompt_tokens:
+            return None
+        self.is_over = piece.finish is not None
+        self.n_new += piece.n_tokens
+        deltas = () if piece.delta is None else (orjson.dumps(piece.delta).decode(),)
+        return GenerationChunk(
+            *(self._request.request_id, self._index, (), ""),
+            deltas=deltas,
+            n_tokens=piece.n_tokens,
+            prompt_tokens=piece.prompt_tokens,
+            finish_reason=piece.finish,
+            cached_tokens=piece.cached_tokens,
+        )
 
 
 class SpelledTokens:

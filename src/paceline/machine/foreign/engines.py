@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.core.via import new_mark, outside, through
-from paceline.engines.contract import Ask, Busy, Engine, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
@@ -38,14 +38,20 @@ FRESH_S = 2.0
 """Seconds for which a look counts as new. Raising it: an engine that changed its model gets prompts of the one before for longer; lowering it: more looks."""
 TEST_S, MOST_TEST_S = 1.0, 60.0
 """Seconds from a failed request to a test of its model: the first pause, doubled with each failed test, and the longest. Raising them: a model comes back later."""
+HANGS = 3
+"""Failed looks in a row until an engine that this node started is started again. Raising it: an engine that hangs stays away for longer."""
 NEWER = 0.3
 """Weight of the newest answer in a measured rate. Raising it: rates follow sooner, and flap more."""
 LEAST_READ, LEAST_WRITTEN = 64, 8
 """Tokens from which a prompt's or an answer's time counts as a rate."""
 
 
+Revive = Callable[[str], Awaitable[None]]
+"""Starts an engine again, with the reason."""
+
+
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class Offering:
     """What a person said of an engine."""
 
     name: str = ""
@@ -92,9 +98,17 @@ class WatchedEngine:
     """One engine, looked at every few seconds."""
 
     def __init__(
-        self, engine: Engine, identity: EngineIdentity, sharing: Sharing, home: Home, clock: Clock, changed: Callable[[], None]
+        self,
+        engine: ForeignEngine,
+        identity: EngineIdentity,
+        sharing: Offering,
+        home: Home,
+        clock: Clock,
+        changed: Callable[[], None],
+        revive: Revive | None = None,
     ) -> None:
-        self.engine, self.identity, self.sharing = engine, identity, sharing
+        self.engine, self.identity, self.sharing, self._revive = engine, identity, sharing, revive
+        self._failed_looks = 0
         self._home, self._clock, self._changed = home, clock, changed
         self._known: dict[str, Offered] = {}
         """By the engine's own name, also of models that failed."""
@@ -138,12 +152,17 @@ class WatchedEngine:
                 self.busy = await self.engine.busy()
                 await self._take(identity, told)
                 self.trouble = ""
+                self._failed_looks = 0
                 self._is_up.set()
             except PacelineError as error:
                 if not self.trouble:
                     logger.warning("%s at %s: %s", self.identity, self.url, error)
                 self.trouble = str(error)
                 self._is_up.clear()
+                self._failed_looks += 1
+                if self._revive is not None and self._failed_looks == HANGS:
+                    self._failed_looks = 0
+                    await self._revive(self.trouble)
             self._looked_s = self._clock.monotonic()
         if before != [one.model for one in self.offered]:
             self._changed()
@@ -310,10 +329,14 @@ class ForeignEngines:
         """Have `changed` called on the event loop when a model comes or goes."""
         self._on_change = changed
 
-    async def add(self, engine: Engine, identity: EngineIdentity, sharing: Sharing) -> WatchedEngine:
-        """Offer an engine from now on. One at the same URL is replaced."""
+    async def add(self, engine: ForeignEngine, identity: EngineIdentity, sharing: Offering, revive: Revive | None = None) -> WatchedEngine:
+        """Offer an engine from now on. One at the same URL is replaced.
+
+        Args:
+            revive: starts it again if it hangs; None: this node did not start it.
+        """
         await self.remove(engine.door.url)
-        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed)
+        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive)
         await watched.look()
         self._engines[watched.url] = watched
         self._watching[watched.url] = in_background(self._watch(watched), f"looks at {watched.url}")
@@ -357,8 +380,7 @@ class ForeignEngines:
     # ------------------------------------------------------------------------------------------------------------ for the server
 
     def models(self) -> Sequence[ServedModel]:
-        """Those with a tokenizer here."""
-        return [served(one.model) for _, one in self._by_name.values() if one.model.tokenizer is not None]
+        return [served(one.model) for _, one in self._by_name.values()]
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: an engine that is being tested or is away may come back with it."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
+from paceline.core.inference import ModelFacts, PassedChats, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
-from paceline.engines.contract import EngineIdentity, EngineModel, Takes
+from paceline.core.no_tokenizer import NoTokenizer
+from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import locations, open_weights, resolve
@@ -149,12 +150,7 @@ def take_in(
 
 
 def served(model: ForeignModel) -> ServedModel:
-    """Return the model as the server shows it.
-
-    Args:
-        model: one with a tokenizer.
-    """
-    assert model.tokenizer is not None
+    """Return the model as the server shows it."""
     facts = ModelFacts(
         model.ref.digest if model.ref.has_digest else "",
         model.told.size_bytes,
@@ -162,7 +158,14 @@ def served(model: ForeignModel) -> ServedModel:
         engine=str(model.identity),
         leaves_network=model.leaves_network,
     )
-    return ServedModel(model.name, model.created, model.context, model.tokenizer, fingerprint_of(model.ref, ""), facts)
+    chats: PassedChats | None = None
+    if Takes.MESSAGES in model.told.takes:
+        able = model.told.capabilities
+        can = (capability in able for capability in (Capability.IMAGES, Capability.TOOLS, Capability.SCHEMAS))
+        chats = PassedChats(model.form is Takes.MESSAGES, *can)
+    return ServedModel(
+        model.name, model.created, model.context, model.tokenizer or NoTokenizer(), fingerprint_of(model.ref, ""), facts, chats
+    )
 
 
 def _files(told: EngineModel, home: Home) -> Files | None:

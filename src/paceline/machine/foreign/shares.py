@@ -19,12 +19,12 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.text import printable
 from paceline.engines.contract import Door
-from paceline.machine.foreign.engines import Sharing
+from paceline.machine.foreign.engines import Offering
 from paceline.store.home import Home
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EngineShare:
     """An engine that a person shares."""
 
     url: str
@@ -48,12 +48,12 @@ class Share:
         return is_loopback(urlsplit(self.url).hostname or "")
 
     @property
-    def sharing(self) -> Sharing:
+    def sharing(self) -> Offering:
         plain = self.url.startswith("http:") and not self.is_here
-        return Sharing(self.name, self.models, self.is_here, plain, self.leaves_network)
+        return Offering(self.name, self.models, self.is_here, plain, self.leaves_network)
 
 
-_SHARES: Final = TypeAdapter(tuple[Share, ...])
+_SHARES: Final = TypeAdapter(tuple[EngineShare, ...])
 
 
 def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
@@ -92,7 +92,7 @@ def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
     return url, not is_loopback(host) and not _is_at_home(host)
 
 
-def read_shares(home: Home) -> tuple[Share, ...]:
+def read_shares(home: Home) -> tuple[EngineShare, ...]:
     """Return what is shared. Entries that can't be understood are an error, so that none is lost when the file is written again.
 
     Raises:
@@ -107,7 +107,7 @@ def read_shares(home: Home) -> tuple[Share, ...]:
         raise ConfigError(f"{home.engines} can't be read: {printable(str(error))}", "Remove it, and share the engines again.") from error
 
 
-def write_shares(home: Home, shares: Sequence[Share]) -> None:
+def write_shares(home: Home, shares: Sequence[EngineShare]) -> None:
     """Write what is shared from now on, for its owner's eyes alone.
 
     Raises:

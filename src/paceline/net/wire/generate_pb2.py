@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\"\xc9\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xdf\x03\n\x0fGenerateRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\nprompt_ids\x18\x06 \x03(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\t\n\x01n\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x10\n\x08stop_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\r\n\x05\x64raft\x18\r \x01(\t\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12*\n\x06so_far\x18\x0e \x03(\x0b\x32\x1a.paceline.v1.SequenceSoFar\x12*\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.paceline.v1.GrammarH\x00\x88\x01\x01\x12\x15\n\rscores_prompt\x18\x11 \x01(\x08\x12\x13\n\x0bscores_only\x18\x12 \x01(\x08\x12\x0c\n\x04ways\x18\x13 \x03(\t\x12\r\n\x05\x65xact\x18\x14 \x01(\x08\x12\x0b\n\x03via\x18\x15 \x03(\tB\n\n\x08_grammar\"6\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"1\n\rSequenceSoFar\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"X\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"U\n\x0cNoticeDetail\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x0f\n\x05whole\x18\x03 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x04 \x01(\x01H\x00\x42\x07\n\x05value\"A\n\x06Notice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12)\n\x06\x64\x65tail\x18\x02 \x03(\x0b\x32\x19.paceline.v1.NoticeDetail\"\xae\x02\n\x0fGenerationChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0c\n\x04\x63ode\x18\x08 \x01(\t\x12$\n\x07notices\x18\t \x03(\x0b\x32\x13.paceline.v1.Notice\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"@\n\x10GenerateResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.paceline.v1.GenerationChunk\"(\n\x14\x44\x65scribeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\xaf\x01\n\x15\x44\x65scribeModelResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x14\n\x0cquantization\x18\x02 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x14\n\x0c\x63reated_unix\x18\x04 \x01(\x03\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x06 \x01(\t\x12\x16\n\x0etokenizer_part\x18\x07 \x01(\x0c*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb6\x01\n\x0fGenerateService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12X\n\rDescribeModel\x12!.paceline.v1.DescribeModelRequest\x1a\".paceline.v1.DescribeModelResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/generate.proto\x12\x0bpaceline.v1\"\xc9\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\xed\x03\n\x0fGenerateRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x12\n\nprompt_ids\x18\x06 \x03(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\t\n\x01n\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x10\n\x08stop_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\r\n\x05\x64raft\x18\r \x01(\t\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12*\n\x06so_far\x18\x0e \x03(\x0b\x32\x1a.paceline.v1.SequenceSoFar\x12*\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.paceline.v1.GrammarH\x00\x88\x01\x01\x12\x15\n\rscores_prompt\x18\x11 \x01(\x08\x12\x13\n\x0bscores_only\x18\x12 \x01(\x08\x12\x0c\n\x04ways\x18\x13 \x03(\t\x12\r\n\x05\x65xact\x18\x14 \x01(\x08\x12\x0c\n\x04\x63hat\x18\x16 \x03(\t\x12\x0b\n\x03via\x18\x15 \x03(\tB\n\n\x08_grammar\"6\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"1\n\rSequenceSoFar\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"X\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"U\n\x0cNoticeDetail\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x0f\n\x05whole\x18\x03 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x04 \x01(\x01H\x00\x42\x07\n\x05value\"A\n\x06Notice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12)\n\x06\x64\x65tail\x18\x02 \x03(\x0b\x32\x19.paceline.v1.NoticeDetail\"\xe7\x02\n\x0fGenerationChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0c\n\x04\x63ode\x18\x08 \x01(\t\x12$\n\x07notices\x18\t \x03(\x0b\x32\x13.paceline.v1.Notice\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x0e\n\x06\x64\x65ltas\x18\x0b \x03(\t\x12\x10\n\x08n_tokens\x18\x0c \x01(\r\x12\x15\n\rprompt_tokens\x18\r \x01(\r\"@\n\x10GenerateResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.paceline.v1.GenerationChunk\"(\n\x14\x44\x65scribeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"\xaf\x01\n\x15\x44\x65scribeModelResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x14\n\x0cquantization\x18\x02 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x03 \x01(\t\x12\x14\n\x0c\x63reated_unix\x18\x04 \x01(\x03\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x06 \x01(\t\x12\x16\n\x0etokenizer_part\x18\x07 \x01(\x0c*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb6\x01\n\x0fGenerateService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12X\n\rDescribeModel\x12!.paceline.v1.DescribeModelRequest\x1a\".paceline.v1.DescribeModelResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1800
-  _globals['_FINISHREASON']._serialized_end=1945
+  _globals['_FINISHREASON']._serialized_start=1871
+  _globals['_FINISHREASON']._serialized_end=2016
   _globals['_SAMPLING']._serialized_start=44
   _globals['_SAMPLING']._serialized_end=373
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=303
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=351
   _globals['_GENERATEREQUEST']._serialized_start=376
-  _globals['_GENERATEREQUEST']._serialized_end=855
-  _globals['_GRAMMAR']._serialized_start=857
-  _globals['_GRAMMAR']._serialized_end=911
-  _globals['_SEQUENCESOFAR']._serialized_start=913
-  _globals['_SEQUENCESOFAR']._serialized_end=962
-  _globals['_TOKENLOGPROB']._serialized_start=964
-  _globals['_TOKENLOGPROB']._serialized_end=1052
-  _globals['_NOTICEDETAIL']._serialized_start=1054
-  _globals['_NOTICEDETAIL']._serialized_end=1139
-  _globals['_NOTICE']._serialized_start=1141
-  _globals['_NOTICE']._serialized_end=1206
-  _globals['_GENERATIONCHUNK']._serialized_start=1209
-  _globals['_GENERATIONCHUNK']._serialized_end=1511
-  _globals['_GENERATERESPONSE']._serialized_start=1513
-  _globals['_GENERATERESPONSE']._serialized_end=1577
-  _globals['_DESCRIBEMODELREQUEST']._serialized_start=1579
-  _globals['_DESCRIBEMODELREQUEST']._serialized_end=1619
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=1622
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=1797
-  _globals['_GENERATESERVICE']._serialized_start=1948
-  _globals['_GENERATESERVICE']._serialized_end=2130
+  _globals['_GENERATEREQUEST']._serialized_end=869
+  _globals['_GRAMMAR']._serialized_start=871
+  _globals['_GRAMMAR']._serialized_end=925
+  _globals['_SEQUENCESOFAR']._serialized_start=927
+  _globals['_SEQUENCESOFAR']._serialized_end=976
+  _globals['_TOKENLOGPROB']._serialized_start=978
+  _globals['_TOKENLOGPROB']._serialized_end=1066
+  _globals['_NOTICEDETAIL']._serialized_start=1068
+  _globals['_NOTICEDETAIL']._serialized_end=1153
+  _globals['_NOTICE']._serialized_start=1155
+  _globals['_NOTICE']._serialized_end=1220
+  _globals['_GENERATIONCHUNK']._serialized_start=1223
+  _globals['_GENERATIONCHUNK']._serialized_end=1582
+  _globals['_GENERATERESPONSE']._serialized_start=1584
+  _globals['_GENERATERESPONSE']._serialized_end=1648
+  _globals['_DESCRIBEMODELREQUEST']._serialized_start=1650
+  _globals['_DESCRIBEMODELREQUEST']._serialized_end=1690
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=1693
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=1868
+  _globals['_GENERATESERVICE']._serialized_start=2019
+  _globals['_GENERATESERVICE']._serialized_end=2201
 # @@protoc_insertion_point(module_scope)

@@ -143,6 +143,7 @@ class GenerateRequest(_message.Message):
     SCORES_ONLY_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     VIA_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
@@ -190,6 +191,10 @@ class GenerateRequest(_message.Message):
         """Ways of spreading work that may serve it, as plans call them. Empty: whichever the plan of the node chose. INVALID_ARGUMENT where it serves the model in none of them."""
 
     @_builtins.property
+    def chat(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The body of an OpenAI chat completion, JSON, in pieces: for an engine that renders prompts itself. Then there are no prompt_ids."""
+
+    @_builtins.property
     def via(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Marks of the nodes that the request went through, the caller's last. FAILED_PRECONDITION if this node's is among them and it would pass the request on."""
 
@@ -216,11 +221,12 @@ class GenerateRequest(_message.Message):
         scores_only: _builtins.bool = ...,
         ways: _abc.Iterable[_builtins.str] | None = ...,
         exact: _builtins.bool = ...,
+        chat: _abc.Iterable[_builtins.str] | None = ...,
         via: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "via", b"via", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "chat", b"chat", "digest", b"digest", "draft", b"draft", "exact", b"exact", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids", "via", b"via", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -381,6 +387,9 @@ class GenerationChunk(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    N_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     """UTF-8 as far as it is whole; may lag behind the tokens."""
@@ -390,6 +399,10 @@ class GenerationChunk(_message.Message):
     cached_tokens: _builtins.int
     code: _builtins.str
     """With FINISH_REASON_ERROR, where it was for want of machines: shard_unavailable, pipeline_aborted."""
+    n_tokens: _builtins.int
+    """Tokens of the deltas, as the engine counts them."""
+    prompt_tokens: _builtins.int
+    """For a request with a chat: length of the prompt as the engine counts it; on one chunk."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -401,6 +414,10 @@ class GenerationChunk(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """Of the prompt's tokens, from the second on: those that follow what earlier chunks had."""
+
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For a request with a chat: what the engine wrote, as the JSON of OpenAI's deltas. Then there are no tokens and no text."""
 
     def __init__(
         self,
@@ -415,10 +432,13 @@ class GenerationChunk(_message.Message):
         code: _builtins.str = ...,
         notices: _abc.Iterable[Global___Notice] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        deltas: _abc.Iterable[_builtins.str] | None = ...,
+        n_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "notices", b"notices", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "deltas", b"deltas", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "n_tokens", b"n_tokens", "notices", b"notices", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

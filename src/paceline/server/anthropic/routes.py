@@ -64,13 +64,16 @@ SAMPLING = ("stream", *ExtendedSampling.model_fields)
 THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
 
 
-def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
+def chat_of(asked: CountTokensRequest, *, takes_images: bool = False) -> ChatCompletionRequest:
     """Return the chat of a request, without `max_tokens`.
+
+    Args:
+        takes_images: the model reads images. Otherwise one in the last message is refused.
 
     Raises:
         InvalidRequest: parts of the request don't belong together.
     """
-    fields: dict[str, Any] = {"model": asked.model, "messages": _messages(asked), "now": asked.now}
+    fields: dict[str, Any] = {"model": asked.model, "messages": _messages(asked, takes_images=takes_images), "now": asked.now}
     if fields["messages"][-1].role == "assistant":
         fields["continue_final_message"] = True
     if asked.tools:
@@ -108,7 +111,7 @@ def _choice(choice: ToolChoiceAsked) -> dict[str, Any]:
     return fields
 
 
-def _messages(asked: CountTokensRequest) -> list[Message]:
+def _messages(asked: CountTokensRequest, *, takes_images: bool) -> list[Message]:
     system = [_text(asked.system)] if asked.system else []
     turns = list(enumerate(asked.messages))
     while turns and turns[0][1].role == "system":
@@ -120,7 +123,9 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
         role = turns[0][1].role
         count = next((place for place, (_, turn) in enumerate(turns) if (turn.role == "assistant") != (role == "assistant")), len(turns))
         together, turns = turns[:count], turns[count:]
-        messages += _assistant(together, known) if role == "assistant" else _user(together, known, is_last=not turns)
+        messages += (
+            _assistant(together, known) if role == "assistant" else _user(together, known, is_last=not turns, takes_images=takes_images)
+        )
     if not messages or messages[-1].role == "system":
         raise InvalidRequest("messages: there is nothing to answer", "Send a message of the user's.", field="messages")
     if messages[-1].role == "assistant" and (messages[-1].tool_calls or not messages[-1].text):
@@ -132,7 +137,7 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
     return messages
 
 
-def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str], *, is_last: bool) -> list[Message]:
+def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str], *, is_last: bool, takes_images: bool) -> list[Message]:
     results: list[Message] = []
     parts: list[TextPart | MediaPart] = []
     for at, turn in turns:
@@ -144,7 +149,7 @@ def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str], *, is_last:
                 case TextBlock(text=text):
                     parts += [_text_part(text)] if text else []
                 case MediaPart(type=kind):
-                    if is_last and at == turns[-1][0]:
+                    if is_last and at == turns[-1][0] and not (takes_images and kind == "image"):
                         raise refuse_media(kind, f"messages[{at}].content[{place}].type")
                     parts.append(block)
                 case ToolResultBlock(tool_use_id=call, content=content, is_error=failed):
@@ -223,7 +228,10 @@ def message_call(intake: Intake, body: bytes) -> Call:
         InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
     """
     asked = intake.parse(MessagesRequest, body)
-    chat = chat_of(asked)
+    chat = chat_of(asked, takes_images=intake.takes_images(asked.model))
+    if (passed := intake.passed(chat)) is not None:
+        requests = tuple(replace(request, max_tokens=asked.max_tokens) for request in passed.requests)
+        return replace(passed, id=f"msg_{uuid4().hex}", requests=requests, ignored=ignored_fields(asked), shape=MessageShape)
     prompt = _prompt(intake, chat)
     size, most = len(prompt.ids), prompt.model.max_context
     if size >= most:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -164,7 +164,11 @@ def chat_call(intake: Intake, body: bytes) -> Call | LoadOnly:
     if not asked.messages:
         return LoadOnly.of(intake, asked, OllamaChatShape)
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
-    return _completed(intake.chat_of(_chat(asked, _messages(asked.messages), tools)), asked, OllamaChatShape)
+    return _completed(
+        intake.chat_of(_chat(asked, _messages(asked.messages, takes_images=intake.takes_images(asked.model)), tools)),
+        asked,
+        OllamaChatShape,
+    )
 
 
 def generate_call(intake: Intake, body: bytes) -> Call | LoadOnly:
@@ -231,7 +235,18 @@ def _chat(asked: OllamaRequest, messages: list[dict[str, Any]], tools: list[dict
     return inner_request(ChatCompletionRequest, {**fields, "logprobs": asked.logprobs, "top_logprobs": top_logprobs})
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+_IMAGES: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lG": "gif", "UklGR": "webp"}
+"""Kinds of images by how they begin in base64."""
+
+
+def _image(data: object) -> dict[str, Any]:
+    """Return an image as OpenAI's API has it. Ollama's is base64 without its kind."""
+    text = data if isinstance(data, str) else ""
+    kind = next((kind for begin, kind in _IMAGES.items() if text.startswith(begin)), "png")
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{text}"}}
+
+
+def _messages(messages: Sequence[OllamaMessage], *, takes_images: bool) -> list[dict[str, Any]]:
     """Messages as OpenAI's API has them: calls have ids there, which results name. Ollama's need not: a result without an id is of the first call of
     its tool that has none yet, or of the first call where it names no tool.
 
@@ -244,9 +259,9 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     for place, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.images:
-            if message.role == "user" and place == len(messages) - 1:
+            if message.role == "user" and place == len(messages) - 1 and not takes_images:
                 raise refuse_media("image", f"messages[{place}].images")
-            one["content"] = [{"type": "text", "text": one["content"]}, *({"type": "image"} for _ in message.images)]
+            one["content"] = [{"type": "text", "text": one["content"]}, *map(_image, message.images)]
         if message.thoughts and message.role == "assistant":
             one["reasoning_content"] = message.thoughts
         if message.tool_calls:

@@ -23,6 +23,8 @@ from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef
+from paceline.core.no_tokenizer import NoTokenizer
+from paceline.core.text import Tokenizer
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
@@ -179,7 +181,7 @@ async def describe_model(
         call.cancel()
     if first is None:
         raise FleetError(f"{peer} says nothing of {name}")
-    have = first.tokenizer_sha256 in known
+    have = first.tokenizer_sha256 in {"", *known}
     if not have and hashlib.sha256(packed).hexdigest() != first.tokenizer_sha256:
         raise FleetError(f"The tokenizer of {name} came from {peer} damaged")
     model = LoadedModel(ModelRef(first.digest, first.quantization, name), first.numerics_id, first.created_unix, first.max_context)
@@ -203,16 +205,16 @@ class Described:
     """A model of another node, ready to be shown and tokenized for."""
 
     loaded: LoadedModel
-    tokenizer: BoundedTokenizer
+    tokenizer: Tokenizer
 
     def served(self, route: AnswerRoute) -> ServedModel:
         """Return the model as the server shows it, with what its route says."""
         loaded, model, engine = self.loaded, self.loaded.model, route.engine
-        facts = ModelFacts(model.digest, route.size_bytes)
+        facts = ModelFacts(model.digest if model.has_digest else "", route.size_bytes)
         if engine is not None:
-            digest = model.digest if model.has_digest else ""
-            facts = replace(facts, digest=digest, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network)
-        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint_of(model, route.numerics_id), facts)
+            facts = replace(facts, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network)
+        fingerprint = fingerprint_of(model, route.numerics_id)
+        return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint, facts, route.chats)
 
 
 class TokenizerStore:
@@ -239,13 +241,15 @@ class TokenizerStore:
         """
         asking = self._asking.setdefault(node_id, asyncio.Lock())
         async with asking:
-            tokenizer = self._built.get(meaning.tokenizer) or await asyncio.to_thread(self._here, meaning)
+            tokenizer: Tokenizer | None = self._built.get(meaning.tokenizer) or await asyncio.to_thread(self._here, meaning)
             known = frozenset() if tokenizer is None else frozenset({meaning.tokenizer})
             said = await describe_model(channel, node_id, name, known=known, most_bytes=MAX_PACKED_BYTES, timeout_s=FETCH_S)
             loaded, sha256 = said.model, said.tokenizer_sha256
             if (loaded.model, sha256) != (meaning.model, meaning.tokenizer or sha256):
                 raise FleetError(f"{node_id} has another {name[:200]} loaded than its card says, or another tokenizer for it")
-            if tokenizer is None:
+            if not sha256:
+                tokenizer = NoTokenizer()
+            elif tokenizer is None:
                 tokenizer = self._built[sha256] = await asyncio.to_thread(self._take, sha256, said.tokenizer or b"", node_id)
             return Described(loaded, tokenizer)
 

@@ -42,6 +42,8 @@ MAX_DRAFT_LETTERS = 512
 MAX_SALT_LETTERS = 512
 """None lower than the API's own."""
 MAX_WAYS = 16
+CHAT_PIECE = 100_000
+"""Characters of a chat in one field: no field of a request is longer than half a MiB."""
 MAX_NOTICES = 16
 MAX_DETAILS = 16
 MAX_DETAIL_LETTERS = 1000
@@ -73,7 +75,8 @@ _REQUEST: Final = Codec(
     _refuse,
     {
         "request_id": "",
-        "prompt_ids": Mapped(bound=Length(1, 1 << 31), called="prompt"),
+        "prompt_ids": Mapped(bound=Length(0, 1 << 31), called="prompt"),
+        "chat": Mapped(write=lambda chat: [chat[at : at + CHAT_PIECE] for at in range(0, len(chat), CHAT_PIECE)], read="".join),
         "max_tokens": Range(0, 1 << 31),
         "sampling": Mapped(write=_SAMPLING.write, read=_SAMPLING.read, always=True),
         "n": Range(1, MAX_N),
@@ -124,6 +127,8 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: s
     """
     most = 0 if message.scores_prompt and message.scores_only else message.max_tokens or None
     request = _REQUEST.read_checked(message, "A request", request_id=request_id, caller=caller, max_tokens=most)
+    if bool(request.prompt_ids) == bool(request.chat):
+        raise InvalidRequest("prompt: a request has either a prompt or a chat", field="prompt")
     check_sampling(request.sampling)
     return request
 

@@ -101,6 +101,8 @@ class Forwarded:
         self._begun = False
         self._after: Holding | None = None
         """The holder that wrote the last tokens."""
+        self._holding: Holding | None = None
+        """The holder that the leg is at, with the numerics that it has now."""
         self._announces = False
         """The leg's first tokens follow a notice."""
         self._over = False
@@ -143,6 +145,8 @@ class Forwarded:
 
     async def _found_leg(self) -> bool:
         """Find a node. False where an answer that has begun waited for one in vain."""
+        if self._begun and self._request.chat:  # its engine alone knows the prompt
+            return False
         while True:
             request = self._request
             if self._begun:
@@ -154,6 +158,7 @@ class Forwarded:
             self._leg = self._nodes.leg(request, self._left, self._after)
             if self._leg is not None:
                 self._n_legs += 1
+                self._holding = self._leg.stop.holding
                 self._announces = self._begun and self._leg.following.is_announced
                 self._heard = dict.fromkeys(self._heard, 0)
                 return True
@@ -185,6 +190,11 @@ class Forwarded:
         if any(self._lacks_scores(chunk, item) for chunk in item):
             await self._leave(leg, FleetError(f"{leg.node_id} did not send the log probabilities of the prompt"))
             return ()
+        for changed in (notice for chunk in item for notice in chunk.notices if notice.kind == NUMERICS_CHANGED):
+            if self._request.exact:
+                await self._leave(leg, FleetError(f"{leg.node_id} computes other bytes now, and the request is exact"))
+                return ()
+            self._holding = replace(leg.stop.holding, numerics_id=str(changed.detail.get("to", "")))
         lost = next((chunk for chunk in item if chunk.code not in _FINAL), None)
         told = self._numerics_changed(leg, item)
         gained = [self._unsaid(chunk) for chunk in item if chunk.code in _FINAL and self._takes(chunk)]
@@ -199,11 +209,10 @@ class Forwarded:
         """Return the notices that come before an item, if it is the first in which another holder continues the answer."""
         if not any(chunk.code in _FINAL and not chunk.notices and chunk.index in self._so_far for chunk in item):
             return []
-        before, self._after = self._after, leg.stop.holding
-        announces, self._announces = self._announces, False
-        if before is None or not announces:
+        before, after, announces = self._after, self._holding, self._announces
+        self._after, self._announces = after, False
+        if before is None or after is None or not announces:
             return []
-        after = self._after
         detail: dict[str, str | int | float] = {"node": leg.node_id, "from": before.numerics_id, "to": after.numerics_id}
         detail["matched_by"] = leg.following.value
         if leg.stop.engine is not None and leg.stop.engine.plain_http:

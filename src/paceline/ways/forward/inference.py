@@ -35,7 +35,7 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
+from paceline.ways.forward.routes import MESSAGES, AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,8 @@ class FleetInference:
         if route is None or route.meaning != meaning:
             return None
         prompt = Prompt(request.prompt_ids, f"{meaning.model.digest}:{meaning.model.weights}", request.cache_salt)
-        following = dict(open_to(route.stops, after, left, exact=request.exact, may_leave=may_leave))
+        stops = [stop for stop in route.stops if _can_take(stop, request)]
+        following = dict(open_to(stops, after, left, exact=request.exact, may_leave=may_leave))
 
         def held() -> Mapping[NodeId, float]:
             found: dict[NodeId, float] = {}
@@ -374,8 +375,15 @@ class FleetInference:
                     self._described[key] = described
 
 
+def _can_take(stop: RouteStop, request: GenerationRequest) -> bool:
+    """Return whether a node takes the request's form of prompt: a whole chat goes to engines that take them, and ids to all that hold the tokenizer."""
+    if request.chat:
+        return stop.engine is not None and MESSAGES in stop.engine.takes
+    return stop.engine is None or any(form != MESSAGES for form in stop.engine.takes)
+
+
 class _Nodes:
-    """Nodes of the route that a request found at its start.
+    """Implements `Nodes` over the route that a request found at its start.
 
     Raises:
         WayNotAllowed: the request is exact, and no node of the route promises its bytes.
@@ -387,7 +395,7 @@ class _Nodes:
         self._may_leave = route is not None and route.leaves
         self._left: dict[NodeId, bytes] = {}
         self._first: Holding | None = None
-        """The holder whose bytes an exact answer has; None: any may begin."""
+        """The holder that an exact answer has the bytes of; None: any may begin."""
         if exact and route is not None:
             self._first = next((stop.holding for stop in route.stops if promises_bytes(stop.holding)), None)
             if self._first is None:

@@ -19,7 +19,7 @@ from uuid import uuid4
 from paceline.core.background import TaskSet, end_tasks, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.core.model import ModelRef
@@ -145,6 +145,8 @@ class Proofs:
                         times.append(self._clock.monotonic())
                         alone = alone and record.streams == 1
                     for chunk in item:
+                        if any(notice.kind == NUMERICS_CHANGED for notice in chunk.notices):
+                            again = None  # it said itself that its bytes are others from here on
                         if chunk.index in tokens:
                             tokens[chunk.index] += chunk.token_ids
                             if chunk.finish_reason is not None:

@@ -25,6 +25,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, PlacementError
 from paceline.core.following import Following, Holding, may_follow
 from paceline.core.ids import NodeId
+from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef
 from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
@@ -36,6 +37,8 @@ from paceline.fleet.ways import Alone
 MOST_MODELS = 16
 """Of one other node. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
 
+MESSAGES = "messages"
+"""See `engines.contract.Takes`."""
 NO_MODEL = ModelRef("", "")
 
 
@@ -65,7 +68,7 @@ class RouteStop:
     prefills: bool = False
     """It is there to compute prompts for others: asked where no other can answer."""
     model: ModelRef = NO_MODEL
-    """What it has loaded."""
+    """The model that is loaded there."""
     engine: EngineOffer | None = None
     """The engine of another maker that runs it there; None: Paceline's own kernels."""
 
@@ -105,6 +108,15 @@ class AnswerRoute:
     def engine(self) -> EngineOffer | None:
         """The engine that the best node answers with. None: Paceline's own kernels do, at one of the nodes."""
         return self.stops[0].engine if all(stop.engine is not None for stop in self.stops) else None
+
+    @property
+    def chats(self) -> PassedChats | None:
+        """Which chats reach engines as they are: what any of its engines can do."""
+        engines = [stop.engine for stop in self.stops if stop.engine is not None and MESSAGES in stop.engine.takes]
+        if not engines:
+            return None
+        able = {capability for engine in engines for capability in engine.capabilities}
+        return PassedChats(not self.meaning.tokenizer, "images" in able, "tools" in able, "schemas" in able)
 
 
 def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning]) -> dict[str, AnswerRoute]:

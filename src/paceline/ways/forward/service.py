@@ -32,6 +32,8 @@ from paceline.ways.forward.codec import numerics_asked, read_request, write_chun
 
 NOTICE_S = 1.0
 """From one sign to the next that an answer is worked on. Raising it: who waits for it gives up a machine that sleeps later."""
+MAX_REQUEST_BYTES = 3072 * KIB
+"""Size of one request. A chat may have a photo of 2 MiB. Raising it: callers can fill more memory with requests."""
 PART_BYTES = 1 << 20
 """Of a tokenizer, in one message."""
 
@@ -49,6 +51,8 @@ class LoadedModel:
     """SHA-256 of its packed tokenizer and template."""
     holds_identity: bool = False
     """A row's bytes don't depend on what runs beside it."""
+    has_tokenizer: bool = True
+    """False: its engine keeps its own to itself, and takes whole chats only."""
 
 
 class GenerateServicer(GenerateServiceServicer):
@@ -72,7 +76,7 @@ class GenerateServicer(GenerateServiceServicer):
         loaded = self._models.find(request.model_id)
         if loaded is None:
             raise _not_here(request.model_id)
-        digest, packed = await self._models.packed_tokenizer(loaded.model.name)
+        digest, packed = await self._models.packed_tokenizer(loaded.model.name) if loaded.has_tokenizer else ("", b"")
         description = wire.DescribeModelResponse(
             digest=loaded.model.digest,
             quantization=loaded.model.weights,
@@ -150,8 +154,10 @@ def generate_service(models: LocalModels, shares_kv: Callable[[Context], bool] =
         shares_kv: whether who calls may have KV of this node: what is computed for it is then not kept apart.
     """
     limits = {
-        # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
-        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER, least=Trust.GUEST),
+        # Half a million tokens and more, or a chat with images. An answer that goes on here is the longest of what else there is.
+        "GenerateService/Generate": Limit(
+            MAX_REQUEST_BYTES, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER, least=Trust.GUEST
+        ),
         "GenerateService/DescribeModel": Limit(4 * KIB, 8, least=Trust.GUEST),
     }
     return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models, shares_kv)), limits)
@@ -194,7 +200,10 @@ class LocalModels:
 
     def find(self, name: str) -> LoadedModel | None:
         loaded, served = self._loaded.get(name), self.served(name)
-        return loaded if loaded is None or served is None else replace(loaded, max_context=served.max_context)
+        if loaded is None or served is None:
+            return loaded
+        now = loaded.numerics_id if served.numerics_id is None else served.numerics_id
+        return replace(loaded, max_context=served.max_context, numerics_id=now)
 
     def served(self, name: str) -> ServedModel | None:
         models = () if self.inference is None else self.inference.models()

@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from paceline.core.following import is_same_arithmetic
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, LayerSpan, ModelRef
 from paceline.engine.step_costs import BESIDE
@@ -212,7 +213,7 @@ def explain_prompts(cards: Mapping[NodeId, NodeCard], at: NodeId, model: ModelRe
     )
     for node_id in sorted(cards.keys() - {at}):
         there = _loaded(cards[node_id], model)
-        if there is None or there.numerics_id != here.numerics_id:
+        if there is None or not is_same_arithmetic(there.numerics_id, here.numerics_id):
             continue
         cost = price(block_bytes, BLOCK_TOKENS, here, links.between(node_id, at))
         prefill = None if cost is None else prefill_price(cost, BLOCK_TOKENS, there)
@@ -252,6 +253,7 @@ def answers(offer: ModelOffer) -> bool:
 
 
 def offer_at(card: NodeCard | None, digest: str, numerics_id: str) -> ModelOffer | None:
-    """What a node says of a model that may be asked there."""
+    """Return a node's offer of a model whose KV may be shared: a block's name stands for bytes, whether or not a request is exact."""
     offers = () if card is None else card.models
-    return next((offer for offer in offers if answers(offer) and (offer.digest, offer.numerics_id) == (digest, numerics_id)), None)
+    same = (offer for offer in offers if offer.digest == digest and is_same_arithmetic(offer.numerics_id, numerics_id))
+    return next((offer for offer in same if answers(offer)), None)

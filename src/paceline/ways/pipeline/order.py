@@ -24,6 +24,8 @@ class PipelineOrder:
     objective: Objective = Objective.LATENCY
     planned: Choice | None = None
     """The choice of the node's plan, to be built; None: the builder plans."""
+    exact: bool = False
+    """Only machines that compute the same bytes may run layers."""
 
 
 def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId | None, lengths: tuple[int, int]) -> PlanRequest:
@@ -47,6 +49,7 @@ def request_of(order: PipelineOrder, model: str, weights: str, own: NodeId | Non
         objective=order.objective,
         orchestrator=own,
         orchestrator_layers=None if own is None else layers,
+        exact=order.exact,
     )
     return settings.constrained(request)
 

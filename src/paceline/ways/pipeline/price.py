@@ -90,7 +90,7 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
             raise _no_stage(machine, stages, request, barred)
     machines = {pin.node_id: stages[pin.node_id] for pin in request.pins}
     together = [*machines.values(), *([stages[request.orchestrator]] if request.orchestrator is not None else [])]
-    if not request.allows_unlike and len(alike(together)) > 1:
+    if request.exact and len(alike(together)) > 1:
         raise _unlike(together, request)
     shape = next(iter(machines.values())).shape
     if (context := _context(together)) < request.prompt_tokens + request.answer_tokens:
@@ -153,7 +153,7 @@ def _unlike(machines: Sequence[Machine], request: PlanRequest) -> ImpossiblePin:
     one, other, *_ = sorted(known.values())
     return ImpossiblePin(
         f"{one} and {other} are to share {request.title}, and compute other bytes than one another",
-        "Pin machines that are alike, or allow it: --allow-unlike.",
+        "Pin machines that are alike, or leave out --exact.",
     )
 
 
@@ -226,7 +226,7 @@ class Pipelined(PricesWay):
                 raise ImpossiblePin("One machine is pinned, and a pipeline has two or more", "Pin another, or allow it to run alone.")
             return pinned(fleet, machines)
         found: list[Choice] = []
-        for group in [*alike(machines), machines] if request.allows_unlike else alike(machines):
+        for group in alike(machines) if request.exact else [*alike(machines), machines]:
             stages = stage_machines(group, request, fleet.barred)
             if _context(stages) < request.prompt_tokens + request.answer_tokens:
                 continue

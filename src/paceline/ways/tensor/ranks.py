@@ -18,6 +18,7 @@ from typing import Final
 from paceline.core.backoff import Recent
 from paceline.core.clock import PREPARE_S
 from paceline.core.errors import SERVER_STOPPING, ConfigError, ExecutorLost, ExecutorUnavailable, NodeStopping
+from paceline.core.following import is_same_arithmetic
 from paceline.core.generation import Notice
 from paceline.ways.tensor.memory import GroupMemory
 from paceline.ways.tensor.process import Rank, RankProcess
@@ -228,13 +229,19 @@ class RankProcesses:
             process.kill()
 
     def _is_ready(self, process: Rank, wait_s: float) -> bool:
-        """Whether a rank is loaded; waits a moment.
+        """Return whether a rank is loaded; waits a moment. Ranks must compute the same bytes even where a request is not exact: each sum is made of parts of
+        all ranks, so unlike ones would compute what no machine does. An empty id is of a rank that was not probed: it runs the same kernels on this machine.
 
         Raises:
             ConfigError: it can't be.
         """
         process.hear(wait_s)
-        if process.is_ready and self._numerics_id and process.numerics_id not in {"", self._numerics_id}:
+        if (
+            process.is_ready
+            and self._numerics_id
+            and process.numerics_id
+            and not is_same_arithmetic(self._numerics_id, process.numerics_id)
+        ):
             if self.lost is not None and self._take_over(process, "computes other bytes there"):  # its machine was changed meanwhile
                 process.kill()
                 return False

@@ -13,13 +13,14 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
 from tests.unit.net.member.nodes import in_loop
 
-from paceline.core.errors import EngineGone, ModelAway, UnknownModel, WayNotAllowed
+from paceline.core.errors import EngineGone, ModelAway, NotServed, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
-from paceline.machine.foreign.engines import ForeignEngines, Sharing
+from paceline.machine.foreign.engines import ForeignEngines, Offering
 from paceline.machine.foreign.model import ASSUMED_CONTEXT
 from paceline.store.home import Home
 
@@ -59,7 +60,7 @@ async def until_offered(engines: ForeignEngines) -> None:
 async def test_a_model_answers_and_its_rates_are_learned(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
-    await engines.add(engine, IDENTITY, Sharing())
+    await engines.add(engine, IDENTITY, Offering())
     (model,) = engines.models()
     assert (model.name, model.max_context) == (engines.offered[0].model.name, 4096)
     assert await text_of(engines, model.name)
@@ -75,20 +76,23 @@ async def test_a_model_whose_files_are_elsewhere_is_known_by_name_and_quantisati
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3)
     engine.told = (EngineModel("Qwen3-8B", frozenset({Takes.IDS, Takes.MESSAGES}), quantisation="Q4_K_M"),)
-    await engines.add(engine, IDENTITY, Sharing(name="mine"))
+    await engines.add(engine, IDENTITY, Offering(name="mine"))
     (offer,) = engines.offers()
     assert offer.engine is not None
     assert (offer.model_id, offer.model.has_digest, offer.engine.takes) == ("mine", False, ("messages",))
     assert offer.digest == digest_of_name("mine", "Q4_K_M")
     assert engines.offered[0].model.context == ASSUMED_CONTEXT
-    assert engines.models() == []  # no tokenizer is known for it
+    (model,) = engines.models()
+    assert model.chats == PassedChats(always=True)
+    with pytest.raises(NotServed):
+        model.tokenizer.encode("text")
     await engines.close()
 
 
 @in_loop
 async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing(is_here=False))
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering(is_here=False))
     assert engines.offered[0].model.tokenizer is None
     await engines.close()
 
@@ -98,7 +102,7 @@ async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(
     engines = ForeignEngines(home, FakeClock())
     changes: list[int] = []
     engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
-    await engines.add(engine, IDENTITY, Sharing())
+    await engines.add(engine, IDENTITY, Offering())
     engines.listen(lambda: changes.append(len(engines.offered)))
     name = engines.models()[0].name
     with pytest.raises(EngineGone):
@@ -118,7 +122,7 @@ async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(
 async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
-    await engines.add(engine, IDENTITY, Sharing())
+    await engines.add(engine, IDENTITY, Offering())
     engine.told = tuple(replace(one, loaded=False) for one in engine.told)
     with pytest.raises(EngineGone):
         await text_of(engines, engines.models()[0].name)
@@ -131,7 +135,7 @@ async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, bund
 async def test_looks_alone_never_generate(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
-    watched = await engines.add(engine, IDENTITY, Sharing())
+    watched = await engines.add(engine, IDENTITY, Offering())
     for _ in range(5):
         await watched.look()
     engine.trouble = EngineGone("it hangs")
@@ -149,7 +153,7 @@ async def test_a_name_that_means_another_model_now_is_not_answered_with(home: Ho
     clock = FakeClock()
     engines = ForeignEngines(home, clock)
     engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
-    await engines.add(engine, IDENTITY, Sharing())
+    await engines.add(engine, IDENTITY, Offering())
     name = engines.models()[0].name
     engine.told = (replace(engine.told[0], path=None, digest="cd" * 32),)
     clock.advance(foreign.FRESH_S + 1)
@@ -164,7 +168,7 @@ async def test_only_models_that_a_person_named_are_offered(home: Home) -> None:
     engines = ForeignEngines(home, FakeClock())
     engine = ScriptedEngine(ANSWER, 3)
     engine.told = tuple(EngineModel(name, frozenset({Takes.MESSAGES})) for name in ("a", "b", "c"))
-    await engines.add(engine, IDENTITY, Sharing(models=("b",)))
+    await engines.add(engine, IDENTITY, Offering(models=("b",)))
     assert [offer.model_id for offer in engines.offers()] == ["b"]
     await engines.remove(engine.door.url)
     assert engines.offers() == ()
@@ -176,7 +180,7 @@ async def test_only_models_that_a_person_named_are_offered(home: Home) -> None:
 @in_loop
 async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER * 50, 3, path=bundled_gguf), IDENTITY, Sharing())
+    await engines.add(ScriptedEngine(ANSWER * 50, 3, path=bundled_gguf), IDENTITY, Offering())
     stream = engines.generate(engines.models()[0].name, request(n=2))
     assert engines.stats().running == 2
     await anext(stream)
@@ -190,7 +194,7 @@ async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: 
 async def test_the_digest_of_weights_that_can_be_read_is_computed_beside_answers(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     known = asyncio.Event()
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
     engines.listen(lambda: known.set() if engines.offered[0].model.ref.has_digest else None)
     async with asyncio.timeout(30):
         await known.wait()
@@ -203,7 +207,7 @@ async def test_the_digest_of_weights_that_can_be_read_is_computed_beside_answers
 @in_loop
 async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Sharing())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
     with pytest.raises(WayNotAllowed):
         engines.generate(engines.models()[0].name, replace(request(), exact=True))
     await engines.close()
@@ -214,7 +218,7 @@ async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path
 async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, bundled_gguf: Path, outside_first: bool) -> None:
     engines = ForeignEngines(home, FakeClock())
     inside, outside = (ScriptedEngine(ANSWER, 3, path=bundled_gguf, url=f"http://127.0.0.1:{port}") for port in (1, 2))
-    both = [(inside, Sharing(name="m")), (outside, Sharing(name="m", leaves_network=True))]
+    both = [(inside, Offering(name="m")), (outside, Offering(name="m", leaves_network=True))]
     for engine, sharing in reversed(both) if outside_first else both:
         await engines.add(engine, IDENTITY, sharing)
     assert [one.model.leaves_network for one in engines.offered] == [False]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.machine.foreign.shares import Share, check_url, read_shares, write_shares
+from paceline.machine.foreign.shares import EngineShare, check_url, read_shares, write_shares
 from paceline.store.home import Home
 
 
@@ -53,14 +53,14 @@ def test_other_addresses_are_refused_and_no_secret_is_repeated(text: str) -> Non
 def test_http_to_another_machine_is_marked() -> None:
     url, leaves = check_url("http://192.168.1.9:8080", plain_http=True)
     assert not leaves
-    assert Share(url, plain_http=True).sharing.plain_http
-    assert not Share("http://127.0.0.1:8080").sharing.plain_http
+    assert EngineShare(url, plain_http=True).sharing.plain_http
+    assert not EngineShare("http://127.0.0.1:8080").sharing.plain_http
 
 
 def test_what_is_shared_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert read_shares(home) == ()
-    shares = (Share("http://127.0.0.1:8080", "mine", ("a", "b"), "k-secret"), Share("https://box.lan", leaves_network=True))
+    shares = (EngineShare("http://127.0.0.1:8080", "mine", ("a", "b"), "k-secret"), EngineShare("https://box.lan", leaves_network=True))
     write_shares(home, shares)
     assert read_shares(home) == shares
     assert home.engines.stat().st_mode & 0o777 == 0o600

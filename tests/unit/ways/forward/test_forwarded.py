@@ -259,6 +259,28 @@ async def test_an_exact_answer_waits_for_equal_numerics_and_ends_without_them(ot
     assert not any(one.notices for one in chunks)
 
 
+def changed(to: str) -> list[GenerationChunk]:
+    return [GenerationChunk(ID, 0, (), "", notices=(Notice(NUMERICS_CHANGED, {"from": "n", "to": to}),))]
+
+
+@in_loop
+async def test_a_node_whose_own_numerics_change_is_followed_as_what_it_is_now() -> None:
+    scripts = (
+        Script([chunk(0), chunk(1)], changed(""), [chunk(0)], NodeUnreachable("gone")),
+        Script([chunk(0, FinishReason.STOP), chunk(1, FinishReason.STOP)]),
+    )
+    chunks = await collect(forwarded(nodes=Scripted(*scripts)))
+    assert [(notice.detail["from"], notice.detail["to"]) for one in chunks for notice in one.notices] == [("n", ""), ("", "n"), ("", "n")]
+
+
+@in_loop
+async def test_an_exact_answer_leaves_a_node_whose_numerics_change() -> None:
+    nodes = Scripted(Script([chunk(0), chunk(1)], changed(""), [chunk(0), chunk(1)]), whole())
+    chunks = await collect(forwarded(nodes=nodes, request=replace(REQUEST, exact=True)))
+    assert nodes.asked[1].so_far == {0: (7,), 1: (7,)}
+    assert not any(one.notices for one in chunks)
+
+
 @in_loop
 async def test_a_node_that_comes_back_is_asked_again() -> None:
     gone = NodeUnreachable("gone")

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
-from paceline.core.generation import LOCAL_FALLBACK, Notice
+from paceline.core.following import Following
+from paceline.core.generation import LOCAL_FALLBACK, NUMERICS_CHANGED, Notice
 from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route, RouteStage, StageReport, said_of
 from paceline.ways.pipeline.executor.stage import StageBatch
@@ -69,8 +70,8 @@ class RouteEvents:
         layers: that its routes run, for messages.
     """
 
-    def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch, clock: Clock) -> None:
-        self._layers, self._numerics_id, self._watch, self._clock = layers, numerics_id, watch, clock
+    def __init__(self, layers: str, watch: PipelineWatch, clock: Clock) -> None:
+        self._layers, self._watch, self._clock = layers, watch, clock
         self.pipeline_id = os.urandom(4).hex()
         """What logs, metrics and status call the pipeline, over whatever routes it goes."""
         self._said_at = 0.0
@@ -109,14 +110,23 @@ class RouteEvents:
         """There is a route over others, found in so long."""
         self._watch.constructed(seconds, failover=self._fault is not None)
         shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
-        if any(stage.numerics_id not in {"", self._numerics_id} for stage in route.stages):
-            logger.warning("machines of pipeline %s compute other bytes than this one: %s", self.pipeline_id, shards)
-            self._note("shard_status", status="other numerics", route=shards)
         fault, self._fault = self._fault, None
         if fault is not None:
             logger.warning("pipeline %s goes on over %s", self.pipeline_id, shards)
             self._note("shard_failover", lost=fault.node_id or "unknown", route=shards)
             self.failovers += 1
+
+    def numerics_changed(self, route: Route, before: str, after: str) -> None:
+        """Tell that answers continue with other numerics from here on.
+
+        Args:
+            before, after: numerics ids of the pipeline; empty: its stages differ from one another.
+        """
+        nodes = ", ".join(dict.fromkeys(stage.node_id for stage in route.stages))
+        logger.warning("pipeline %s computes other bytes from here on, over %s", self.pipeline_id, nodes)
+        self._notices.append(
+            Notice(NUMERICS_CHANGED, {"node": nodes, "from": before, "to": after, "matched_by": Following.BY_DIGEST.value})
+        )
 
     def stepped(self, route: Route, seconds: float) -> None:
         """A batch came back over a route, so long after it was sent."""

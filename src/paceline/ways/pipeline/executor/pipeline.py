@@ -35,6 +35,7 @@ from paceline.core.errors import (
     TensorStreamError,
     TensorTooLarge,
 )
+from paceline.core.following import is_same_arithmetic
 from paceline.core.generation import Notice
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.core.model import LayerSpan
@@ -78,7 +79,8 @@ class PipelineExecutor:
         router: finds routes through the layers that `head` lacks.
         inspector: is shown what goes out and comes back.
         fallback: this machine alone, where no others are left; None: requests end with an error.
-        unlike_id: what this calls itself where stages may compute other bytes than the head: equal ids promise equal bytes. None: they may not.
+        exact: stages that compute other bytes than the head take over from no others.
+        promises: rows cross between stages as they are, so that equal kernels give the bytes of one machine.
         on_opening: told how far the machines of the first route are with their layers, some times a second; what it raises ends this.
 
     Raises:
@@ -95,22 +97,28 @@ class PipelineExecutor:
         inspector: Inspector | None = None,
         fallback: Fallback | None = None,
         watch: PipelineWatch | None = None,
-        unlike_id: str | None = None,
         on_opening: Callable[[Opening], None] | None = None,
+        *,
+        exact: bool = True,
+        promises: bool = True,
     ) -> None:
         self._head, self._limits, self._clock = head, limits, clock
         self._inspector = inspector
         remote = f"{head.layers.stop} to {n_layers - 1}"
         self._search = Search(router, fallback, remote, limits, clock)
-        self._events = RouteEvents(remote, head.numerics_id, watch or PipelineWatch(), clock)
+        self._events = RouteEvents(remote, watch or PipelineWatch(), clock)
         self.block_size, self.one_path = head.block_size, head.one_path
         self._journal: Journal | None = None
         self._lacks = Lacks()
         self._restoring: Restoring | None = None
         self._holds = False
         """Some of what was computed before the route that is in use stands."""
-        self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, unlike_id or head.numerics_id, head.holds_identity
-        self._allows_unlike = unlike_id is not None
+        self.n_blocks, self.holds_identity = head.n_blocks, head.holds_identity
+        self._exact, self._promises = exact, promises
+        self._mixture: str | None = None
+        """Layers and numerics of the stages, if any differ from the head's; empty: none does. None: there was no route yet. KV computed by one mixture is
+        void under another.
+        """
         self.depth = 1
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
@@ -127,6 +135,11 @@ class PipelineExecutor:
     @property
     def pipeline_id(self) -> str:
         return self._events.pipeline_id
+
+    @property
+    def numerics_id(self) -> str:
+        """See `Executor.numerics_id`: the head's, if all stages have it too."""
+        return self._head.numerics_id if self._promises and not self._mixture else ""
 
     @property
     def failovers(self) -> int:
@@ -294,8 +307,7 @@ class PipelineExecutor:
     def _fits(self, batch: StepBatch, route: Route) -> bool:
         """Whether live sequences, and their bytes, can go on over a route, without need."""
         same = all(
-            (self._allows_unlike or stage.numerics_id in {"", self.numerics_id}) and stage.holds_identity >= self._head.holds_identity
-            for stage in route.stages
+            (not self._exact or self._is_like(stage)) and stage.holds_identity >= self._head.holds_identity for stage in route.stages
         )
         kv_tokens = min(stage.kv_tokens for stage in route.stages) // route.block_size * route.block_size
         return same and kv_tokens >= batch.most_blocks * self.block_size
@@ -309,14 +321,30 @@ class PipelineExecutor:
         self._take(others)
         return ExecutorLost("other machines run these layers again", void)
 
+    def _is_like(self, stage: RouteStage) -> bool:
+        """Return whether a stage's kernels compute the head's bytes."""
+        return is_same_arithmetic(self._head.numerics_id, stage.numerics_id)
+
+    def _mix(self, route: Route) -> bool:
+        """Note what numerics a route has. Returns whether they changed, so that no KV of before stands."""
+        is_mixed = not all(map(self._is_like, route.stages))
+        mixture = " ".join(f"{stage.layers} {stage.numerics_id}" for stage in route.stages) if is_mixed else ""
+        before, last, self._mixture = self.numerics_id, self._mixture, mixture
+        if last in {None, mixture}:
+            return False
+        self._events.numerics_changed(route, before, self.numerics_id)
+        return True
+
     def _take(self, route: Route) -> None:
+        changed = self._mix(route)
         self.route = route
         head, own, limits = self._head, self._head.layers, self._limits
         n_blocks = min(*(stage.kv_tokens for stage in route.stages), head.n_blocks * head.block_size) // route.block_size
         holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
         resumed = [stage.resumed for stage in route.stages]
         self._holds = (
-            (self._own is not None or True in resumed)
+            not changed
+            and (self._own is not None or True in resumed)
             and None not in resumed
             and (self.block_size, self.holds_identity) == (route.block_size, holds_identity)
             and self.n_blocks <= n_blocks

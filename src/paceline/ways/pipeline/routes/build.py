@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -278,13 +277,13 @@ def build_engine_over(
     as_planned = tuple(LayerSpan(stage.node_id, stage.layers) for stage in planned.stages[1:]) if planned is order.planned else ()
     ahead = begin_loads(fleet, request, wanted, loop, as_planned)
     head = setup.load(own, n_blocks, max_rows, progress)
-    if not asked.allow_unlike:
+    if order.exact:
         wanted = replace(wanted, request=replace(wanted.request, numerics_id=head.numerics_id))
     opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)
     opener.numerics_id = wanted.request.numerics_id
     meter = meter or PipelineMeter()
     spares = SpareKeeper(fleet, request, wanted, loop) if asked.keep_spares else None
-    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead)
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead, head.numerics_id)
     fallback = None
     if asked.fallback_to_local:
         rest = loads_the_rest(fleet.node_id, setup, head, max_rows)
@@ -307,8 +306,10 @@ def build_engine_over(
         max_context=spec.max_context,
     )
     try:
-        own_id = f"unlike-{os.urandom(8).hex()}" if asked.allow_unlike else None
-        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter, own_id, on_opening)
+        promises = request.dtype is ActivationDtype.BF16
+        executor = PipelineExecutor(
+            *(head, spec.n_layers, router, limits, clock, check, fallback, meter, on_opening), exact=order.exact, promises=promises
+        )
     except BaseException:
         router.close()
         head.close()
@@ -318,8 +319,8 @@ def build_engine_over(
         # An answer that began goes on with less, where machines that take over have less.
         opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
         model = replace(setup.served(head, kv, clock), fingerprint=fingerprint_of(setup.model, executor.numerics_id))
-        # Where stages may be unlike, what comes after a failover may be other bytes than before it: no other node's are the same, not even its own.
-        holds_identity = head.holds_identity and not asked.allow_unlike
+        # The engine tells of numerics that change later (`EngineStats.numerics_id`).
+        holds_identity = head.holds_identity and executor.numerics_id != ""
         speed = Speed(planned.estimate.tokens_per_s, 0.0, executor.numerics_id, holds_identity, vocabulary_id(opened.tokenizer))
         stages = ", ".join(map(str, executor.stages))
         here = f"layers {own.words} here" if own else "no layers here"
@@ -327,7 +328,7 @@ def build_engine_over(
         summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}, pipeline {executor.pipeline_id}"
 
         def beside_pool(loans: KvLoans, came: Callable[[], None]) -> ClosableKv | None:
-            shares = kv_beside is not None and holds_identity
+            shares = kv_beside is not None and head.holds_identity
             if not (config.prefix_cache and (settings.kv_disk_bytes or shares)):
                 return None
             kept = KvDiskLimits(settings.kv_disk_bytes) if settings.kv_disk_bytes else None

@@ -22,6 +22,7 @@ from functools import partial
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
+from paceline.core.following import is_same_arithmetic
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan, shard_id
 from paceline.net.tensor.dialling import tensor_addresses
@@ -288,9 +289,9 @@ class RouteOpener:
                 loads.note_progress(part, progress)
 
         stage = await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
-        if self.numerics_id and stage.opened.numerics_id not in {"", self.numerics_id}:
+        if self.numerics_id and not is_same_arithmetic(self.numerics_id, stage.opened.numerics_id):
             await stage.close()
-            raise ShardUnavailable("it computes other bytes than this machine", "Allow it: --allow-unlike.")
+            raise ShardUnavailable("it computes other bytes than this machine", "Leave out --exact.")
         if loads is not None:
             loads.opened(part)
         return stage

@@ -16,12 +16,14 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 
 from paceline.core.background import in_background_of, tell_loop
 from paceline.core.backoff import LeftOut
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineError, PipelineStalled, PlacementError, ShardCorrupt, ShardUnavailable
+from paceline.core.following import is_same_arithmetic
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, LayerRange, LayerSpan, ModelRef
 from paceline.fleet.card import NodeCard
@@ -183,6 +185,8 @@ class FleetRouter:
     Args:
         spares: asked to load what a route's machines have; None: none are.
         ahead: the route to try first: its machines have begun to load.
+        numerics_id: numerics id of this machine. If all stages of the last route had it, machines that have it too replace a lost one first: other numerics
+            would change the words of answers under way.
     """
 
     def __init__(
@@ -195,7 +199,9 @@ class FleetRouter:
         meter: PipelineMeter,
         spares: SpareKeeper | None = None,
         ahead: Sequence[LayerSpan] = (),
+        numerics_id: str = "",
     ) -> None:
+        self._numerics_id, self._was_like = numerics_id, False
         self._fleet, self._opener, self._wanted, self._loop, self._clock, self._meter = fleet, opener, wanted, loop, clock, meter
         self.route: FleetRoute | None = None
         """The last that was found."""
@@ -245,6 +251,7 @@ class FleetRouter:
         self._kv = self._kv_opened
         self._loads.end()
         self._last = tuple(LayerSpan(stage.node_id, stage.layers) for stage in route.stages)
+        self._was_like = self._numerics_id != "" and all(is_same_arithmetic(self._numerics_id, stage.numerics_id) for stage in route.stages)
         if self._spares is not None:
             self._spares.keep(self._last, self.excluded)
         return route
@@ -333,5 +340,9 @@ class FleetRouter:
         return self._plan(cards, exclude)
 
     def _plan(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[LayerSpan]:
-        request = replace(self._wanted.request, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
-        return choose(cards, self._fleet.trust(), replace(self._wanted, request=request), exclude, self._last)
+        request, trust = replace(self._wanted.request, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS), self._fleet.trust()
+        if self._last and self._was_like:
+            like = replace(request, exact=True, numerics_id=self._numerics_id)
+            with suppress(PipelineError):
+                return choose(cards, trust, replace(self._wanted, request=like), exclude, self._last)
+        return choose(cards, trust, replace(self._wanted, request=request), exclude, self._last)

@@ -2,13 +2,13 @@
 
 Law: the engine's thread never waits: stages are asked in the event loop. A block is lent until every span has copied or filled its part of it. Where it is
 not known what a stage does with one, the stage's route ends: then it does nothing more.
-A stage's blocks follow from what stages before it computed: where those are not all of the head's numerics, the route's are part of a block's name.
+A stage's blocks follow from what stages before it computed, so the blocks of a route whose stages have other numerics than the head are neither kept nor
+moved.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineStalled
+from paceline.core.following import is_same_arithmetic
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, NodeId, Trust
 from paceline.core.model import ActivationDtype, LayerSpan
@@ -150,7 +151,6 @@ class StagesKv:
         """The same, where all its stages keep blocks."""
         self._moving: FleetRoute | None = None
         """The same, where all its stages move blocks, and have those of any machine."""
-        self._lineage = b""
         self.everywhere: Counter[str] = Counter()
         """Blocks, by what became of them on all machines."""
         self._users: Counter[BlockId] = Counter()
@@ -169,25 +169,24 @@ class StagesKv:
         self._look_at_route()
         if self._asked is None:
             return 0
-        return min(MAX_KEYS, len(keys) if self.own is None else self.own.run_of(self._names(keys)))
+        return min(MAX_KEYS, len(keys) if self.own is None else self.own.run_of(keys))
 
     def fetch(self, keys: Sequence[bytes], blocks: Sequence[BlockId]) -> StagesFetch:
-        return StagesFetch(self, self._names(keys), blocks)
+        return StagesFetch(self, keys, blocks)
 
     def keep(self, key: bytes, block: BlockId, parent: bytes | None = None) -> bool:
         self._look_at_route()
         if self._asked is None:
             self._free.append(block)
             return True
-        name, *before = self._names([key] if parent is None else [key, parent])
-        if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(name, block, *before)):
+        if len(self._users) >= MOST_KEEPING or (self.own is not None and not self.own.keep(key, block, parent)):
             return False
         self._users[block] = 1 + (self.own is not None)
-        self._batch.append((name, block, before[0] if before else None))
+        self._batch.append((key, block, parent))
         return True
 
     def lacks(self, key: bytes) -> bool:
-        return self._asked is not None and (self._is_refused or (self.own is not None and self.own.lacks(*self._names([key]))))
+        return self._asked is not None and (self._is_refused or (self.own is not None and self.own.lacks(key)))
 
     def kept(self) -> Sequence[BlockId]:
         found = list(self._free)
@@ -304,14 +303,14 @@ class StagesKv:
             return
         self._route = route
         self._asked = self._moving = None
-        if not isinstance(route, FleetRoute):
+        if not isinstance(route, FleetRoute) or not self._is_alike(route):
             return
         trust = self._trust()
         if any(trust.get(stage.node_id, Trust.GUEST) is Trust.GUEST for stage in route.sessions):
             return
         size = self.executor.block_size
         moves = all(stage.opened.kv_moves and stage.opened.block_size == size for stage in route.sessions)
-        if moves and size == self._head.block_size and self._is_alike(route):
+        if moves and size == self._head.block_size:
             self._moving = route
         if self._limits is None or not all(stage.opened.kv_blocks for stage in route.sessions):
             return
@@ -323,14 +322,9 @@ class StagesKv:
             self.own = DiskTier(blocks, self._digest, self._folder, self._limits, self._clock, self._wake)
             self._own_size = size
         self.ask_stages(BlocksAsked(BlocksUse.FIND, [bytes(KEY_BYTES)], (), OPEN_S))
-        spans = "".join(f" {stage.layers} {stage.numerics_id}" for stage in route.stages)
-        self._lineage = b"" if self._is_alike(route) else hashlib.blake2b(f"{own}{spans} {self._dtype}".encode(), digest_size=16).digest()
 
     def _is_alike(self, route: FleetRoute) -> bool:
         """Whether its blocks are those that one machine computes."""
-        return self._dtype is ActivationDtype.BF16 and {stage.numerics_id for stage in route.stages} == {self._head.numerics_id}
-
-    def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """As they are on the disks of this route."""
-        lineage = self._lineage
-        return [hashlib.blake2b(key, key=lineage, digest_size=16).digest() for key in keys] if lineage else keys
+        return self._dtype is ActivationDtype.BF16 and all(
+            is_same_arithmetic(self._head.numerics_id, stage.numerics_id) for stage in route.stages
+        )

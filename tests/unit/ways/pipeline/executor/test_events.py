@@ -11,7 +11,7 @@ from paceline.ways.pipeline.executor.route import PipelineFault
 
 
 def test_two_pipelines_in_one_log_can_be_told_apart(caplog: pytest.LogCaptureFixture) -> None:
-    one, other = (RouteEvents("2 to 5", "n", PipelineWatch(), FakeClock()) for _ in range(2))
+    one, other = (RouteEvents("2 to 5", PipelineWatch(), FakeClock()) for _ in range(2))
     for events in (one, other):
         events.lost(PipelineFault(NodeId("b"), "shard_unavailable", "gone"))
         events.restored()
@@ -21,6 +21,6 @@ def test_two_pipelines_in_one_log_can_be_told_apart(caplog: pytest.LogCaptureFix
 
 
 def test_a_node_that_broke_a_pipeline_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    events = RouteEvents("2 to 5", "n", PipelineWatch(), FakeClock())
+    events = RouteEvents("2 to 5", PipelineWatch(), FakeClock())
     events.lost(PipelineFault(NodeId("b"), "shard_unavailable", "b can't be reached (the connection broke off)"))
     assert caplog.messages == [f"pipeline {events.pipeline_id} broke: b can't be reached (the connection broke off)"]

@@ -20,8 +20,8 @@ from paceline.backends import cpu
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorLost, ExecutorUnavailable, NodeStopping, OutOfMemory
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
+from paceline.core.errors import ExecutorLost, ExecutorUnavailable, NodeStopping, OutOfMemory, WayNotAllowed
+from paceline.core.generation import NUMERICS_CHANGED, FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange, LayerSpan, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.config import EngineConfig
@@ -225,6 +225,93 @@ def test_a_machine_that_dies_costs_no_byte(
         assert bench.executor.failovers == 1
         assert {notice.kind for notice in bench.run.notices} == {"shard_status", "shard_failover"}
         assert {stage.node_id for stage in bench.router.routes[-1].stages} == {"one", "three"}
+
+
+class Unlike(Bench):
+    """The second machine computes other bytes than the others, and takes over from the first; the third takes over from the second."""
+
+    def __init__(self, runners: dict[str, LayerRunner[Any]], dies_at: Sequence[int]) -> None:
+        super().__init__(runners, "head2", ["one", "two", "three"], [(2, 6)])
+        one, two, _ = self.machines.values()
+        two.numerics_id, two.tamper = "others", lambda _, out_TD: out_TD ^ 0x30
+        one.dies_at, two.dies_at = (*dies_at, None, None)[:2]
+
+    def through(self, wanted: Sequence[GenerationRequest]) -> dict[str, list[int]]:
+        """Tokens of requests after those so far, from a pipeline that the second machine runs from its beginning."""
+        self.machines["two"].dies_at = None
+        router = MemoryRouter([self.machines["two"]], [LayerRange(2, 6)])
+        executor = PipelineExecutor(self.executor._head, SPEC.n_layers, router, LIMITS, SystemClock())  # pyright: ignore[reportPrivateUsage]
+        found = Run(executor).all(wanted)
+        router.close()
+        return found
+
+
+def changes(notices: Sequence[Notice]) -> list[dict[str, object]]:
+    return [dict(notice.detail) for notice in notices if notice.kind == NUMERICS_CHANGED]
+
+
+def test_an_answer_that_an_unlike_machine_continues_says_so_and_follows_from_its_token_ids(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    wanted, own = requests(3), runners["head2"].numerics_id
+    with Unlike(runners, [6]) as bench:
+        tokens = bench.run.all(wanted)
+        told = changes(bench.run.notices)
+        assert told
+        assert {(each["node"], each["from"], each["to"], each["matched_by"]) for each in told} == {("two", own, "", "digest")}
+        stats = bench.run.engine.stats()
+        assert stats.numerics_id == ""
+        places = dict.fromkeys((request.request_id for request in wanted), 0)
+        # Requests are told in their order, and those alone that have begun.
+        begun = [request for request in wanted if tokens[request.request_id][:1] == expected[request.request_id][:1]][: len(told)]
+        places |= {request.request_id: int(str(each["n_tokens"])) for request, each in zip(begun, told, strict=True)}
+        for request in wanted:
+            place = places[request.request_id]
+            assert tokens[request.request_id][:place] == expected[request.request_id][:place]
+        so_far = [replace(one, so_far={0: tuple(tokens[one.request_id][: places[one.request_id]])}) for one in wanted]
+        after = bench.through(so_far)
+        assert {name: tokens[name][place:] for name, place in places.items()} == after
+        assert after != {name: expected[name][place:] for name, place in places.items()}, "the machine computes other bytes"
+
+
+def test_blocks_of_unlike_machines_are_never_found_once_machines_are_alike_again(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    with Unlike(runners, [6, 16]) as bench:
+        tokens = bench.run.all(requests())
+        assert tokens != expected
+        assert [(each["from"], each["to"]) for each in changes(bench.run.notices)][-1][0] == ""
+        assert bench.run.engine.stats().numerics_id == runners["head2"].numerics_id
+        hits = bench.run.engine.stats().prefix_hits_tokens
+        again = [replace(request, request_id=RequestId(f"again-{request.request_id}"), exact=True) for request in requests()]
+        assert {name: tokens for name, tokens in bench.run.all(again).items() if name.startswith("again")} == {
+            f"again-{name}": tokens for name, tokens in expected.items()
+        }
+        assert bench.run.engine.stats().prefix_hits_tokens >= hits
+
+
+def test_an_exact_answer_ends_where_an_unlike_machine_takes_over_and_none_begins(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    exact = [replace(request, exact=request.request_id == "r0") for request in requests(2)]
+    with Unlike(runners, [6]) as bench:
+        tokens = bench.run.all(exact)
+        assert bench.run.ends["r0"] == (FinishReason.ERROR, NUMERICS_CHANGED)
+        assert tokens["r0"] == expected["r0"][: len(tokens["r0"])]
+        assert bench.run.ends["r1"][0] is FinishReason.LENGTH
+        with pytest.raises(WayNotAllowed) as refused:
+            bench.run.engine.add(exact[0])
+        assert refused.value.field == "exact"
+
+
+@pytest.mark.parametrize("promises", [True, False])
+def test_a_pipeline_promises_bytes_if_its_stages_and_what_crosses_between_them_do(
+    runners: dict[str, LayerRunner[Any]], promises: bool
+) -> None:
+    router = MemoryRouter(machines(runners, "one"), [LayerRange(2, 6)])
+    executor = PipelineExecutor(runners["head2"], SPEC.n_layers, router, LIMITS, SystemClock(), promises=promises)
+    assert executor.numerics_id == (runners["head2"].numerics_id if promises else "")
+    router.close()
 
 
 @pytest.mark.parametrize(("blamed", "spans"), [("two", [("two", 4, 6)]), (None, [("one", 2, 4), ("two", 4, 6)])])

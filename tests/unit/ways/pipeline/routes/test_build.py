@@ -86,7 +86,7 @@ def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
     monkeypatch.setattr(build, "_whole_blocks", lambda _: 16)
     monkeypatch.setattr(build, "replace", lambda made, **_: made)
-    monkeypatch.setattr(build, "PipelineExecutor", lambda *_: executor)
+    monkeypatch.setattr(build, "PipelineExecutor", lambda *_, **__: executor)
     fake.Wanted.return_value.request.prompt_tokens, setup.config.return_value.max_rows = 1, 64
     fake.StageRequest.return_value.least_blocks, fake.planned.estimate.ttft_s = 16, 1.0
     (fake if broken == "Engine" else setup).configure_mock(**{f"{broken}.side_effect": OutOfMemory("for this")})
@@ -124,16 +124,16 @@ def test_what_a_person_allows_holds_when_less_fits_than_was_planned(monkeypatch:
         return found
 
     monkeypatch.setattr(orders, "plan", plan)
-    settings = PipelineSettings(allow_unlike=True, max_shards_per_request=2, min_host_trust=Trust.TRUSTED)
+    settings = PipelineSettings(max_shards_per_request=2, min_host_trust=Trust.TRUSTED)
     planned = SimpleNamespace(stages=[SimpleNamespace(layers=range(3))])
-    asked = PipelineOrder(settings, (Pin(BEE),), objective=Objective.THROUGHPUT, planned=cast("Any", planned))
+    asked = PipelineOrder(settings, (Pin(BEE),), objective=Objective.THROUGHPUT, planned=cast("Any", planned), exact=True)
     fleet = SimpleNamespace(node_id=NodeId("me"), cards=list[NodeCard], trust=dict[NodeId, Trust])
     setup = MagicMock(digest="d" * 64, weights="int4", room=room)
     setup.settings.context, setup.most.max_rows = 4096, 64
     _, own, _ = orders.fitting(cast("Any", fleet), asked, setup, SystemClock())
     assert own == LayerRange(0, 2)
     (request,) = asked_of_the_plan
-    assert (request.allows_unlike, request.max_shards, request.min_host_trust) == (True, 2, Trust.TRUSTED)
+    assert (request.exact, request.max_shards, request.min_host_trust) == (True, 2, Trust.TRUSTED)
     assert (request.pins, request.objective, request.orchestrator_layers) == ((Pin(BEE),), Objective.THROUGHPUT, 2)
 
 

@@ -135,9 +135,11 @@ def test_what_goes_on_is_what_the_plan_says() -> None:
     assert [(stage.node_id, stage.layers) for stage in found.stages[1:]] == [(DOG, LayerRange(8, 14)), (CAT, LayerRange(14, 24))]
 
 
-def test_a_spare_that_computes_other_bytes_takes_no_lost_span() -> None:
+def test_a_spare_that_computes_other_bytes_takes_no_lost_span_of_an_exact_pipeline() -> None:
     """What is known of machines may come after a route: none is mixed with those that are left."""
     other = replace(OFFER, numerics_id="another")
     cards = [replace(card, models=(other,)) if card.node_id == DOG else card for card in CARDS]
-    unsaid = replace(FREE, request=replace(REQUEST, numerics_id=""))
-    assert choose(cards, {}, unsaid, frozenset({BEE}), LAST) == [LayerSpan(CAT, LayerRange(8, 24))]
+    for exact, expected in ((True, [(CAT, 8, 24)]), (False, [(DOG, 8, 14), (CAT, 14, 24)])):
+        unsaid = replace(FREE, request=replace(REQUEST, numerics_id="", exact=exact))
+        spans = choose(cards, {}, unsaid, frozenset({BEE}), LAST)
+        assert [(span.node_id, span.layers.start, span.layers.stop) for span in spans] == expected

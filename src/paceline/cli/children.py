@@ -1,0 +1,79 @@
+"""Engines of other makers that `paceline up` starts for models that own kernels can't run, or that a person asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cli.terminal import print_lines
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError, UnsupportedModel
+from paceline.machine.devices import gpus_here
+from paceline.store.catalog import open_weights, resolve
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.engines.choice import Asked
+    from paceline.engines.process import EngineProcess
+    from paceline.machine.engine_start import Decision
+    from paceline.machine.foreign.engines import ForeignEngines
+
+
+def engine_for(name: str, asked: Asked | None, home: Home) -> Decision | None:
+    """Decide whether an engine runs a model. None: own kernels do.
+
+    Raises:
+        UserError: nothing can run it, or not the engine that was asked for.
+    """
+    if asked is None and not gpus_here():
+        try:
+            open_weights(resolve(name, home).path, DigestCache(home))
+            return None  # own kernels are the fastest on processors
+        except UnsupportedModel:
+            pass
+    from paceline.machine.engine_start import decide
+
+    decision = decide(name, home, asked)
+    return decision if decision.choice.engine is not None else None
+
+
+class Children:
+    """The engines that this process started. They end with it."""
+
+    def __init__(self, engines: ForeignEngines, home: Home, clock: Clock, console: Console) -> None:
+        self._engines, self._home, self._clock, self._console = engines, home, clock, console
+        self._running: list[EngineProcess] = []
+
+    async def start(self, decision: Decision, context: int | None, threads: int | None) -> None:
+        """Start the engine of a decision, wait until its model is loaded, and offer it.
+
+        Raises:
+            UserError: it can't be started, or does not load the model.
+        """
+        from paceline.engines.table import open_engine
+        from paceline.machine.engine_start import start_child
+        from paceline.machine.foreign.engines import Offering
+
+        engine, say = decision.choice.engine, partial(print_lines, self._console)
+        assert engine is not None
+        say(f"{decision.location.name} runs in {engine.name}: {decision.choice.reason}")
+        if decision.choice.note:
+            self._console.print(f"[yellow]note:[/] {decision.choice.note}", soft_wrap=True)
+        child = await start_child(decision, self._home, self._clock, context=context, threads=threads)
+        self._running.append(child)
+        try:
+            await child.wait_ready(say)
+        except PacelineError:
+            await child.stop()
+            raise
+        opened = await open_engine(child.door, name=child.identity.name)
+        await self._engines.add(opened, child.identity, Offering(decision.location.name), revive=child.restart)
+
+    async def stop(self) -> None:
+        """End all of them. Idempotent."""
+        for child in self._running:
+            await child.stop()
+        self._running.clear()

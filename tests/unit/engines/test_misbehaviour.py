@@ -1,0 +1,389 @@
+"""Engines that misbehave end in Paceline's own errors, within the bounds, and their keys stay secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from tests.fakes import recorded_engines as recorded
+from tests.fakes.scripted_http import Asked, Drop, Hang, Part, Said, Script, events, said, served
+
+from paceline.core.errors import ContextOverflow, EngineGone, InvalidRequest, ModelAway, NotServed, Overloaded, PacelineError, UnknownModel
+from paceline.core.generation import FinishReason
+from paceline.engines import http
+from paceline.engines import stream as stream_module
+from paceline.engines.adapter import Adapter
+from paceline.engines.contract import AnswerPiece, Ask, Door
+from paceline.engines.llama_server import LlamaServer
+from paceline.engines.lmstudio import LmStudio
+from paceline.engines.mlx_server import MlxServer
+from paceline.engines.ollama import Ollama
+from paceline.engines.openai import OpenAi
+from paceline.engines.patience import EnginePatience
+from paceline.engines.refusals import refusal_of
+from paceline.engines.table import adapters, open_engine
+from paceline.engines.vllm import Vllm
+
+SHORT = EnginePatience(connect_s=0.5, answer_s=0.3, quiet_s=0.05, half_event_s=0.1, first_token_s=0.4, next_token_s=0.3, load_s=0.3)
+KEY = "sk-live-0123456789abcdef"
+MODEL = "m"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+WRITES = ("/completion", "/v1/completions", "/v1/chat/completions", "/api/generate")
+
+
+def calm(asked: Asked) -> Said:
+    """An engine that answers all questions but those for an answer. It is each of the engines in turn."""
+    match asked.path:
+        case "/v1/models":
+            return said({"object": "list", "data": [{"id": MODEL, "meta": {"size": 5}}]})
+        case "/api/tags":
+            return said({"models": [{"name": MODEL, "digest": "d"}]})
+        case "/api/v1/models":
+            return said({"models": [{"key": MODEL, "type": "llm", "loaded_instances": []}]})
+        case _:
+            return said({"status": "ok", "version": "1"})
+
+
+def but(answer: Callable[[Asked], Said] | Said, script: Script = calm) -> Script:
+    """Answer requests for an answer like this, and others like the script."""
+    return lambda asked: script(asked) if asked.path not in WRITES else answer(asked) if callable(answer) else answer
+
+
+def stream(*parts: Part | Iterable[bytes]) -> Said:
+    flat = [one for part in parts for one in ((part,) if isinstance(part, bytes | Hang | Drop) else part)]
+    return Said(flat, kind="text/event-stream")
+
+
+def word(asked: Asked, **more: Any) -> dict[str, Any]:
+    """One event of an answer, in the shape of the engine that was asked."""
+    if asked.path == "/completion":
+        return {"index": 0, "content": " one", "tokens": [5], "stop": False, "tokens_predicted": 1, "tokens_evaluated": 2} | more
+    if asked.path == "/api/generate":
+        return {"model": MODEL, "response": " one", "done": False} | more
+    model = asked.body["model"]
+    part = {"delta": {"content": " one"}} if asked.path == "/v1/chat/completions" else {"text": " one"}
+    return {"model": model, "choices": [{"index": 0, "finish_reason": None, **part}]} | more
+
+
+def wire(asked: Asked, found: dict[str, Any]) -> bytes:
+    if asked.path == "/api/generate":
+        return json.dumps(found).encode() + b"\n"
+    return b"data: " + json.dumps(found).encode() + b"\n\n"
+
+
+Ended = tuple[list[AnswerPiece], PacelineError | None]
+
+
+def run(adapter: type[Adapter], url: str, prompt: Any, key: str = "") -> Ended:
+    return asyncio.run(write(adapter(Door(url, key), SHORT), prompt))
+
+
+async def write(engine: Adapter, prompt: Any) -> Ended:
+    """Return the pieces of an answer, and the error that ended it. The engine is closed."""
+    pieces = list[AnswerPiece]()
+    try:
+        async with asyncio.timeout(5), aclosing(engine.generate(Ask(MODEL, prompt, 8))) as answer:
+            async for piece in answer:
+                pieces.append(piece)
+    except PacelineError as error:
+        return pieces, error
+    finally:
+        await engine.close()
+    return pieces, None
+
+
+BROKEN: dict[str, Callable[[Asked], Said]] = {
+    "hangs": lambda _: Said((Hang(),)),
+    "says 200 and ends": lambda _: stream(),
+    "says 200 and nothing": lambda _: stream(Hang()),
+    "breaks off": lambda asked: stream(wire(asked, word(asked)), Drop()),
+    "promises more than it sends": lambda asked: Said((wire(asked, word(asked)), Drop()), kind="text/event-stream", length=10_000),
+    "stops in an event": lambda asked: stream(wire(asked, word(asked))[:20], Hang()),
+    "stops between events": lambda asked: stream(wire(asked, word(asked)), Hang()),
+    "only pings": lambda _: stream(*[b": ping\n\n"] * 3, Hang()),
+    "ends without a finish": lambda asked: stream(wire(asked, word(asked)), events()),
+    "says no JSON": lambda _: stream(b"data: {]\n\n"),
+    "says a number": lambda _: stream(b"data: 5\n\n5\n"),
+    "says words in another shape": lambda asked: stream(wire(asked, {"choices": [5], "tokens": 5, "response": 5, "done": True})),
+    "finishes for an unknown reason": lambda asked: stream(
+        wire(asked, {"choices": [{"index": 0, "text": "", "finish_reason": "x"}], "stop": True, "stop_type": "x", "done": True, "done_reason": "x"})
+    ),
+    "fails midway": lambda asked: stream(wire(asked, word(asked)), wire(asked, {"error": {"message": "CUDA error", "code": 500}})),
+    "returns 500": lambda _: said({"error": {"message": "oops"}}, 500),
+    "returns HTML": lambda _: Said((b"<html>hello</html>",), kind="text/html", length=18),
+    "returns 502 of a proxy": lambda _: Said((b"<html>Bad Gateway</html>",), 502, "text/html", 24),
+    "sends elsewhere": lambda _: Said((), 302, length=0, headers={"Location": "http://127.0.0.1:1/"}),
+    "wants another key": lambda _: said({"error": {"message": "Invalid key"}}, 401),
+    "returns a whole JSON": lambda asked: said(word(asked)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_broken_answer_ends_in_engine_gone_for_every_adapter_and_form(broken: Callable[[Asked], Said]) -> None:
+    async def all_at_once(url: str) -> list[Ended]:
+        return await asyncio.gather(*(write(adapter(Door(url), SHORT), prompt) for adapter in adapters() for prompt in ("hi", CHAT)))
+
+    with served(but(broken)) as server:
+        for pieces, error in asyncio.run(all_at_once(server.url)):
+            assert isinstance(error, EngineGone), (pieces, error)
+            assert not any(piece.finish for piece in pieces)
+
+
+@pytest.mark.parametrize("adapter", adapters())
+def test_an_engine_that_hangs_with_an_open_port_is_gone(adapter: type[Adapter]) -> None:
+    async def look(url: str) -> None:
+        engine = adapter(Door(url), SHORT)
+        async with asyncio.timeout(2):
+            found = await asyncio.gather(engine.identify(), engine.models(), engine.is_ready(), return_exceptions=True)
+        assert [type(each) for each in found] == [EngineGone] * 3
+        await engine.close()
+
+    with served(lambda _: Said((Hang(),))) as server:
+        asyncio.run(look(server.url))
+
+
+@pytest.fixture
+def mumbling() -> Generator[str]:
+    """A listener that speaks no HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def mumble() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"\x00SSH-2.0-nothing\r\n\r\n")
+
+        threading.Thread(target=mumble, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_is_no_http_is_gone(mumbling: str) -> None:
+    async def look() -> None:
+        with pytest.raises(EngineGone):
+            await open_engine(Door(mumbling), SHORT)
+
+    asyncio.run(look())
+    for adapter in adapters():
+        assert isinstance(run(adapter, mumbling, "hi")[1], EngineGone)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [
+        (said({"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, 503), ModelAway),
+        (said({"error": "server busy, please try again.  maximum pending requests exceeded"}, 503), Overloaded),
+        (said({"detail": "slow down"}, 429, Retry_After="7"), Overloaded),
+        (said({"error": {"message": "x", "type": "exceed_context_size_error", "n_ctx": 5}}, 400), ContextOverflow),
+        (said({"error": {"message": "x", "code": "context_length_exceeded"}}, 400), ContextOverflow),
+        (said({"error": {"message": "The model `m` does not exist.", "type": "NotFoundError"}}, 404), UnknownModel),
+        (said({"error": "model 'm' not found"}, 404), UnknownModel),
+        (said({"error": {"message": "temperature must be at most 2"}}, 400), InvalidRequest),
+        (said({"detail": [{"loc": ["body"], "msg": "bad"}]}, 422), InvalidRequest),
+        (said({"error": "this model does not support images"}, 400), NotServed),
+    ],
+)
+def test_a_refusal_keeps_its_meaning(refusal: Said, error: type[PacelineError]) -> None:
+    with served(but(refusal)) as server:
+        for adapter in (LlamaServer, Vllm, OpenAi, Ollama):
+            raised = run(adapter, server.url, "hi")[1]
+            assert type(raised) is error
+            if isinstance(raised, Overloaded):
+                assert raised.retry_after_s in {2, 7}
+
+
+@pytest.mark.parametrize("message", [f"bad key {KEY}", f"Bearer {KEY[4:14]}...", KEY[-8:], json.dumps({"authorization": KEY})])
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+def test_an_engine_that_repeats_the_key_is_not_quoted(status: int, message: str) -> None:
+    parts = [KEY[at : at + 6] for at in range(len(KEY) - 5)]
+    with served(but(said({"error": {"message": message}}, status))) as server:
+        error = run(OpenAi, server.url, "hi", KEY)[1]
+        assert error is not None
+        assert server.asked[-1].headers["Authorization"] == f"Bearer {KEY}"
+    told = str(error) + repr(error) + repr(error.__cause__)
+    assert not any(part in told for part in parts)
+    assert repr(Door(server.url, KEY)).find(KEY) < 0
+
+
+def test_a_key_does_not_follow_a_redirect() -> None:
+    with served(calm) as other, served(but(Said((), 307, length=0, headers={"Location": f"{other.url}/v1/completions"}))) as server:
+        assert isinstance(run(OpenAi, server.url, "hi", KEY)[1], EngineGone)
+        assert not other.asked
+
+
+def test_messages_show_no_password_of_the_address() -> None:
+    error = run(OpenAi, "http://ann:secret@127.0.0.1:1", "hi")[1]
+    assert "secret" not in str(error)
+
+
+def test_words_of_an_engine_are_cut_and_printable() -> None:
+    error = refusal_of("e", "", 400, {"error": "a\x1b[31m\n" + "b" * 5000})
+    assert len(str(error)) < 500
+    assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("adapter", [LlamaServer, Vllm, LmStudio, Ollama, OpenAi, MlxServer])
+def test_an_answer_that_names_another_model_is_gone(adapter: type[Adapter]) -> None:
+    def other(asked: Asked) -> Said:
+        return stream(*(wire(asked, word(asked, model="other")) for _ in range(2)), Hang())
+
+    def two(asked: Asked) -> Said:
+        return said({"data": [{"id": MODEL}, {"id": "other"}]}) if asked.path == "/v1/models" else calm(asked)
+
+    async def look(url: str) -> None:
+        engine = adapter(Door(url), SHORT)
+        if adapter is OpenAi:
+            await engine.models()
+        pieces, error = await write(engine, CHAT)
+        assert isinstance(error, EngineGone)
+        assert not pieces
+
+    with served(but(other, two)) as server:
+        asyncio.run(look(server.url))
+
+
+@pytest.mark.parametrize("adapter", [LlamaServer, Vllm, LmStudio, Ollama])
+def test_an_engine_that_changed_its_model_under_a_name_is_found_before_its_first_word(adapter: type[Adapter]) -> None:
+    now = {"size": 5}
+
+    def changing(asked: Asked) -> Said:
+        listed: dict[str, dict[str, Any]] = {
+            "/v1/models": {"data": [{"id": MODEL, "meta": dict(now), "max_model_len": now["size"]}]},
+            "/api/tags": {"models": [{"name": MODEL, "digest": str(now)}]},
+            "/api/v1/models": {"models": [{"key": MODEL, "type": "llm", "loaded_instances": [], "size_bytes": now["size"]}]},
+            "/api/ps": {"models": []},
+            "/props": {"default_generation_settings": {"n_ctx": 64}},
+        }
+        return said(listed.get(asked.path, {"status": "ok"}))
+
+    def answer(asked: Asked) -> Said:
+        return stream(wire(asked, word(asked)), Drop())
+
+    async def look(url: str) -> None:
+        engine = adapter(Door(url), SHORT)
+        assert [model.name for model in await engine.models()] == [MODEL]
+        now["size"] = 6
+        pieces, error = await write(engine, "hi")
+        assert "another model" in str(error)
+        assert not pieces
+
+    with served(but(answer, changing)) as server:
+        asyncio.run(look(server.url))
+
+
+def test_llama_server_that_has_no_such_request_at_work_is_gone_before_patience_ends() -> None:
+    def script(asked: Asked) -> Said:
+        return said([{"id": 0, "is_processing": False}]) if asked.path == "/slots" else calm(asked)
+
+    with served(but(stream(Hang()), script)) as server:
+        error = run(LlamaServer, server.url, (1, 2))[1]
+    assert "work on the request" in str(error)
+
+
+def test_silence_is_no_fault_while_llama_server_is_at_work_nor_while_its_page_of_slots_waits() -> None:
+    for slots in (said([{"id": 0, "is_processing": True}]), Said((Hang(),)), said({"error": {"code": 501}}, 501)):
+        with served(but(stream(Hang()), lambda asked, slots=slots: slots if asked.path == "/slots" else calm(asked))) as server:
+            error = run(LlamaServer, server.url, (1, 2))[1]
+        assert isinstance(error, EngineGone)
+        assert "wrote nothing" in str(error)
+
+
+def test_a_slow_reader_is_no_silence_of_the_engine() -> None:
+    def answer(asked: Asked) -> Said:
+        end = word(asked, choices=[{"index": 0, "delta": {"content": " two"}, "finish_reason": "stop"}])
+        return stream(wire(asked, word(asked)), Hang(0.2), wire(asked, end)[:9], wire(asked, end)[9:])
+
+    async def read(url: str) -> str:
+        engine, text = OpenAi(Door(url), EnginePatience(quiet_s=0.02, next_token_s=0.1)), ""
+        async for piece in engine.generate(Ask(MODEL, CHAT, 8)):
+            text += piece.text
+            if piece.text == " one":
+                await asyncio.sleep(0.18)
+        await engine.close()
+        return text
+
+    with served(but(answer)) as server:
+        assert asyncio.run(read(server.url)) == " one two"
+
+
+@pytest.mark.parametrize("end", [b"", b"data: [DONE]\n\n", Hang(), b": ping\n\n"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_answer_that_is_complete_needs_no_more(end: Part, line_end: bytes) -> None:
+    def answer(asked: Asked) -> Said:
+        whole = wire(asked, word(asked)) + wire(asked, word(asked, choices=[{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]))
+        whole = whole.replace(b"\n", line_end)
+        return stream(*(whole[at : at + 7] for at in range(0, len(whole), 7)), end)
+
+    with served(but(answer)) as server:
+        pieces, error = run(OpenAi, server.url, CHAT)
+    assert error is None
+    assert "".join(piece.text for piece in pieces) == " one"
+    assert pieces[-1].finish is FinishReason.STOP
+
+
+def test_answers_beyond_the_bounds_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "MAX_EVENT_BYTES", 1 << 16)
+
+    def endless(_: Asked) -> Said:
+        return Said([b"data: " + b"x" * (1 << 16)] * 40, kind="text/event-stream")
+
+    with served(but(endless)) as server:
+        assert isinstance(run(OpenAi, server.url, "hi")[1], EngineGone)
+
+    async def ask(url: str) -> None:
+        layer = http.Http(Door(url), "e", SHORT)
+        with pytest.raises(EngineGone):
+            await layer.ask("GET", "/", max_bytes=1 << 10)
+        await layer.close()
+
+    with served(lambda _: Said([b"x" * 4096] * 4)) as server:
+        asyncio.run(ask(server.url))
+
+
+def test_closing_midway_leaves_no_connection_and_no_task() -> None:
+    async def look(url: str) -> None:
+        engine = OpenAi(Door(url), SHORT)
+        answer = engine.generate(Ask(MODEL, CHAT, 8))
+        assert (await anext(answer)).text == " one"
+        await answer.aclose()
+        await engine.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with served(but(lambda asked: stream(wire(asked, word(asked)), Hang()))) as server:
+        asyncio.run(look(server.url))
+
+
+def plain(asked: Asked) -> Said:
+    """A server with OpenAI's API."""
+    return said({"object": "list", "data": []}) if asked.path == "/v1/models" else said({"detail": "Not Found"}, 404)
+
+
+def test_recorded_engines_are_told_apart_by_what_only_they_have() -> None:
+    wanted = {
+        recorded.vllm: "vllm",
+        recorded.ollama: "ollama",
+        recorded.lmstudio: "lmstudio",
+        recorded.lmstudio_older: "lmstudio",
+        plain: "openai",
+    }
+
+    async def look(url: str) -> str:
+        engine = await open_engine(Door(url), SHORT)
+        identity = await engine.identify()
+        await engine.close()
+        return "" if identity is None else identity.name
+
+    for script, name in wanted.items():
+        with served(script) as server:
+            assert asyncio.run(look(server.url)) == name
+            assert all(each.method == "GET" for each in server.asked)
