@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.fakes.fleets import TestFleet
+from tests.unit.fleet.test_engines import engine_offer
 from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.test_serving import Homes, card_of, nodes
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Device, NodeCard
+from paceline.fleet.card import Device, ModelOffer, NodeCard
+from paceline.machine.capability import CapabilityReport
 from paceline.node import serving
 from paceline.store.home import Home
 
@@ -50,3 +54,18 @@ def test_what_models_may_take_is_all_that_a_card_says_is_free(left: int | None, 
     portrait = serving.Portrait(SimpleNamespace(card=lambda *_: seen), left_bytes=lambda: left)  # type: ignore[arg-type]
     card = portrait.card((), ())
     assert (card.memory_free_bytes, card.devices[0].memory_free_bytes) == shown
+
+
+def test_the_memory_of_an_engine_is_neither_free_nor_paceline_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = CapabilityReport(NodeId("a"), Home(tmp_path))
+    for kind in {type(device) for device in report._devices}:
+        monkeypatch.setattr(kind, "free_bytes", lambda _: 7 << 30)
+    offers: list[ModelOffer] = []
+    portrait = serving.Portrait(report, engines=lambda: tuple(offers))
+    portrait.look()
+    alone = portrait.card((), ())
+    offers += [engine_offer(), engine_offer(name="n")]
+    portrait.look()
+    shared = portrait.card((), ())
+    assert [offer.model_id for offer in shared.models if offer.engine is not None] == ["m", "n"]
+    assert replace(shared, models=alone.models, version=alone.version) == alone
