@@ -94,7 +94,7 @@ async def _look(share: EngineShare) -> Found:
     try:
         found = await identify(share.door)
         if found is None:
-            raise EngineGone("what answers there is no engine that Paceline knows", "Its address is the one without /v1.")
+            raise EngineGone("what answers there is no engine that Paceline knows")
         engine, identity = found
         try:
             return Found(str(identity), tuple(model.name for model in await engine.models()))
@@ -102,5 +102,6 @@ async def _look(share: EngineShare) -> Found:
             await engine.close()
     except EngineGone as error:
         raise ConfigError(
-            f"No engine can be shared at {share.url}: {error.message}", error.hint or "Start it first, or look at its port."
+            f"No engine that Paceline knows answers at {share.url}",
+            "Start it first, or look at its port. Its address is the one without /v1.",
         ) from error

@@ -77,6 +77,7 @@ def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiO
 
 
 def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
+    from paceline.cli.found_engines import found_shares
     from paceline.cli.up import run_up
 
     _check_names(settings, sharing.propose)
@@ -105,7 +106,9 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         Terminal().print(f"[yellow]note:[/] {said}", soft_wrap=True)
     settings = _without_drafts(settings, sharing.ways)
     elsewhere = bool(sharing.ways) and ALONE not in sharing.ways.split(",")
-    shared = settings is None and (sharing.engines == "auto" or bool(read_shares(Home.from_environment())))
+    console, home = Terminal(), Home.from_environment()
+    sharing = replace(sharing, found=found_shares(sharing.engines, home, api.port, console))
+    shared = settings is None and bool(sharing.found or read_shares(home))
     needed = (settings is None and sharing.embeddings is None and not shared) or asked or bool(sharing.serve_shards) or elsewhere
     said = read_settings(Home.from_environment())
     if settings is not None:

@@ -10,6 +10,7 @@ from paceline.machine.settings import PrefillRole
 
 if TYPE_CHECKING:
     from paceline.engines.choice import Asked
+    from paceline.machine.foreign.shares import EngineShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class SharingOptions:
     """Requests may load models; None: only if no other machine could be asked for them."""
     engines: Literal["ask", "auto", "off"] = "ask"
     """What becomes of engines of other makers that run on this machine."""
+    found: tuple[EngineShare, ...] = ()
+    """Engines that were found on this machine and are offered while this process runs."""
     engine: Asked | None = None
     """What is to run the models; None: what is expected to be the fastest that can."""
     memory_bytes: int | None = None

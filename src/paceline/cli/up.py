@@ -171,7 +171,6 @@ def run_up(
     """
     api.check()
     tls = api.tls_files()
-    from paceline.cli.found_engines import found_shares
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
     from paceline.machine.foreign.engines import ForeignEngines
@@ -199,7 +198,6 @@ def run_up(
     # The encoder loads first: the model may take minutes, and its KV takes the memory that is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
     named = () if settings is None else (settings.model, *sharing.more)
-    found = found_shares(sharing.engines, home, port.getsockname()[1], console)
     by_engine: dict[str, Decision] = {}
     for name in named:  # before the first of them takes minutes
         ensure(name, console)
@@ -226,7 +224,7 @@ def run_up(
                 for decision in by_engine.values():
                     if not await _unless_stopped(children.start(decision, base.context, base.threads), stop):
                         return
-                shared = SharedEngines(engines, home, clock, found)
+                shared = SharedEngines(engines, home, clock, sharing.found)
                 stack.push_async_callback(end_tasks, in_background(shared.run(), "engines that are shared"))
                 if fleet is None:
                     app = create_app(Together(models, engines), replace(served, mark=engines.mark), encoder, models, engines.states)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Hashable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from paceline.core.generation import FinishReason
@@ -26,7 +27,7 @@ CAPABILITIES: Final = {
     "embedding": Capability.EMBEDDINGS,
 }
 FINISHES: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_FILE = re.compile(r"^FROM .*sha256[-:]([0-9a-f]{64})\s*$", re.MULTILINE)
+_FILE = re.compile(r"^FROM (.*sha256[-:]([0-9a-f]{64}))\s*$", re.MULTILINE)
 _CONTEXT = re.compile(r"^num_ctx\s+(\d+)\s*$", re.MULTILINE)
 
 
@@ -102,7 +103,8 @@ def _model(listed: Mapping[str, Any], shown: Mapping[str, Any], loaded: Mapping[
     return EngineModel(
         name,
         TEXT_AND_MESSAGES if "completion" in can else frozenset(),
-        digest=file[1] if file else "",
+        digest=file[2] if file else "",
+        path=Path(file[1]) if file and file[1].startswith("/") else None,
         quantisation=text_of(listed.get("details") or {}, "quantization_level"),
         context=loaded.get(name, 0) or (int(context[1]) if context else 0),
         size_bytes=number(listed, "size"),

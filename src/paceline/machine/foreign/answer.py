@@ -91,7 +91,7 @@ class ForeignAnswer:
                         self._queue.put_nowait(item)
                         return chunks
                     await self._end(item)
-                    raise item
+                    raise self._told(item) from item
                 case _:
                     chunks.append(item)
         if not chunks and not self._open:
@@ -104,7 +104,13 @@ class ForeignAnswer:
             await self._before()
         except BaseException as error:
             await self._end(error)
-            raise
+            raise self._told(error) from error
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Return an error as clients hear it: where an engine is, and how to start it, is its owner's business, whom the log tells."""
+        if not isinstance(error, EngineGone):
+            return error
+        return EngineGone(f"{self._model.identity} failed while it answered for {self._model.name}", "Try again in a few seconds.")
 
     async def aclose(self) -> None:
         """End it at the engine. Idempotent."""
@@ -199,7 +205,10 @@ class _Sequence:
         """Return what a piece adds to the answer; None if that is nothing."""
         id_ = self._request.request_id
         if piece.tokens_read is not None:
-            detail: Mapping[str, str | int | float] = {"tokens_read": piece.tokens_read, "tokens": len(self._request.prompt_ids)}
+            detail: Mapping[str, str | int | float] = {
+                "tokens_read": piece.tokens_read,
+                "tokens": len(self._request.prompt_ids) + len(self._so_far),
+            }
             return GenerationChunk(id_, self._index, (), "", notices=(Notice(PROMPT_PROGRESS, detail),))
         if piece.cached_tokens and self._cached is None:
             self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))

@@ -6,19 +6,21 @@ read only if the engine runs on this machine.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, UnsupportedModel
 from paceline.core.inference import ModelFacts, PassedChats, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.core.no_tokenizer import NoTokenizer
 from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
 from paceline.store.bounded_tokenizer import BoundedTokenizer
-from paceline.store.catalog import locations, open_weights, resolve
-from paceline.store.digests import DigestCache, file_sums
+from paceline.store.catalog import locations, open_weights
+from paceline.store.digests import DigestCache, digest_of_files, file_sums
 from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
@@ -172,10 +174,12 @@ def _files(told: EngineModel, home: Home) -> Files | None:
     """Find the model's files on this machine: where the engine says, else under its name in the catalogue."""
     path = told.path
     try:
-        if path is None:
-            path = resolve(told.name, home).path
+        if path is None:  # its name means a model of the catalogue, and never a path of this process's folder
+            path = next((location.path for location in locations(home) if location.name == told.name), None)
+            if path is None:
+                return None
         if path.is_dir():
-            return Files(path, 0, tokenizer_from_folder(path))
+            return Files(path, _trained_context(path), tokenizer_from_folder(path))
         header = read_header(path)
         context = header.fields.get(f"{header.fields.get('general.architecture')}.context_length")
         return Files(path, context if isinstance(context, int) and context > 0 else 0, tokenizer_from_gguf(header, home))
@@ -191,10 +195,11 @@ def learn_digest(told: EngineModel, home: Home) -> bool:
         Whether it is known from now on and was not before.
     """
     files = _files(told, home)
-    if files is None or not files.path.is_file() or _known_digest(files.path, home):
+    if files is None or _known_digest(files.path, home):
         return False
     try:
-        file_sums(files.path, home, lambda _: None)
+        for file in [files.path] if files.path.is_file() else _weight_files(files.path):
+            file_sums(file, home, lambda _: None)
     except (PacelineError, OSError) as error:
         logger.warning("the digest of %s can't be computed, so it is known by its name: %s", files.path, error)
         return False
@@ -205,9 +210,29 @@ def _known_digest(path: Path, home: Home) -> str:
     """Return the weights' digest if it is known already; else nothing."""
     digests = DigestCache(home)
     try:
-        return (digests.known(path) if path.is_file() else open_weights(path, digests).known_digest) or ""
+        if path.is_file():
+            return digests.known(path) or ""
+        try:
+            return open_weights(path, digests).known_digest or ""
+        except UnsupportedModel:  # own kernels don't run it, and engines that have the same files may
+            files = _weight_files(path)
+            return digest_of_files(digests, files) if files and all(map(digests.known, files)) else ""
     except (PacelineError, OSError):
         return ""
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _trained_context(folder: Path) -> int:
+    """Return the context in a folder's settings; 0 if they do not say."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_bytes())
+        found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _name(told: EngineModel, files: Files | None, home: Home) -> str:

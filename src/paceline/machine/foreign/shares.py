@@ -68,7 +68,7 @@ def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
     Raises:
         ConfigError: it is no address of an engine, or http leads to another machine without being allowed.
     """
-    text = text if "://" in text else f"http://{text}"
+    text = text if "://" in text or text.isdigit() else f"http://{text}"
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
