@@ -93,8 +93,7 @@ def sharing(urls: list[str]) -> Generator[tuple[Machine, list[Machine]]]:
             join(door, machine)
             machine.run("share", url)
             machine.up(*EMPTY)
-        until(lambda: len(holders(door, others)) == len(others))
-        until(lambda: bool(models(door)))
+        until(lambda: len(holders(door, others)) == len(others) and bool(models(door)))
         yield door, others
 
 
@@ -103,9 +102,13 @@ def join(door: Machine, machine: Machine) -> None:
 
 
 def holders(door: Machine, others: list[Machine]) -> list[str]:
-    """Machines whose engine the door may send requests to."""
+    """Machines whose engine the door may send requests to, once they know the digest of its model. A file is read as a whole for that."""
     cards = [(one.name, door.card_of(one.name)) for one in others]
-    return [name for name, card in cards if card is not None and any(offer.engine is not None for offer in card.models)]
+    return [
+        name
+        for name, card in cards
+        if card is not None and any(offer.engine is not None and offer.model.has_digest for offer in card.models)
+    ]
 
 
 def models(door: Machine) -> list[str]:
@@ -241,6 +244,8 @@ def prefix(options: argparse.Namespace) -> dict[str, Any]:
             messages = [{"role": "user", "content": told[0]}]
             for day in range(options.turns):
                 answer = ask(door, name, messages, max_tokens=12)
+                if answer.error or answer.end is None:
+                    raise RuntimeError(f"turn {day + 1} of a conversation failed: {answer.error}")
                 details = answer.usage.get("prompt_tokens_details") or {}
                 turns.append({"tokens": answer.usage["prompt_tokens"], "cached": details.get("cached_tokens") or 0})
                 more = " ".join(
@@ -352,7 +357,7 @@ class Killable:
 
 def kills(options: argparse.Namespace) -> dict[str, Any]:
     heard, killed_s = list[Heard](), list[float]()
-    over, end_s = threading.Event(), time.monotonic() + options.limit_s
+    over, began_s, end_s = threading.Event(), time.perf_counter(), time.monotonic() + options.limit_s
     with ExitStack() as stack:
         engines = [Killable(), Killable()]
         for engine in engines:
@@ -365,6 +370,8 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
             while not over.is_set():
                 content = f"{QUESTION} There are {number} riders and {next(turns)} days."
                 heard.append(ask(door, name, [{"role": "user", "content": content}], max_tokens=options.answer))
+                if heard[-1].end is None:
+                    time.sleep(0.5)
 
         with ThreadPoolExecutor(options.clients) as pool:
             clients = [pool.submit(client, number) for number in range(options.clients)]
@@ -401,7 +408,13 @@ def kills(options: argparse.Namespace) -> dict[str, Any]:
         "0; 2 s",
         "0; 0.5 s",
     )
-    return {"answers": len(heard), "lost": [one.error or one.text for one in lost], "pauses_s": pauses, "kills": len(killed_s)}
+    return {
+        "answers": len(heard),
+        "lost": [(one.asked_s - began_s, one.error or one.text) for one in lost],
+        "killed_s": [at_s - began_s for at_s in killed_s],
+        "pauses_s": pauses,
+        "kills": len(killed_s),
+    }
 
 
 def _wait(condition: Callable[[], bool], end_s: float) -> bool:

@@ -37,6 +37,8 @@ class ScriptedEngine:
         self._url = url
         self._answer, self._prompt, self._tokenizer, self._cuts = answer, prompt, tokenizer, cuts
         self.breaks = breaks
+        self.cached = 0
+        """Prompt tokens that two reports of progress and the last piece say were not computed again; 0: there are no reports."""
         self.asked: list[Ask] = []
         self.told: tuple[EngineModel, ...] = (EngineModel("tiny", frozenset({takes}), path=path, context=4096, slots=4),)
         self.trouble: PacelineError | None = None
@@ -89,12 +91,17 @@ class ScriptedEngine:
             left = self._answer[len(prompt) - self._prompt :]
             left = left if ask.max_tokens is None else left[: ask.max_tokens]
             pieces = [AnswerPiece(token_ids=tuple(left[at : at + self._cuts])) for at in range(0, len(left), self._cuts)]
+        if self.cached:
+            progress = [
+                AnswerPiece(tokens_read=read, prompt_tokens=self._prompt, cached_tokens=self.cached) for read in (self.cached, self._prompt)
+            ]
+            pieces = [*progress, *pieces]
         for place, piece in enumerate(pieces):
             if self.breaks is not None and place >= self.breaks:
                 raise EngineGone("it broke off")
             yield piece
             await asyncio.sleep(0)
-        yield AnswerPiece(finish=FinishReason.STOP)
+        yield AnswerPiece(finish=FinishReason.STOP, cached_tokens=self.cached)
 
     async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
         raise AssertionError("a test never embeds")

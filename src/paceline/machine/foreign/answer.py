@@ -135,10 +135,10 @@ class ForeignAnswer:
         sequence = (_Passed if self._request.chat else _Sequence)(self._model, self._request, index)
         ask = await sequence.ask()
         began_s = first_s = self._clock.monotonic()
-        read, is_first = len(self._request.prompt_ids), True
+        cached, is_first = 0, True
         async with aclosing(self._engine.generate(ask)) as pieces:
             async for piece in pieces:
-                read -= piece.cached_tokens
+                cached = piece.cached_tokens or cached  # several pieces may tell it
                 chunk = await sequence.chunk(piece)
                 if chunk is None:
                     continue
@@ -149,7 +149,9 @@ class ForeignAnswer:
                     break
         if not sequence.is_over:
             raise EngineGone(f"{self._model.identity} ended an answer of {self._model.name} before its end")
-        self._timed(Timed(read, first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s))
+        self._timed(
+            Timed(max(0, len(self._request.prompt_ids) - cached), first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s)
+        )
 
 
 class _Sequence:
@@ -204,14 +206,14 @@ class _Sequence:
     async def chunk(self, piece: AnswerPiece) -> GenerationChunk | None:
         """Return what a piece adds to the answer; None if that is nothing."""
         id_ = self._request.request_id
+        if piece.cached_tokens and self._cached is None:
+            self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))
         if piece.tokens_read is not None:
             detail: Mapping[str, str | int | float] = {
                 "tokens_read": piece.tokens_read,
                 "tokens": len(self._request.prompt_ids) + len(self._so_far),
             }
             return GenerationChunk(id_, self._index, (), "", notices=(Notice(PROMPT_PROGRESS, detail),))
-        if piece.cached_tokens and self._cached is None:
-            self._cached = min(piece.cached_tokens, len(self._request.prompt_ids))
         tokens = piece.token_ids
         if self._spelled is not None:
             tokens = await asyncio.to_thread(self._spelled.tokens, piece.text, is_last=piece.finish is not None)

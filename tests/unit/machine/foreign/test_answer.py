@@ -168,3 +168,17 @@ def test_what_an_answer_took_is_told_once_it_is_whole() -> None:
     assert told == []
     asyncio.run(drain(None))
     assert [(one.read_tokens, one.tokens) for one in told] == [(len(prompt), len(answer) + 1)]
+
+
+@pytest.mark.parametrize("cached", [0, 1, 5])
+def test_tokens_that_the_engine_had_cached_are_reported_once(cached: int) -> None:
+    prompt, answer = tokenizer().encode("Why does the line turn?"), tokenizer().encode(TEXTS[0], add_special=False)
+    engine, told = ScriptedEngine(answer, len(prompt)), list[Timed]()
+    engine.cached = cached
+
+    async def drain() -> list[GenerationChunk]:
+        stream = ForeignAnswer(engine, model(), request_of(prompt), FakeClock(), before=nothing, timed=told.append)
+        return [chunk async for item in stream for chunk in item if not chunk.notices]
+
+    assert [chunk.cached_tokens for chunk in asyncio.run(drain()) if chunk.cached_tokens] == [cached] * bool(cached)
+    assert [one.read_tokens for one in told] == [len(prompt) - cached]
