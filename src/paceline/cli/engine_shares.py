@@ -1,4 +1,4 @@
-"""What `paceline share` does: look at an engine, and keep in the home that it is offered."""
+"""`paceline share` itself: looks at an engine, and keeps in the home that it is offered."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def list_shares(*, as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What answered at a URL."""
+    """An engine at a URL."""
 
     engine: str
     """Name and version."""
     models: tuple[str, ...]
-    """As the engine names them."""
+    """Names that the engine uses."""
 
 
 async def _look(share: EngineShare) -> Found:

@@ -46,11 +46,11 @@ class SharingOptions:
     on_demand: bool | None = None
     """Requests may load models; None: only if no other machine could be asked for them."""
     engines: Literal["ask", "auto", "off"] = "ask"
-    """What becomes of engines of other makers that run on this machine."""
+    """Treatment of engines of other makers that run on this machine."""
     found: tuple[EngineShare, ...] = ()
     """Engines that were found on this machine and are offered while this process runs."""
     engine: Asked | None = None
-    """What is to run the models; None: what is expected to be the fastest that can."""
+    """Choice of the engine that runs the models; None: the fastest that can, by the rule in `engines.choice`."""
     memory_bytes: int | None = None
     """Memory that models may take together, in bytes; None: what is free."""
     kv_disk_bytes: int = 0

@@ -309,7 +309,7 @@ def _check_apart(encoder: LoadedEncoder | None, models: Models[BuiltNode]) -> No
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Wait for some work. Return False, and cancel it, if the process is told to stop before that."""
+    """Wait for some work. Return False, and cancel it, if the process must stop before that."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     await end_tasks(stopping)

@@ -106,7 +106,7 @@ class EngineOffer:
     takes: tuple[str, ...]
     """Forms of prompt that it takes: `ids`, `text`, `messages`. See `engines.contract.Takes`."""
     quantisation: str = ""
-    """As the engine writes it."""
+    """Name of the weights' format that the engine uses."""
     slots: int = 0
     """Number of requests that run at once; 0: not known."""
     capabilities: tuple[str, ...] = ()

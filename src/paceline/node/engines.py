@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks at the file. Raising it: an engine that is shared while this runs is offered later."""
 SETTLE_S = 3.0
-"""Seconds for which a start waits for engines. Raising it: a node whose engines hang is ready later."""
+"""Seconds for which a start waits for engines. Raising it: a node is ready later if its engines hang."""
 AGAIN_S, MOST_AGAIN_S = 2.0, 60.0
 """Seconds until an engine that does not answer is called again: the first pause, doubled each time, and the longest. Raising them: it is offered later."""
 

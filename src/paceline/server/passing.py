@@ -27,7 +27,7 @@ OWN_FIELDS: Final = frozenset(
 
 def passed_body(asked: ChatCompletionRequest) -> str:
     """Return the body of a chat completion, JSON, without the model and how to stream."""
-    # Kinds are told apart as bodies have them, so that pydantic warns about the models in their places.
+    # Discriminators look at raw bodies, so pydantic would warn about models.
     body = asked.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=set(OWN_FIELDS), warnings=False)
     body["messages"] = [_message(message) for message in asked.messages]
     return json_bytes(body).decode()

@@ -29,7 +29,7 @@ from paceline.machine.foreign.model import ForeignModel
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What one sequence took at the engine."""
+    """The time and the tokens of one sequence at the engine."""
 
     read_tokens: int
     """Prompt tokens that the engine computed."""
@@ -107,7 +107,7 @@ class ForeignAnswer:
             raise self._told(error) from error
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return an error as clients hear it: where an engine is, and how to start it, is its owner's business, whom the log tells."""
+        """Return an error as clients see it. The engine's address, and how to start it, are for its owner: they are in the log."""
         if not isinstance(error, EngineGone):
             return error
         return EngineGone(f"{self._model.identity} failed while it answered for {self._model.name}", "Try again in a few seconds.")

@@ -1,8 +1,8 @@
-"""Engines of other makers that this node offers: one `core.inference.Inference` over all of them.
+"""Engines of other makers that this node offers: one `core.inference.Inference` over all.
 
 Laws:
 - The owner is not disturbed. Looks only read; a model is tested with one token only if it is loaded and a request to it failed. Engines are never stopped here.
-- A model whose engine failed a request is offered again once the engine has answered a test.
+- If an engine failed a request for a model, it is offered again once the engine has answered a test.
 - An engine outside of the home network never answers for one at home, even while that one is away: it is offered under names that no engine at home has.
 - A name that means another model than at the last look is never answered with: each request looks first, unless the last look is `FRESH_S` old or younger.
 """
@@ -52,10 +52,10 @@ Revive = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Offering:
-    """What a person said of an engine."""
+    """A person's settings for an engine."""
 
     name: str = ""
-    """As clients are to name its only model; empty: as it is."""
+    """Name of its only model for clients; empty: the model's own."""
     models: Collection[str] = ()
     """Models to offer, as the engine names them; empty: all."""
     is_here: bool = True
@@ -66,7 +66,7 @@ class Offering:
 
 @dataclass(slots=True)
 class Rates:
-    """What answers that passed took."""
+    """Rates of the answers that passed."""
 
     tokens_per_s: float = 0.0
     prompt_per_s: float = 0.0
@@ -116,7 +116,7 @@ class WatchedEngine:
         self._looking = asyncio.Lock()
         self._learning: asyncio.Task[None] | None = None
         self._tried: set[EngineModel] = set()
-        """Models whose digest was computed, or can't be."""
+        """Models that need no further attempt: the digest was computed, or can't be."""
         self._is_up = asyncio.Event()
         self.trouble = ""
         """Why the last look failed; empty: it did not."""
@@ -139,7 +139,7 @@ class WatchedEngine:
         """See what the engine has now. Its failure is remembered, not raised.
 
         Args:
-            fresh_s: do nothing if the last look is at most so many seconds old; None: look in any case.
+            fresh_s: do nothing if the last look is at most this many seconds old; None: look in any case.
         """
         async with self._looking:
             if fresh_s is not None and self._looked_s is not None and self._clock.monotonic() - self._looked_s <= fresh_s:

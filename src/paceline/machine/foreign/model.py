@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 900
 """Seconds without a text until the process of a tokenizer ends. Raising it: engines that are used now and then hold some 50 MB for longer."""
 ASSUMED_CONTEXT = 131_072
-"""Context, in tokens, of a model whose engine and files do not say. The engine itself refuses what does not fit. Lowering it: prompts that fit are refused."""
+"""Context, in tokens, of a model if neither its engine nor its files say it. The engine itself refuses what does not fit. Lowering it: prompts that fit are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class ForeignModel:
 
     identity: EngineIdentity
     told: EngineModel
-    """As the engine said last."""
+    """The engine's last answer about it."""
     name: str
-    """As clients name it."""
+    """Name for clients."""
     ref: ModelRef
     context: int
     created: int
@@ -102,7 +102,7 @@ class ForeignModel:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a model's files on this machine say."""
+    """Facts from a model's files on this machine."""
 
     path: Path
     context: int

@@ -28,9 +28,9 @@ class EngineShare:
     """An engine that a person shares."""
 
     url: str
-    """As `check_url` returns it."""
+    """The result of `check_url`."""
     name: str = ""
-    """As clients are to name its only model; empty: as the engine does."""
+    """Name of its only model for clients; empty: the engine's own."""
     models: tuple[str, ...] = ()
     """Models to offer, as the engine names them; empty: all."""
     api_key: str = field(default="", repr=False)
@@ -57,7 +57,7 @@ _SHARES: Final = TypeAdapter(tuple[EngineShare, ...])
 
 
 def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
-    """Check an engine's address.
+    """Check the address of an engine.
 
     Args:
         plain_http: the person allows http to another machine.
@@ -66,7 +66,7 @@ def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
         The address as it is kept, and whether it is outside of the home network.
 
     Raises:
-        ConfigError: it is no address of an engine, or http leads to another machine without being allowed.
+        ConfigError: it is not an engine's address, or http leads to another machine without being allowed.
     """
     text = text if "://" in text or text.isdigit() else f"http://{text}"
     try:
