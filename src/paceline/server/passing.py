@@ -46,7 +46,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def image_part(part: MediaPart) -> dict[str, Any]:
     """Return a part as OpenAI's API has images, from any API's form of them. Parts that are no images become a note."""
-    said = cast("dict[str, Any]", part.model_extra or {})
+    said = part.model_extra or {}
     url: object = None
     match part.type:
         case "image_url" | "input_image":
