@@ -143,7 +143,9 @@ class ForeignAnswer:
                     break
         if not sequence.is_over:
             raise EngineGone(f"{self._model.identity} ended an answer of {self._model.name} before its end")
-        self._timed(Timed(max(0, len(self._request.prompt_ids) - cached), first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s))
+        self._timed(
+            Timed(max(0, len(self._request.prompt_ids) - cached), first_s - began_s, sequence.n_new, self._clock.monotonic() - first_s)
+        )
 
 
 class _Sequence:
