@@ -232,7 +232,7 @@ def _of(direct: Turn, through: Turn) -> dict[str, float]:
 
 
 def prefix(options: argparse.Namespace) -> dict[str, Any]:
-    room = ("--slots", "4", "--context", str(options.length + 4096), "--read-per-s", "40000")
+    room = ("--slots", "4", "--context", str(2 * options.length), "--read-per-s", "40000")
     with ExitStack() as stack:
         urls = [stack.enter_context(paced_engine(bundled(), *room)) for _ in range(2)]
         door, _ = stack.enter_context(sharing(urls))
@@ -249,7 +249,7 @@ def prefix(options: argparse.Namespace) -> dict[str, Any]:
                 details = answer.usage.get("prompt_tokens_details") or {}
                 turns.append({"tokens": answer.usage["prompt_tokens"], "cached": details.get("cached_tokens") or 0})
                 more = " ".join(
-                    f"Then rider {number} saw stone {number * day + at} of the road." for at in range(options.length // options.turns // 10)
+                    f"Then rider {number} saw stone {number * day + at} of the road." for at in range(options.length // options.turns // 12)
                 )
                 messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": more}]
             return turns

@@ -256,9 +256,10 @@ FAVOUR = 0.5
 conversations stay longer where they are, though others idle."""
 PREFIX_TOKENS = 64
 """From one remembered prefix of a prompt to the next. Raising it: prefixes are found less exactly, with less work."""
-MOST_PREFIXES = 256
-"""Of one prompt."""
-REMEMBERED = 1 << 14
+MOST_PREFIXES = 1024
+"""Maximum number of prefixes of one prompt: 65,536 tokens. Conversations that grow beyond them leave the machine that holds them more readily. Raising it: a
+longer prompt takes longer to place, some 7 ms for 1,000 prefixes."""
+REMEMBERED = 1 << 16
 """Prefixes, of all prompts. Raising it: memory, some 100 bytes each."""
 
 

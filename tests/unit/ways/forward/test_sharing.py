@@ -153,6 +153,6 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(prefix_keys(Prompt(range(100 * PREFIX_TOKENS * MOST_PREFIXES)))) == MOST_PREFIXES
     assert prefix_keys(LONG) == prefix_keys(Prompt((*LONG.ids, 1)))
     door = Door()
-    for salt in range(2 * REMEMBERED // MOST_PREFIXES):
+    for salt in range(REMEMBERED // MOST_PREFIXES + 1):
         door.send(prompt=Prompt(tuple(range(salt, salt + PREFIX_TOKENS * MOST_PREFIXES))))
     assert len(door.sharing._prefixes) == REMEMBERED
