@@ -308,7 +308,7 @@ class FleetServing:
         warm = [(node, node.warm) for node in nodes if node.warm is not None]
         up = [one for node, one in warm if node.host.is_up]
         own = {one.model.name for _, one in warm}
-        foreign = [one.model for one in self.engines.offered if one.model.name not in own]
+        foreign = [one.model for one in self.engines.offered if one.model.name not in own and not one.learns]
         serves = Together(self.models, self.engines) if nodes or self.models.on_demand or foreign else None
         loaded = [*(_loaded(node, one) for node, one in warm), *map(_foreign, foreign)]
         self._local.show(serves, loaded, {one.model.name for one in up} | {one.name for one in foreign})

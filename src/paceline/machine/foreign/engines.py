@@ -92,6 +92,8 @@ class Offered:
     """Sequences of this node that run there."""
     test: asyncio.Task[None] | None = None
     """A request failed: what finds out when the model answers again."""
+    learns: bool = False
+    """Its digest is being computed. Until then the fleet does not see it: an answer could not move to a holder that knows the digest already."""
 
 
 class WatchedEngine:
@@ -177,7 +179,9 @@ class WatchedEngine:
                 same.model = replace(same.model, told=one, context=one.context or same.model.context)
                 found[one.name] = same
             else:
-                found[one.name] = Offered(await asyncio.to_thread(self._take_in, one, len(wanted)))
+                model = await asyncio.to_thread(self._take_in, one, len(wanted))
+                learns = self.sharing.is_here and model.tokenizer is not None and not model.ref.has_digest and one not in self._tried
+                found[one.name] = Offered(model, learns=learns)
         for name, gone in known.items():
             if found.get(name) is not gone:
                 await end_tasks(gone.test)
@@ -191,12 +195,13 @@ class WatchedEngine:
             return
         for name, one in tuple(self._known.items()):
             told = one.model.told
-            if one.model.ref.has_digest or told in self._tried:
+            if not one.learns:
                 continue
             self._tried.add(told)
             if await asyncio.to_thread(learn_digest, told, self._home) and self._known.get(name) is one:
                 one.model = await asyncio.to_thread(self._take_in, told, len(self._known))
-                self._changed()
+            one.learns = False
+            self._changed()
 
     def _take_in(self, told: EngineModel, n_models: int) -> ForeignModel:
         sharing, created = self.sharing, int(self._clock.wall())
@@ -318,7 +323,7 @@ class ForeignEngines:
 
     def offers(self) -> tuple[ModelOffer, ...]:
         """Return what the node's card says of them."""
-        return tuple(engine.offer(one) for engine, one in self._by_name.values())
+        return tuple(engine.offer(one) for engine, one in self._by_name.values() if not one.learns)
 
     def states(self) -> list[EngineState]:
         """Return all engines that are shared, those that have never answered last."""
