@@ -12,7 +12,7 @@ from tests.fakes.served import Served
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, ServedModel
-from paceline.core.via import VIA_HEADER, new_mark, write_via
+from paceline.core.via import VIA_HEADER, write_via
 from paceline.server.settings import ServerSettings
 
 HOME = ModelFacts(stored_as="Q4_K_M", engine="llama-server b9000")
@@ -78,7 +78,7 @@ def test_where_all_models_leave_the_network_a_request_has_to_name_one(serve_with
     ("via", "status"),
     [
         ("", 200),
-        (write_via((new_mark("a"),)), 200),
+        (write_via(("a~00000000000000aa",)), 200),
         (f"b~{'0' * 16}, a~{'1' * 16}", 508),
         ("1" * 16, 508),
         ("x" * 4096, 400),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidRequest, RequestLoop
 from paceline.core.via import MARK, MOST_NODES, new_mark, outside, read_via, through, write_via
 
-A, B, C, D, E = (new_mark(name) for name in ("a", "b", "c", "", "e"))
+A, B, C, D, E = (f"{name}~{place:016x}" for place, name in enumerate(("a", "b", "c", "", "e")))
 
 
 def test_a_way_grows_to_four_nodes_and_no_further() -> None:
