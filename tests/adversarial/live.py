@@ -87,6 +87,7 @@ def request(*prompt: int, n: int = 1, max_tokens: int = 4, sampling: generate_pb
     return generate_pb2.GenerateRequest(
         model_id="null",
         digest="d",
+        numerics_id="null",
         prompt_ids=prompt or (1, 2, 3),
         max_tokens=max_tokens,
         n=n,
@@ -116,7 +117,7 @@ async def _live(root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoo
     engine = Engine(executor, VOCABULARY, config, SystemClock(), sampler=sampler)
     model = ServedModel("null", 0, config.max_context, cast("Tokenizer", None), "fp")
     host = EngineHost(engine, sampler.close, model, config, SystemClock())
-    models = LocalModels(host, (LoadedModel(ModelRef("d", "", "null"), "", 0, config.max_context),), node.meter)
+    models = LocalModels(host, (LoadedModel(ModelRef("d", "", "null"), "null", 0, config.max_context),), node.meter)
     desk = ProposerPool({"lookup": Lookup()})
     await node.start(
         lambda _: generate_service(models),

@@ -294,7 +294,7 @@ def generate_examples() -> Iterator[Example]:
         grammar=Grammar(GrammarKind.REGEX, "a+"), cache_salt="salt", scores_prompt=True, ways=frozenset({"alone"}), exact=True,
     )  # fmt: skip
     scored = GenerationRequest(own, (1,), 0, scores_prompt=True)
-    passed = GenerationRequest(own, (), 16, chat='{"messages":[]}')
+    passed = GenerationRequest(own, (), 16, chat='{"messages":[]}', via=("a~00000000000000aa",))
 
     def write(request: GenerationRequest) -> generate_pb2.GenerateRequest:
         message = generate.write_request(ModelRef(SHA, "int4", "m"), "cpu/1", request)

@@ -60,7 +60,7 @@ it: more calls begin with a handshake."""
 AGE_S = 3600
 """Seconds until new calls need a new connection. Raising it: after a renewal, a connection shows its old certificate longer; lowering it: more handshakes."""
 KIB = 1 << 10
-MAX_REQUEST_BYTES = 3136 * KIB
+MAX_REQUEST_BYTES = 3008 * KIB
 """Largest message that gRPC gathers before this code sees it. It is a little more than any method takes, so a message that is too long for its method
 gets a typed error. Raising it: a caller can make this node hold more by messages that it never finishes (`handlers.MOST_READS`)."""
 

@@ -109,7 +109,7 @@ def test_a_short_answer_is_no_measurement() -> None:
         (BenchPlan(prompt_tokens=0), "prompt can't be 0"),
         (BenchPlan(prefill_tokens=-1), "prefill prompt can't be -1"),
         (BenchPlan(rounds=0), "rounds can't be 0"),
-        (BenchPlan(answer_tokens=1), "from 1 tokens"),
+        (BenchPlan(answer_tokens=1), "with 1 tokens"),
         (BenchPlan(concurrency=()), "concurrency"),
         (BenchPlan(concurrency=(4, 0)), "concurrency"),
     ],

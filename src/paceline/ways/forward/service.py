@@ -32,7 +32,7 @@ from paceline.ways.forward.codec import numerics_asked, read_request, write_chun
 
 NOTICE_S = 1.0
 """From one sign to the next that an answer is worked on. Raising it: who waits for it gives up a machine that sleeps later."""
-MAX_REQUEST_BYTES = 3072 * KIB
+MAX_REQUEST_BYTES = 2944 * KIB
 """Size of one request. A chat may have a photo of 2 MiB. Raising it: callers can fill more memory with requests."""
 PART_BYTES = 1 << 20
 """Of a tokenizer, in one message."""
