@@ -10,7 +10,8 @@ from paceline.cli.terminal import Terminal, counted, print_json, print_lines
 from paceline.core.background import run_interruptibly
 from paceline.core.errors import ConfigError, EngineGone
 from paceline.core.text import printable
-from paceline.machine.foreign.shares import EngineShare, check_url, read_shares, write_shares
+from paceline.fleet.engines import marks
+from paceline.machine.foreign.shares import EngineShare, add_share, check_url, read_shares, write_shares
 from paceline.store.home import Home
 
 
@@ -23,7 +24,7 @@ def run_share(url: str, *, name: str, models: tuple[str, ...], key_file: Path | 
     console, home = Terminal(), Home.from_environment()
     kept, leaves = check_url(url, plain_http=plain_http)
     share = EngineShare(kept, name, models, read_key(None, key_file) or "", plain_http, leaves)
-    shares = read_shares(home)
+    read_shares(home)  # a damaged file is named before the engine is asked
     found = run_interruptibly(_look(share))
     unknown = [model for model in models if model not in found.models]
     if unknown:
@@ -34,7 +35,7 @@ def run_share(url: str, *, name: str, models: tuple[str, ...], key_file: Path | 
     offered = models or found.models
     if name and len(offered) != 1:
         raise ConfigError(f"--name names one model, and {found.engine} has {len(offered)}", "Say which one with --models.")
-    write_shares(home, [*(one for one in shares if one.url != kept), share])
+    add_share(home, share)
     print_lines(
         console, f"{found.engine} at {kept}: {counted(len(offered), 'model')} shared: {', '.join(map(printable, offered)) or 'none yet'}"
     )
@@ -70,9 +71,9 @@ def list_shares(*, as_json: bool) -> None:
     console = Terminal()
     for one in shares:
         what = ", ".join(map(printable, one.models)) or "all its models"
-        marks = [mark for mark, is_so in (("leaves your network", one.leaves_network), ("unencrypted", one.sharing.plain_http)) if is_so]
+        words = marks(leaves_network=one.leaves_network, plain_http=one.sharing.plain_http)
         print_lines(
-            console, f"{one.url}  {what}{f' as {printable(one.name)}' if one.name else ''}{''.join(f'  [{mark}]' for mark in marks)}"
+            console, f"{one.url}  {what}{f' as {printable(one.name)}' if one.name else ''}{''.join(f'  [{mark}]' for mark in words)}"
         )
     if not shares:
         print_lines(console, "No engine is shared. Share one: paceline share http://127.0.0.1:8080")
@@ -92,10 +93,7 @@ async def _look(share: EngineShare) -> Found:
     from paceline.engines.table import identify
 
     try:
-        found = await identify(share.door)
-        if found is None:
-            raise EngineGone("what answers there is no engine that Paceline knows")
-        engine, identity = found
+        engine, identity = await identify(share.door)
         try:
             return Found(str(identity), tuple(model.name for model in await engine.models()))
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from paceline.cli.terminal import own_command, print_lines
 from paceline.core.background import run_interruptibly
 from paceline.core.text import printable
 from paceline.engines.finding import FoundEngine, find_engines
-from paceline.machine.foreign.shares import EngineShare, read_shares, write_shares
+from paceline.machine.foreign.shares import EngineShare, add_share, read_shares
 from paceline.store.home import Home
 
 Wanted = Literal["ask", "auto", "off"]
@@ -43,10 +42,6 @@ def _offer(one: FoundEngine, home: Home, console: Console) -> None:
     if sys.stdin.isatty() and console.is_terminal:
         console.print(f"{what}. Offer its models through Paceline? [y/N] ", end="", markup=False)
         if sys.stdin.readline().strip().lower() in {"y", "yes"}:
-            _keep(home, [EngineShare(one.url)])
+            add_share(home, EngineShare(one.url))
             return
     print_lines(console, f"{what}. To offer its models: {own_command()} share {one.url}")
-
-
-def _keep(home: Home, more: Sequence[EngineShare]) -> None:
-    write_shares(home, [*read_shares(home), *more])

@@ -32,10 +32,7 @@ async def state_at(share: EngineShare) -> EngineState:
     from paceline.engines.table import identify
 
     try:
-        found = await identify(share.door)
-        if found is None:
-            return EngineState(share.url, trouble="what answers there is not an engine that Paceline knows")
-        engine, identity = found
+        engine, identity = await identify(share.door)
         await engine.close()
     except PacelineError as error:
         return EngineState(share.url, trouble=error.message)
@@ -52,7 +49,7 @@ def offer_words(offer: ModelOffer) -> str:
         counted(engine.slots, "slot") if engine.slots else "",
         f"{offer.under_way} busy" if offer.under_way else "",
         f"{offer.tokens_per_second:.3g} tokens/s" if offer.tokens_per_second else "not measured yet",
-        *marks(engine),
+        *marks(leaves_network=engine.leaves_network, plain_http=engine.plain_http),
     ]
     return f"{printable(offer.model_id)} in an engine of another maker ({', '.join(filter(None, parts))})"
 

@@ -81,14 +81,11 @@ async def _ask(listener: Listener) -> FoundEngine | None:
         front = (await http.ask("GET", "/")).json
         if isinstance(front, dict) and front.get("name") == "paceline":
             return None
-        found = await identify(door, patience)
+        engine, identity = await identify(door, patience)
     except EngineGone:
         return None
     finally:
         await http.close()
-    if found is None:
-        return None
-    engine, identity = found
     await engine.close()
     return None if identity.name == OpenAi.name else FoundEngine(listener.url, identity, listener.uid)
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.core.generation import FinishReason
+from paceline.engine.sequence import overlap
 from paceline.engines.contract import AnswerPiece
 
 
@@ -34,7 +35,8 @@ async def until_stop(pieces: AsyncGenerator[AnswerPiece], stops: tuple[str, ...]
             if piece.text:
                 held.append(piece)
             place = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
-            safe = place if place >= 0 else len(text) if piece.finish is not None else len(text) - _beginning(text, stops)
+            held_back = max(overlap(text, stop) for stop in stops)
+            safe = place if place >= 0 else len(text) if piece.finish is not None else len(text) - held_back
             while held and len(held[0].text) <= safe:
                 text, safe, given = text[len(held[0].text) :], safe - len(held[0].text), held.popleft()
                 yield given
@@ -45,10 +47,3 @@ async def until_stop(pieces: AsyncGenerator[AnswerPiece], stops: tuple[str, ...]
                 return
             if piece.finish is not None:
                 yield replace(piece, text="") if piece.text else piece
-
-
-def _beginning(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest end of the text that begins a stop text."""
-    return max(
-        next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0) for stop in stops
-    )

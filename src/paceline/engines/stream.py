@@ -17,7 +17,7 @@ Refusal = Callable[[int, str], PacelineError | None]
 """An adapter's own reading of a refusal: its status and message. None: the common reading is right."""
 
 MAX_EVENT_BYTES: Final = 4 << 20
-"""Maximum size of one event of a stream. Raising it: as above; an event with 20 log probabilities for each of 100 tokens takes 200 KiB."""
+"""Maximum size of one event of a stream. Raising it: a broken engine can fill more memory; an event with 20 log probabilities for each of 100 tokens takes 200 KiB."""
 
 
 class Source(Protocol):

@@ -47,19 +47,15 @@ async def open_engine(door: Door, patience: EnginePatience | None = None, *, nam
     for adapter in adapters():
         if adapter.name == name:
             return adapter(door, patience)
-    found = await identify(door, patience)
-    if found is None:
-        from paceline.engines.http import place_of
-
-        raise EngineGone(f"No engine that Paceline knows answers at {place_of(door)}", "Check the address: it is the one without /v1.")
-    return found[0]
+    engine, _ = await identify(door, patience)
+    return engine
 
 
-async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[ForeignEngine, EngineIdentity] | None:
-    """Return the engine at a door and what it says of itself, or None.
+async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[ForeignEngine, EngineIdentity]:
+    """Return the engine at a door and what it says of itself.
 
     Raises:
-        EngineGone: nothing answers at the door.
+        EngineGone: nothing answers at the door, or nothing that is an engine.
         ConfigError: the key can't be sent.
     """
     for adapter in adapters():
@@ -72,4 +68,6 @@ async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[
                 await engine.close()
         if identity is not None:
             return engine, identity
-    return None
+    from paceline.engines.http import place_of
+
+    raise EngineGone(f"No engine that Paceline knows answers at {place_of(door)}", "Check the address: it is the one without /v1.")

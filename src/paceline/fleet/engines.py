@@ -46,8 +46,9 @@ class PricedEngine:
     @property
     def headline(self) -> str:
         """Describe in one line which engine answers."""
-        words = [f"{self.node_id}, in {self.engine.engine}", *filter(None, (self.engine.quantisation, *marks(self.engine)))]
-        return ", ".join(words)
+        engine = self.engine
+        words = marks(leaves_network=engine.leaves_network, plain_http=engine.plain_http)
+        return ", ".join([f"{self.node_id}, in {engine.engine}", *filter(None, (engine.quantisation, *words))])
 
     @property
     def figures(self) -> str:
@@ -58,9 +59,9 @@ class PricedEngine:
         return f"{expected.tokens_per_s:.3g} tokens/s, first token after {seconds(expected.ttft_s)}, all after {seconds(expected.total_s)}, measured"
 
 
-def marks(engine: EngineOffer) -> list[str]:
+def marks(*, leaves_network: bool, plain_http: bool) -> list[str]:
     """Return in words what a person should know before a prompt goes to an engine."""
-    return [mark for mark, is_so in ((LEAVES, engine.leaves_network), (PLAIN, engine.plain_http)) if is_so]
+    return [mark for mark, is_so in ((LEAVES, leaves_network), (PLAIN, plain_http)) if is_so]
 
 
 def prompt_token_s(offer: ModelOffer) -> float:

@@ -85,9 +85,7 @@ class SharedEngines:
         from paceline.engines.table import identify  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
 
         try:
-            found = await identify(share.door)
-            if found is None:
-                raise EngineGone("what answers there is no engine that Paceline knows")
+            engine, identity = await identify(share.door)
         except (EngineGone, UserError) as error:
             late = self._late.setdefault(share.url, Backoff(AGAIN_S, MOST_AGAIN_S))
             if not late.failures:
@@ -101,7 +99,7 @@ class SharedEngines:
         self._late.pop(share.url, None)
         self._silent.pop(share.url, None)
         self._offered[share.url] = share
-        await self._engines.add(*found, share.sharing)
+        await self._engines.add(engine, identity, share.sharing)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

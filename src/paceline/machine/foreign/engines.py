@@ -191,8 +191,6 @@ class WatchedEngine:
 
     async def _learn(self) -> None:
         """Compute digests, so that other machines that have the same weights may continue answers."""
-        if not self.sharing.is_here:
-            return
         for name, one in tuple(self._known.items()):
             told = one.model.told
             if not one.learns:

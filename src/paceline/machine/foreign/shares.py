@@ -119,6 +119,15 @@ def write_shares(home: Home, shares: Sequence[EngineShare]) -> None:
         raise ConfigError(f"{home.engines} can't be written: {error.strerror}", WRITABLE_HINT) from error
 
 
+def add_share(home: Home, share: EngineShare) -> None:
+    """Share an engine from now on. It takes the place of the one at the same URL.
+
+    Raises:
+        ConfigError: the file can't be read, understood or written.
+    """
+    write_shares(home, [*(one for one in read_shares(home) if one.url != share.url), share])
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address means this machine alone."""
     if host == "localhost":
