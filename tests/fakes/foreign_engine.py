@@ -33,8 +33,9 @@ class ScriptedEngine:
         cuts: int = 1,
         path: Path | None = None,
         url: str = "http://127.0.0.1:1",
+        socket: Path | None = None,
     ) -> None:
-        self._url = url
+        self._door = Door(url, socket=socket)
         self._answer, self._prompt, self._tokenizer, self._cuts = answer, prompt, tokenizer, cuts
         self.breaks = breaks
         self.cached = 0
@@ -48,7 +49,7 @@ class ScriptedEngine:
 
     @property
     def door(self) -> Door:
-        return Door(self._url)
+        return self._door
 
     def _check(self) -> None:
         if self.trouble is not None:

@@ -123,8 +123,7 @@ class Intake:
                 raise NotServed(f"{field}: {model.name} runs in an engine of another maker, which does not serve it", field=field)
         if asked.exact or self._exact:
             raise NotServed(f"exact: {model.name} runs in an engine of another maker, which promises no bytes", field="exact")
-        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
-        call = self._call(ChatShape, asked, model, [[]], most if replacing is None else replacing, None, "messages")
+        call = self._call(ChatShape, asked, model, [[]], _most_of_chat(asked), None, "messages")
         body = passed_body(asked)
         return replace(call, requests=tuple(replace(request, chat=body) for request in call.requests), is_turn=True)
 
@@ -162,10 +161,7 @@ class Intake:
     def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt) -> Call:
         """Return the call of a chat with a written prompt; raises as `chat_of` does."""
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
-        if most is not None and replacing not in (None, most):
-            raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
-        call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
+        call = self._call(ChatShape, asked, prompt.model, [prompt.ids], _most_of_chat(asked), logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
         if grammar is not None and prompt.model.chats is not None:
             return self._passed(asked, prompt.model, prompt.model.chats)  # its engine follows no grammar over ids
@@ -424,6 +420,14 @@ def _most(asked: int | None, field: str) -> int | None:
             f"{field}: an answer has one token at least", "Send 1 or more, or -1 for the rest of the context.", field=field
         )
     return None if asked == -1 else asked
+
+
+def _most_of_chat(asked: ChatCompletionRequest) -> int | None:
+    """Return how many tokens a chat's answer may have, by either of its two fields. Raises as `_most`, and if the fields differ."""
+    most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
+    if most is not None and replacing not in (None, most):
+        raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
+    return most if replacing is None else replacing
 
 
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:

@@ -126,7 +126,9 @@ class WatchedEngine:
 
     @property
     def url(self) -> str:
-        return self.engine.door.url
+        """The engine's address. Engines that this node started may differ in their Unix sockets alone."""
+        door = self.engine.door
+        return door.url if door.socket is None else str(door.socket)
 
     @property
     def offered(self) -> list[Offered]:
@@ -338,8 +340,8 @@ class ForeignEngines:
         Args:
             revive: starts it again if it hangs; None: this node did not start it.
         """
-        await self.remove(engine.door.url)
         watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive)
+        await self.remove(watched.url)
         await watched.look()
         self._engines[watched.url] = watched
         self._watching[watched.url] = in_background(self._watch(watched), f"looks at {watched.url}")

@@ -233,3 +233,14 @@ async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, bundl
     await engines.remove(inside.door.url)
     assert [one.model.leaves_network for one in engines.offered] == [True]
     await engines.close()
+
+
+@in_loop
+async def test_engines_that_differ_in_their_sockets_alone_are_two(home: Home, tmp_path: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    for name in ("a", "b"):
+        engine = ScriptedEngine(ANSWER, 3, url="http://127.0.0.1", socket=tmp_path / f"{name}.sock")
+        engine.told = (EngineModel(name, frozenset({Takes.MESSAGES})),)
+        await engines.add(engine, IDENTITY, Offering())
+    assert [offer.model_id for offer in engines.offers()] == ["a", "b"]
+    await engines.close()
