@@ -44,6 +44,8 @@ class ModelFacts:
     """Name and version of the engine of another maker that runs it; empty: Paceline's own kernels."""
     leaves_network: bool = False
     """Prompts for it leave the home network, so only requests that name it reach it."""
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that requests go through after this one, as far as they are known; see `core.via`."""
 
 
 @dataclass(frozen=True, slots=True)

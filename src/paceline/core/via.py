@@ -1,6 +1,8 @@
-"""Nodes that a request went through, so that endpoints which share each other do not pass it around without end.
+"""Nodes that a request goes through, so that endpoints which share each other do not pass it around without end.
 
 Laws:
+- A list of models says which nodes a request for each goes through. A node offers no model that is reached through itself, so endpoints that share each other list
+  no model that neither has.
 - A node adds its mark to a request that leaves it for an engine of another maker or for another node, and refuses a request that has its mark.
 - A mark is a node's name and a number that the process drew, since two fleets may have nodes of one name. Only the number leaves the home network.
 """
@@ -51,6 +53,11 @@ def through(via: tuple[str, ...], mark: str) -> tuple[str, ...]:
     return (*via, mark)
 
 
+def leads_back(via: tuple[str, ...], mark: str) -> bool:
+    """Return whether `through` would refuse a request that goes on to these nodes from the node with this mark."""
+    return _number(mark) in map(_number, via) or len(via) >= MOST_NODES
+
+
 def outside(via: tuple[str, ...]) -> tuple[str, ...]:
     """Return the way without names of machines, for an engine outside of the home network."""
     return tuple(map(_number, via))
@@ -70,6 +77,13 @@ def read_via(text: str) -> tuple[str, ...]:
     if len(text) > MOST_LETTERS or not all(MARK.fullmatch(mark) for mark in marks):
         raise InvalidRequest(f"The header {VIA_HEADER} is not one that Paceline wrote", "Leave it out.", field=VIA_HEADER)
     return marks
+
+
+def listed_via(entry: object) -> tuple[str, ...]:
+    """Read the nodes of a list's entry, as an endpoint wrote them. Empty: it is no Paceline's list."""
+    if not isinstance(entry, list):
+        return ()
+    return tuple(mark for mark in entry[: MOST_NODES + 1] if isinstance(mark, str) and MARK.fullmatch(mark))
 
 
 def _number(mark: str) -> str:

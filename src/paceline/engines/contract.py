@@ -75,6 +75,8 @@ class EngineModel:
     loaded: bool = True
     """False: a request would make the engine load it, and may make it unload another."""
     capabilities: frozenset[Capability] = frozenset()
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that a request for it goes through, if the engine is an endpoint of Paceline; see `core.via`."""
 
 
 @dataclass(frozen=True, slots=True)

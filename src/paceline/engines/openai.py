@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.core.errors import EngineGone
+from paceline.core.via import listed_via
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs
 from paceline.engines.contract import Ask, EngineIdentity, EngineModel, Takes
 from paceline.engines.shapes import entries, number, sensible, text_of
@@ -45,7 +46,8 @@ class OpenAi(Adapter):
 
     @staticmethod
     def _model(listed: Mapping[str, Any], takes: frozenset[Takes]) -> EngineModel:
-        return EngineModel(str(listed["id"]), takes, context=number(listed, "max_model_len", "context_length", "context_window"))
+        context = number(listed, "max_model_len", "context_length", "context_window")
+        return EngineModel(str(listed["id"]), takes, context=context, via=listed_via(listed.get("via")))
 
     def is_other(self, asked: str, said: str) -> bool:
         """Return whether the answer names another model of the list. Other names may be aliases, such as one with a date."""

@@ -115,6 +115,8 @@ class EngineOffer:
     """Prompts leave the home network: the engine is elsewhere. Requests reach it only by name."""
     plain_http: bool = False
     """Prompts cross the network unencrypted."""
+    via: tuple[str, ...] = ()
+    """Marks of the nodes that a request goes through there, if the engine is an endpoint of Paceline; see `core.via`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ModelFacts, ServedModel
+from paceline.core.via import outside
 from paceline.fleet.engines import PROMISE
 from paceline.machine.models import Models
 from paceline.server import embeddings, own_paths, replies, tokenizing
@@ -207,18 +208,23 @@ def _add_routes(app: Application, service: ApiService, engines: own_paths.Engine
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return own_paths.front_page(request.headers.get("accept", ""))
 
+    def listed(name: str, created: int, length: int, drawn: Mapping[str, float] | None, via: tuple[str, ...] = ()) -> dict[str, object]:
+        shown: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "paceline"}
+        shown |= {"max_model_len": length, "sampling_defaults": drawn if drawn is None else dict(drawn)}
+        return shown | {"via": outside((settings.mark, *via))}
+
     def model_entry(model: ServedModel) -> dict[str, object]:
         drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}
-        return _listed(model.name, model.created, model.max_context, drawn) | _engine_fields(model.facts)
+        return listed(model.name, model.created, model.max_context, drawn, model.facts.via) | _engine_fields(model.facts)
 
     def encoder_entry(found: TextEncoder) -> dict[str, object]:
-        return _listed(found.name, found.created, found.max_tokens, {})
+        return listed(found.name, found.created, found.max_tokens, {})
 
     @app.get("/v1/models", summary="List the models", responses={200: {"model": replies.ModelList}, **key})
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
-        data += [_listed(model.name, changed(model), model.context, None) for model in await service.loadable()]
+        data += [listed(model.name, changed(model), model.context, None) for model in await service.loadable()]
         data = data if encoder is None else [*data, encoder_entry(encoder)]
         return json_response(anthropic_models.models_page(data) if anthropic_models.is_asked(request) else {"object": "list", "data": data})
 
@@ -258,11 +264,6 @@ def _add_routes(app: Application, service: ApiService, engines: own_paths.Engine
     )
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _listed(name: str, created: int, length: int, drawn: Mapping[str, float] | None) -> dict[str, object]:
-    shown: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "paceline"}
-    return shown | {"max_model_len": length, "sampling_defaults": drawn if drawn is None else dict(drawn)}
 
 
 def _engine_fields(facts: ModelFacts) -> dict[str, object]:

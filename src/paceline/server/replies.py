@@ -138,6 +138,10 @@ class ListedModel(LazyModel):
         description="How tokens are drawn where a request does not say; what is missing: as OpenAI's API has it. Null: not known before the "
         "model is asked for"
     )
+    via: list[str] = Field(
+        description="Random marks of the nodes that a request goes through, this one's first. An endpoint that shares this one offers no model that is reached "
+        "through itself"
+    )
     engine: str = Field(
         default="", description="The engine of another maker that runs it. Missing, as are the fields below: Paceline's own kernels"
     )

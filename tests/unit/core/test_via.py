@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequest, RequestLoop
-from paceline.core.via import MARK, MOST_NODES, new_mark, outside, read_via, through, write_via
+from paceline.core.via import MARK, MOST_NODES, leads_back, listed_via, new_mark, outside, read_via, through, write_via
 
 A, B, C, D, E = (f"{name}~{place:016x}" for place, name in enumerate(("a", "b", "c", "", "e")))
 
@@ -27,6 +27,26 @@ def test_a_second_pass_is_refused_and_the_loop_named(via: tuple[str, ...]) -> No
     with pytest.raises(RequestLoop) as refused:
         through(via, A)
     assert refused.value.message.endswith(f" -> {A}")
+
+
+@pytest.mark.parametrize("via", [(), (A,), (B, C), (B, A, C), outside((B, A)), (B, C, D), (B, C, D, E)])
+def test_a_model_leads_back_if_a_request_for_it_would_be_refused(via: tuple[str, ...]) -> None:
+    refuses = False
+    asked: tuple[str, ...] = ()
+    for mark in (A, *via):
+        try:
+            asked = through(asked, mark)
+        except RequestLoop:
+            refuses = True
+    assert leads_back(via, A) == refuses
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [([A, outside((B,))[0]], (A, *outside((B,)))), (None, ()), ("a", ()), ([1, None, "x y", A], (A,)), ([A] * 99, (A,) * (MOST_NODES + 1))],
+)
+def test_the_way_in_a_list_of_models_is_read_from_any_server(entry: object, found: tuple[str, ...]) -> None:
+    assert listed_via(entry) == found
 
 
 def test_nodes_of_two_fleets_may_have_one_name() -> None:

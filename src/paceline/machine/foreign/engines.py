@@ -22,7 +22,7 @@ from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownMo
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
-from paceline.core.via import new_mark, outside, through
+from paceline.core.via import leads_back, new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
@@ -108,10 +108,11 @@ class WatchedEngine:
         clock: Clock,
         changed: Callable[[], None],
         revive: Revive | None = None,
+        mark: str = "",
     ) -> None:
         self.engine, self.identity, self.sharing, self._revive = engine, identity, sharing, revive
         self._failed_looks = 0
-        self._home, self._clock, self._changed = home, clock, changed
+        self._home, self._clock, self._changed, self._mark = home, clock, changed, mark
         self._known: dict[str, Offered] = {}
         """By the engine's own name, also of models that failed."""
         self._looked_s: float | None = None
@@ -172,7 +173,11 @@ class WatchedEngine:
             self._changed()
 
     async def _take(self, identity: EngineIdentity, told: Sequence[EngineModel]) -> None:
-        wanted = [one for one in told if one.takes and (not self.sharing.models or one.name in self.sharing.models)]
+        wanted = [
+            one
+            for one in told
+            if one.takes and (not self.sharing.models or one.name in self.sharing.models) and not leads_back(one.via, self._mark)
+        ]
         known, self.identity = self._known, identity
         found: dict[str, Offered] = {}
         for one in wanted:
@@ -340,7 +345,7 @@ class ForeignEngines:
         Args:
             revive: starts it again if it hangs; None: this node did not start it.
         """
-        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive)
+        watched = WatchedEngine(engine, identity, sharing, self._home, self._clock, self._changed, revive, self.mark)
         await self.remove(watched.url)
         await watched.look()
         self._engines[watched.url] = watched

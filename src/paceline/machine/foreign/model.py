@@ -73,6 +73,7 @@ class ForeignModel:
             tuple(sorted(map(str, told.capabilities))),
             self.leaves_network,
             self.plain_http,
+            self.told.via,
         )
         return ModelOffer(
             self.name,
@@ -159,6 +160,7 @@ def served(model: ForeignModel) -> ServedModel:
         stored_as=model.told.quantisation,
         engine=str(model.identity),
         leaves_network=model.leaves_network,
+        via=model.told.via,
     )
     chats: PassedChats | None = None
     if Takes.MESSAGES in model.told.takes:

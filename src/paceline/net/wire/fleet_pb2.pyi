@@ -165,6 +165,7 @@ class EngineCapability(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     LEAVES_NETWORK_FIELD_NUMBER: _builtins.int
     PLAIN_HTTP_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name and version, such as "llama-server b9000"."""
     quantization: _builtins.str
@@ -183,6 +184,10 @@ class EngineCapability(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """images, tools, schemas, embeddings, rerank."""
 
+    @_builtins.property
+    def via(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Marks of the nodes that a request goes through there, if it is an endpoint of Paceline."""
+
     def __init__(
         self,
         *,
@@ -193,10 +198,11 @@ class EngineCapability(_message.Message):
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         leaves_network: _builtins.bool = ...,
         plain_http: _builtins.bool = ...,
+        via: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "leaves_network", b"leaves_network", "plain_http", b"plain_http", "quantization", b"quantization", "slots", b"slots", "takes", b"takes", "via", b"via"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -212,7 +212,7 @@ class Described:
         loaded, model, engine = self.loaded, self.loaded.model, route.engine
         facts = ModelFacts(model.digest if model.has_digest else "", route.size_bytes)
         if engine is not None:
-            facts = replace(facts, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network)
+            facts = replace(facts, stored_as=engine.quantisation, engine=engine.engine, leaves_network=engine.leaves_network, via=route.via)
         fingerprint = fingerprint_of(model, route.numerics_id)
         return ServedModel(model.name, loaded.created, loaded.max_context, self.tokenizer, fingerprint, facts, route.chats)
 

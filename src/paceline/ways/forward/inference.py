@@ -195,7 +195,7 @@ class FleetInference:
         loaded = {one.model.name: Meaning(one.model, one.tokenizer) for one in self._local.all}
         meanings = {name: route.meaning for name, route in self._routes.items()}
         answerers: MayAnswer = self._fleet.eligible(Use.ANSWER)
-        before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings)
+        before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings, self._mark)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)

@@ -27,6 +27,7 @@ from paceline.core.following import Following, Holding, may_follow
 from paceline.core.ids import NodeId
 from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef
+from paceline.core.via import leads_back
 from paceline.fleet.card import EngineOffer, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.engines import price, prompt_token_s
@@ -110,6 +111,11 @@ class AnswerRoute:
         return self.stops[0].engine if all(stop.engine is not None for stop in self.stops) else None
 
     @property
+    def via(self) -> tuple[str, ...]:
+        """The nodes that a request goes through, if only other endpoints of Paceline have the model: the shortest way."""
+        return min((() if stop.engine is None else stop.engine.via for stop in self.stops), key=len)
+
+    @property
     def chats(self) -> PassedChats | None:
         """Which chats reach engines as they are: what any of its engines can do."""
         engines = [stop.engine for stop in self.stops if stop.engine is not None and MESSAGES in stop.engine.takes]
@@ -119,12 +125,13 @@ class AnswerRoute:
         return PassedChats(not self.meaning.tokenizer, "images" in able, "tools" in able, "schemas" in able)
 
 
-def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning]) -> dict[str, AnswerRoute]:
+def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning], mark: str = "") -> dict[str, AnswerRoute]:
     """A route for each model that a node which may answer has loaded, by name.
 
     Args:
         loaded: what this node itself runs.
         meanings: what names meant before.
+        mark: this node's, see `core.via`: models that are reached through it get no route.
     """
     own = answerers.own
     # What a machine is there for is said to others: its own clients it answers.
@@ -132,6 +139,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     offered: dict[str, dict[Meaning, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
         whole = [offer for offer in card.models if offer.runs_whole and offer.warm and offer.digest and offer.model_id]
+        whole = [offer for offer in whole if offer.engine is None or not leads_back(offer.engine.via, mark)]
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))

@@ -18,6 +18,7 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
+from paceline.core.via import MOST_NODES, new_mark
 from paceline.engines.contract import EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
 from paceline.machine.foreign.engines import ForeignEngines, Offering
@@ -177,6 +178,19 @@ async def test_only_models_that_a_person_named_are_offered(home: Home) -> None:
     assert engines.offers() == ()
     with pytest.raises(UnknownModel):
         engines.generate("b", request())
+    await engines.close()
+
+
+@in_loop
+async def test_a_model_that_is_reached_through_this_node_is_not_offered(home: Home) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = ScriptedEngine(ANSWER, 3)
+    ways = {"elsewhere": (new_mark(),), "here": (new_mark(), engines.mark), "far": tuple(new_mark() for _ in range(MOST_NODES))}
+    engine.told = tuple(EngineModel(name, frozenset({Takes.MESSAGES}), via=via) for name, via in ways.items())
+    await engines.add(engine, IDENTITY, Offering())
+    assert [model.name for model in engines.models()] == ["elsewhere"]
+    with pytest.raises(UnknownModel):
+        engines.generate("here", request())
     await engines.close()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.following import Following, Holding
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelRef, digest_of_name
+from paceline.core.via import new_mark
 from paceline.fleet.card import EngineOffer, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, Use
 from paceline.ways.forward.routes import Meaning, may_be_loading, open_to, routes
@@ -155,6 +156,15 @@ def test_a_route_says_which_engine_answers_unless_own_kernels_may() -> None:
     found = routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, shared))), {}, {})["m"]
     assert found.engine == ENGINE
     assert routes(Eligible(Use.ANSWER, A, (card(B, shared), card(C, own))), {}, {})["m"].engine is None
+
+
+def test_a_route_has_no_engine_that_is_reached_through_the_node_that_asks_and_says_the_shortest_way() -> None:
+    here, other, third = new_mark("a"), new_mark("b"), new_mark()
+    back, far, near = (offer(10, numerics_id="", shape=None, engine=replace(ENGINE, via=via)) for via in ((here,), (other, third), (third,)))
+    found = routes(Eligible(Use.ANSWER, A, (card(A, back), card(B, far), card(C, near))), {}, {}, here)["m"]
+    assert ({stop.node_id for stop in found.stops}, found.via) == ({B, C}, (third,))
+    assert routes(Eligible(Use.ANSWER, A, (card(B, far), card(C, offer(1)))), {}, {}, here)["m"].via == ()
+    assert not routes(Eligible(Use.ANSWER, A, (card(B, back),)), {}, {}, here)
 
 
 AWAY = replace(ENGINE, leaves_network=True)
