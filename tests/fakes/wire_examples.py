@@ -217,7 +217,16 @@ SERVED_CARD = replace(
             "int4",
             steps=(StepTime(1, 0.0091), StepTime(4, 0.012)),
             drafts=(MeasuredDraft(NodeId("node-2"), "tiny", 0.63),),
-            engine=EngineOffer("llama-server b9000", ("ids", "messages"), "Q4_K_M", 4, ("images",), True, True, ("desk~00112233445566ff", "0011223344556677")),
+            engine=EngineOffer(
+                "llama-server b9000",
+                ("ids", "messages"),
+                "Q4_K_M",
+                4,
+                ("images",),
+                True,
+                True,
+                ("desk~00112233445566ff", "0011223344556677"),
+            ),
         ),
     ),
 )

@@ -33,6 +33,10 @@ def new_mark(name: str = "") -> str:
     return f"{plain}~{secrets.token_hex(8)}" if plain else secrets.token_hex(8)
 
 
+def is_node_mark(mark: object) -> bool:
+    return isinstance(mark, str) and MARK.fullmatch(mark) is not None
+
+
 def through(via: tuple[str, ...], mark: str) -> tuple[str, ...]:
     """Return the way of a request with this node at its end.
 
@@ -74,16 +78,16 @@ def read_via(text: str) -> tuple[str, ...]:
         InvalidRequest: it is not one that a node wrote.
     """
     marks = tuple(part.strip() for part in text.split(",")) if text else ()
-    if len(text) > MOST_LETTERS or not all(MARK.fullmatch(mark) for mark in marks):
+    if len(text) > MOST_LETTERS or not all(map(is_node_mark, marks)):
         raise InvalidRequest(f"The header {VIA_HEADER} is not one that Paceline wrote", "Leave it out.", field=VIA_HEADER)
     return marks
 
 
 def listed_via(entry: object) -> tuple[str, ...]:
-    """Read the nodes of a list's entry, as an endpoint wrote them. Empty: it is no Paceline's list."""
+    """Read the nodes of a list's entry, as an endpoint wrote them. Empty: another server wrote the list."""
     if not isinstance(entry, list):
         return ()
-    return tuple(mark for mark in entry[: MOST_NODES + 1] if isinstance(mark, str) and MARK.fullmatch(mark))
+    return tuple(mark for mark in entry[: MOST_NODES + 1] if is_node_mark(mark))
 
 
 def _number(mark: str) -> str:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
 from paceline.core.ids import is_sha256
-from paceline.core.via import MARK, MOST_NODES
+from paceline.core.via import MOST_NODES, is_node_mark
 from paceline.fleet.card import (
     Device,
     DividedShape,
@@ -143,7 +143,7 @@ _ENGINE: Final = Codec(
         "quantisation": "quantization",
         "slots": Range(0, 1 << 16),
         "capabilities": Length(0, MAX_WORDS, _is_shown),
-        "via": Length(0, MOST_NODES, MARK.fullmatch),
+        "via": Length(0, MOST_NODES, is_node_mark),
     },
     bounds=_BOUNDS,
 )

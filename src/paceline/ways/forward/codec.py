@@ -25,7 +25,7 @@ from paceline.core.generation import (
 from paceline.core.ids import RequestId
 from paceline.core.model import ModelRef
 from paceline.core.text import printable
-from paceline.core.via import MARK, MOST_NODES
+from paceline.core.via import MOST_NODES, is_node_mark
 from paceline.engine.grammar import VERSION
 from paceline.net.mapper import Codec, Length, Mapped, or_none
 from paceline.net.wire import generate_pb2 as wire
@@ -94,7 +94,7 @@ _REQUEST: Final = Codec(
             read=_read_so_far,
         ),
         "cache_salt": Length(0, MAX_SALT_LETTERS),
-        "via": Length(0, MOST_NODES, lambda mark: MARK.fullmatch(mark) is not None),
+        "via": Length(0, MOST_NODES, is_node_mark),
         "grammar": Mapped(codec=_GRAMMAR, write=lambda grammar: _GRAMMAR.write(grammar, version=VERSION)),
     },
     given=["request_id", "caller", "client", "shares_kv", "max_tokens", "leg"],

@@ -160,7 +160,9 @@ def test_a_route_says_which_engine_answers_unless_own_kernels_may() -> None:
 
 def test_a_route_has_no_engine_that_is_reached_through_the_node_that_asks_and_says_the_shortest_way() -> None:
     here, other, third = new_mark("a"), new_mark("b"), new_mark()
-    back, far, near = (offer(10, numerics_id="", shape=None, engine=replace(ENGINE, via=via)) for via in ((here,), (other, third), (third,)))
+    back, far, near = (
+        offer(10, numerics_id="", shape=None, engine=replace(ENGINE, via=via)) for via in ((here,), (other, third), (third,))
+    )
     found = routes(Eligible(Use.ANSWER, A, (card(A, back), card(B, far), card(C, near))), {}, {}, here)["m"]
     assert ({stop.node_id for stop in found.stops}, found.via) == ({B, C}, (third,))
     assert routes(Eligible(Use.ANSWER, A, (card(B, far), card(C, offer(1)))), {}, {}, here)["m"].via == ()
