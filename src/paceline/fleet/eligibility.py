@@ -43,6 +43,8 @@ class Use(Enum):
     """The peer uses time and memory as for layers, but in a process that trusts the stream of its leader, so guests never may."""
     SHARE_KV = "sharing KV"
     """The peer learns whether a prompt that it knows was asked here lately, and its KV decides answers."""
+    REACH_OUTSIDE = "asking engines outside of the home network"
+    """The peer uses what this machine's owner may pay for: an engine of somebody else, with the owner's key."""
 
 
 COMPUTES: Final = frozenset({Use.ANSWER, Use.HOLD_LAYERS, Use.SHARE_KV})
@@ -93,6 +95,7 @@ class TrustPolicy:
     caller: Trust = Trust.MEMBER
     kv: Trust | None = None
     """None: the level of `answer`, but at least member."""
+    outside: Trust = Trust.MEMBER
 
     def least(self, use: Use) -> Trust:
         """Return the least trust that a use requires."""
@@ -111,6 +114,8 @@ class TrustPolicy:
                 return max(self.caller, Trust.MEMBER, key=list(Trust).index)
             case Use.SHARE_KV:
                 return self.kv or max(self.answer, Trust.MEMBER, key=list(Trust).index)
+            case Use.REACH_OUTSIDE:
+                return self.outside
 
     def allows(self, trust: Trust, use: Use) -> bool:
         """Return True if a node of this trust that is not revoked may be put to a use."""

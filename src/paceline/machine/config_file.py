@@ -43,6 +43,8 @@ class TrustSettings(_Table):
     min_kv_trust: Annotated[Trust | None, _WORD] = None
     """Machines below it get no KV from this one and give it none: they would learn how prompts here begin, and decide answers. None: that of
     `min_answer_trust`, and never below a member."""
+    min_outside_trust: Annotated[Trust, _WORD] = Trust.MEMBER
+    """Machines below it reach no engine outside of the home network through this one: its owner may pay for what they ask."""
 
 
 class KvSettings(_Table):
@@ -152,6 +154,7 @@ class Settings(_Table):
             taker=self.trust.min_taker_trust,
             caller=self.pipeline.host.min_caller_trust,
             kv=self.trust.min_kv_trust,
+            outside=self.trust.min_outside_trust,
         )
 
 

@@ -214,7 +214,7 @@ class FleetServing:
             ConfigError: the port can't be used.
         """
         services: list[Callable[[PeerGuard], Service]] = [
-            lambda guard: generate_service(self._local, partial(self._may_share_kv, guard)),
+            lambda guard: generate_service(self._local, partial(self._allows, guard)),
             self.drafting.service,
             self.kv.service,
             lambda guard: give_weights(self.home, guard, self.fleet.trust, self._beside),
@@ -281,8 +281,8 @@ class FleetServing:
         if node.peer_kv is not None:
             self.kv.attach(node.peer_kv, partial(node.host.generate, node.model.name))
 
-    def _may_share_kv(self, guard: PeerGuard, context: Context) -> bool:
-        return self.fleet.trust.allows(guard.peer(context).trust, Use.SHARE_KV)
+    def _allows(self, guard: PeerGuard, context: Context, use: Use) -> bool:
+        return self.fleet.trust.allows(guard.peer(context).trust, use)
 
     def _bytes_of_ranks(self) -> tuple[int, int]:
         return (0, 0) if self.ranks is None else (self.ranks.used_bytes, self.ranks.coming_bytes)

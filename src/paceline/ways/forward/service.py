@@ -14,13 +14,14 @@ from typing import Self
 from uuid import uuid4
 
 from paceline.core.background import end_tasks
-from paceline.core.errors import ContextOverflow, UnknownModel
+from paceline.core.errors import ContextOverflow, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId, Trust
 from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.model import ModelRef
 from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
+from paceline.fleet.eligibility import Use
 from paceline.net.member.meter import FleetMeter
 from paceline.net.server import KIB, Service
 from paceline.net.trust.handlers import Context, Limit, caller_of
@@ -55,16 +56,26 @@ class LoadedModel:
     """False: its engine keeps its own to itself, and takes whole chats only."""
 
 
+Allows = Callable[[Context, Use], bool]
+"""Function that returns True if a call's node may have a use of this one."""
+
+
 class GenerateServicer(GenerateServiceServicer):
-    def __init__(self, models: LocalModels, shares_kv: Callable[[Context], bool] = lambda _: False) -> None:
-        self._models, self._shares_kv = models, shares_kv
+    def __init__(self, models: LocalModels, allows: Allows = lambda *_: False) -> None:
+        self._models, self._allows = models, allows
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._check(request)
+        served = self._models.served(request.model_id)
+        if served is not None and served.facts.leaves_network and not self._allows(context, Use.REACH_OUTSIDE):
+            raise WayNotAllowed(
+                f"{request.model_id[:200]} runs outside of this home network, and this machine does not let yours reach it",
+                "On the machine that shares it: [trust] min_outside_trust.",
+            )
         # Ids are the caller's; two callers may have chosen one.
         wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
-        wanted = replace(wanted, shares_kv=self._shares_kv(context))
+        wanted = replace(wanted, shares_kv=self._allows(context, Use.SHARE_KV))
         async with (
             aclosing(self._models.generate(request.model_id, wanted)) as stream,
             _Notices(context, self._models.advances) as notices,
@@ -147,11 +158,11 @@ def _not_here(name: str) -> UnknownModel:
     return UnknownModel(f"The model {name[:200]!r} is not loaded here")
 
 
-def generate_service(models: LocalModels, shares_kv: Callable[[Context], bool] = lambda _: False) -> Service:
-    """What a node's server registers.
+def generate_service(models: LocalModels, allows: Allows = lambda *_: False) -> Service:
+    """Return the service that a node's server registers.
 
     Args:
-        shares_kv: whether who calls may have KV of this node: what is computed for it is then not kept apart.
+        allows: if a node may share KV, what is computed for it is not kept apart.
     """
     limits = {
         # Half a million tokens and more, or a chat with images. An answer that goes on here is the longest of what else there is.
@@ -160,7 +171,7 @@ def generate_service(models: LocalModels, shares_kv: Callable[[Context], bool] =
         ),
         "GenerateService/DescribeModel": Limit(4 * KIB, 8, least=Trust.GUEST),
     }
-    return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models, shares_kv)), limits)
+    return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models, allows)), limits)
 
 
 STALL_S = 6.0

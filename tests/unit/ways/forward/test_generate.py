@@ -15,11 +15,14 @@ from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.net.test_silence import stand_still
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, UnknownModel
+from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, UnknownModel, WayNotAllowed
 from paceline.core.following import Holding
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
 from paceline.core.ids import NodeId, RequestId
+from paceline.core.inference import ModelFacts, ServedModel
 from paceline.core.model import ModelRef
+from paceline.core.no_tokenizer import NoTokenizer
+from paceline.fleet.eligibility import Use
 from paceline.net.trust.handlers import rewrap, told
 from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
@@ -41,11 +44,17 @@ class Slow:
         self.asked: list[GenerationRequest] = []
         self.comes = asyncio.Event()
         self.works, self.stops, self.closed = True, False, False
+        self.is_outside = False
         self.signs = 0
         """Notices that were due."""
 
     def find(self, name: str) -> LoadedModel | None:
         return LOADED if name == LOADED.model.name else None
+
+    def served(self, name: str) -> ServedModel | None:
+        del name
+        facts = ModelFacts(engine="openai", leaves_network=self.is_outside)
+        return ServedModel(LOADED.model.name, 0, LOADED.max_context, NoTokenizer(), "fp", facts)
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         raise NotImplementedError(name)
@@ -74,9 +83,9 @@ class Tells(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def asked(models: Slow) -> AsyncIterator[RemoteStream]:
+async def asked(models: Slow, *allowed: Use) -> AsyncIterator[RemoteStream]:
     server = grpc.aio.server(interceptors=[Tells()])
-    add_GenerateServiceServicer_to_server(GenerateServicer(models), server)
+    add_GenerateServiceServicer_to_server(GenerateServicer(models, lambda _, use: use in allowed), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -107,6 +116,21 @@ async def test_an_answer_that_is_worked_on_says_so_until_it_comes() -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     assert models.asked[0].so_far == {0: (3, 4)}
+
+
+@pytest.mark.parametrize(("is_outside", "allowed", "answers"), [(False, (), True), (True, (), False), (True, (Use.REACH_OUTSIDE,), True)])
+@in_loop
+async def test_an_engine_outside_answers_the_nodes_that_may_reach_it(is_outside: bool, allowed: tuple[Use, ...], answers: bool) -> None:
+    models = Slow()
+    models.is_outside = is_outside
+    models.comes.set()
+    async with asked(models, *allowed) as stream:
+        if answers:
+            await anext(stream)
+        else:
+            with pytest.raises(WayNotAllowed):
+                await anext(stream)
+    assert bool(models.asked) == answers
 
 
 @in_loop
