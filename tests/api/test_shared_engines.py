@@ -60,10 +60,21 @@ def answered_by(url: str, model: str | None) -> str:
 def test_requests_reach_an_engine_outside_by_its_models_name_alone(serve_with: Callable[..., Served[ScriptedInference]]) -> None:
     settings = ServerSettings(served_names=("gpt-4o",))
     url = holding(serve_with, {"away": AWAY, "m": HOME}, settings=settings)
-    assert [answered_by(url, name) for name in (None, "gpt-4o", "m", "away", "AWAY:latest")] == ["m", "m", "m", "away", "away"]
+    assert [answered_by(url, name) for name in (None, "gpt-4o", "m", "away", "away:latest")] == ["m", "m", "m", "away", "away"]
+    assert [answered_by(url, name) for name in ("AWAY", "Away:latest", "M")] == ["404", "404", "m"]
     assert [one["id"] for one in httpx.get(f"{url}/v1/models").json()["data"]] == ["m", "away", "gpt-4o"]
     assert "engine" in httpx.get(f"{url}/v1/models/gpt-4o").json()
     assert not httpx.get(f"{url}/v1/models/gpt-4o").json()["leaves_network"]
+
+
+@pytest.mark.parametrize("name", ["big:latest", "Big", "BIG", "Big:latest"])
+def test_no_engine_outside_answers_for_a_model_at_home_that_is_away(
+    serve_with: Callable[..., Served[ScriptedInference]], name: str
+) -> None:
+    inference = Holding()
+    inference.facts = {"big": AWAY}
+    inference.awaited = {"big:latest"}
+    assert answered_by(serve_with(inference).url, name) in {"404", "503"}
 
 
 def test_where_all_models_leave_the_network_a_request_has_to_name_one(serve_with: Callable[..., Served[ScriptedInference]]) -> None:

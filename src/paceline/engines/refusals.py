@@ -25,10 +25,15 @@ from paceline.core.text import printable
 
 MAX_WORDS: Final = 300
 """Maximum characters of an engine's own words in a message. Raising it: messages fill the screen with a prompt that an engine repeats."""
+MAX_READ: Final = 2000
+"""Maximum characters of a refusal that are looked at. Raising it: words that make a pattern slow hold up all requests for longer."""
 KEY_PART: Final = 6
 """Length of a part of a key that no message may hold. Raising it: an engine that repeats half of a short key is quoted."""
 RETRY_S: Final = 2
 """Seconds after which a client comes back if the engine does not say. Raising it: a free engine idles; lowering it: more requests are refused."""
+MAX_RETRY_S: Final = 3600
+MAX_DIGITS: Final = 9
+"""Digits of a time that are read. Python refuses to read thousands."""
 
 _CONTEXT = re.compile(r"context (length|size|window)|exceed_context|context_length_exceeded|maximum context|max_model_len", re.IGNORECASE)
 _NO_MODEL = re.compile(r"model\b.*\b(not (found|exist|loaded|available)|unknown|does not exist|no such)|(unknown|invalid|no such) model|model_not_found", re.IGNORECASE | re.DOTALL)  # fmt: skip
@@ -49,7 +54,7 @@ def refusal_of(
         retry_after: the header.
         own: an adapter's reading of status and message, asked first.
     """
-    kind, message = _read(body)
+    kind, message = (text[:MAX_READ] for text in _read(body))
     words = quoted(message, key)
     if own is not None and (error := own(status, words)) is not None:
         return error
@@ -98,4 +103,4 @@ def _read(body: Any) -> tuple[str, str]:
 
 
 def _seconds(retry_after: str) -> int:
-    return max(1, min(int(retry_after), 3600)) if retry_after.isdecimal() else RETRY_S
+    return max(1, min(int(retry_after[:MAX_DIGITS]), MAX_RETRY_S)) if retry_after.isdecimal() else RETRY_S

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engines.contract import AnswerPiece, Ask
 from paceline.engines.http import Http
+from paceline.engines.sense import OTHER_VERSION
 from paceline.engines.stream import Stream
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ def sensible(http: Http, read: Callable[..., T], *found: Any) -> T:
     try:
         return read(*found)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise http.gone("answers in another shape than its API has", "Its version may be too old or too new for Paceline.") from None
+        raise http.gone("answers in another shape than its API has", OTHER_VERSION) from None
 
 
 def number(found: Mapping[str, Any], *names: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from paceline.core.errors import EngineGone
+from paceline.engines.sense import made_sense
 
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
@@ -62,7 +63,7 @@ async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[
         engine = adapter(door, patience)
         identity: EngineIdentity | None = None
         try:
-            identity = await engine.identify()
+            identity = await made_sense(door.url, engine.identify())
         finally:
             if identity is None:
                 await engine.close()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.core.background import came_within
+from paceline.core.background import came_within, end_tasks, in_background
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
 from paceline.core.errors import EngineGone, UserError
@@ -38,11 +38,11 @@ class SharedEngines:
         self._stamp: tuple[int, int] | None = None
         self._wanted: dict[str, EngineShare] | None = None
         """By URL; None: the file was not read yet."""
-        self._offered: dict[str, EngineShare] = {}
-        self._late: dict[str, Backoff] = {}
-        """Engines that did not answer, by URL."""
+        self._kept: dict[str, tuple[EngineShare, asyncio.Task[None]]] = {}
+        """What is shared, by URL, and what calls the engine until it answers. One that hangs delays no other."""
         self._silent: dict[str, EngineState] = {}
-        """The same, for the owner."""
+        """Engines that did not answer yet, for the owner."""
+        self._uncalled: set[str] = set()
         self._looked = asyncio.Event()
 
     async def settle(self) -> None:
@@ -51,29 +51,35 @@ class SharedEngines:
 
     async def run(self) -> None:
         """Follow the file until cancelled."""
-        while True:
-            await self.look()
-            self._looked.set()
-            await asyncio.sleep(LOOK_S)
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await end_tasks(*(calling for _, calling in self._kept.values()))
 
     async def look(self) -> None:
-        """Offer what is shared now, and no longer what is not. An engine that does not answer is called again later."""
+        """Offer what is shared now, and no longer what is not. If the file changed, silent engines are called at once."""
+        before = self._stamp
         wanted = self._read()
-        for url in [url for url, share in self._offered.items() if wanted.get(url) != share]:
-            del self._offered[url]
+        for url in [
+            url for url, (share, _) in self._kept.items() if wanted.get(url) != share or (self._stamp != before and url in self._silent)
+        ]:
+            _, calling = self._kept.pop(url)
+            await end_tasks(calling)
+            self._called(url)
             await self._engines.remove(url)
         for url, share in wanted.items():
-            late = self._late.get(url)
-            if url not in self._offered and (late is None or self._clock.monotonic() >= late.until_s):
-                await self._offer(share)
-        self._engines.silent = tuple(self._silent.values())
+            if url not in self._kept:
+                self._uncalled.add(url)
+                self._kept[url] = share, in_background(self._offer(share), f"calls of the engine at {url}")
+        if not self._uncalled:
+            self._looked.set()
 
     def _read(self) -> dict[str, EngineShare]:
         stamp = _stamp(self._home.engines)
         if self._wanted is None or stamp != self._stamp:
             self._stamp = stamp
-            self._late.clear()
-            self._silent.clear()
             try:
                 self._wanted = {share.url: share for share in (*self._found, *read_shares(self._home))}
             except UserError as error:
@@ -82,24 +88,36 @@ class SharedEngines:
         return self._wanted
 
     async def _offer(self, share: EngineShare) -> None:
+        """Call an engine until it answers, and offer it from then on."""
         from paceline.engines.table import identify  # its HTTP library takes a tenth of a second to import, and most nodes share no engine
 
-        try:
-            engine, identity = await identify(share.door)
-        except (EngineGone, UserError) as error:
-            late = self._late.setdefault(share.url, Backoff(AGAIN_S, MOST_AGAIN_S))
-            if not late.failures:
-                logger.warning("the engine at %s is not offered yet: %s", share.url, error)
-            late.fail(self._clock.monotonic())
-            sharing = share.sharing
-            self._silent[share.url] = EngineState(
-                share.url, trouble=str(error), leaves_network=sharing.leaves_network, plain_http=sharing.plain_http
-            )
-            return
-        self._late.pop(share.url, None)
-        self._silent.pop(share.url, None)
-        self._offered[share.url] = share
-        await self._engines.add(engine, identity, share.sharing)
+        backoff, url, sharing = Backoff(AGAIN_S, MOST_AGAIN_S), share.url, share.sharing
+        while True:
+            try:
+                engine, identity = await identify(share.door)
+                break
+            except (EngineGone, UserError) as error:
+                if not backoff.failures:
+                    logger.warning("the engine at %s is not offered yet: %s", url, error)
+                silent = EngineState(url, trouble=str(error), leaves_network=sharing.leaves_network, plain_http=sharing.plain_http)
+                self._called(url, silent)
+                await asyncio.sleep(backoff.fail(self._clock.monotonic()))
+        await self._engines.add(engine, identity, sharing)
+        self._called(url)
+
+    def _called(self, url: str, silent: EngineState | None = None) -> None:
+        """Note that an engine was called.
+
+        Args:
+            silent: what its owner sees; None: it answered, or is not shared any more.
+        """
+        self._silent.pop(url, None)
+        if silent is not None:
+            self._silent[url] = silent
+        self._engines.silent = tuple(self._silent.values())
+        self._uncalled.discard(url)
+        if not self._uncalled:
+            self._looked.set()
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -382,6 +382,7 @@ def listed_models(inference: Inference, aliases: Collection[str]) -> list[Served
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
     """Return the model that a client means: by this machine's own alias, else by its name, else without `:latest`, else without case.
 
+    A model outside of the home network is reached by its exact name, or with `:latest` if that is no model at home which is away.
     Another machine's model can't take an alias. Of names that differ in case alone, this machine's own comes first, then the first by name: another machine
     that offers one keeps no client from the others.
 
@@ -393,10 +394,13 @@ def find_model(name: str, inference: Inference, aliases: Collection[str]) -> Ser
         return default
     plain = name.removesuffix(":latest")
     by_name = {model.name: model for model in models}
-    if found := by_name.get(name) or by_name.get(plain):
+    if found := by_name.get(name):
+        return found
+    found = by_name.get(plain)
+    if found is not None and not (found.facts.leaves_network and inference.expects(name)):
         return found
     for model in models:
-        if model.name.lower() == plain.lower():
+        if model.name.lower() == plain.lower() and not model.facts.leaves_network:
             return model
     raise not_served(name, inference)
 

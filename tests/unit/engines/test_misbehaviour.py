@@ -139,7 +139,7 @@ def test_a_broken_answer_ends_in_engine_gone_for_every_adapter_and_form(broken: 
 def test_an_engine_that_hangs_with_an_open_port_is_gone(adapter: type[Adapter]) -> None:
     async def look(url: str) -> None:
         engine = adapter(Door(url), SHORT)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             found = await asyncio.gather(engine.identify(), engine.models(), engine.is_ready(), return_exceptions=True)
         assert [type(each) for each in found] == [EngineGone] * 3
         await engine.close()
@@ -241,7 +241,7 @@ def test_an_answer_that_names_another_model_is_gone(adapter: type[Adapter]) -> N
         return said({"data": [{"id": MODEL}, {"id": "other"}]}) if asked.path == "/v1/models" else calm(asked)
 
     async def look(url: str) -> None:
-        engine = adapter(Door(url), SHORT)
+        engine = adapter(Door(url), EnginePatience())
         if adapter is OpenAi:
             await engine.models()
         pieces, error = await write(engine, CHAT)
@@ -270,7 +270,7 @@ def test_an_engine_that_changed_its_model_under_a_name_is_found_before_its_first
         return stream(wire(asked, word(asked)), Drop())
 
     async def look(url: str) -> None:
-        engine = adapter(Door(url), SHORT)
+        engine = adapter(Door(url), EnginePatience())
         assert [model.name for model in await engine.models()] == [MODEL]
         now["size"] = 6
         pieces, error = await write(engine, "hi")
@@ -352,7 +352,7 @@ def test_answers_beyond_the_bounds_are_not_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_closing_midway_leaves_no_connection_and_no_task() -> None:
     async def look(url: str) -> None:
-        engine = OpenAi(Door(url), SHORT)
+        engine = OpenAi(Door(url), EnginePatience())
         answer = engine.generate(Ask(MODEL, CHAT, 8))
         assert (await anext(answer)).text == " one"
         await answer.aclose()
@@ -378,7 +378,7 @@ def test_recorded_engines_are_told_apart_by_what_only_they_have() -> None:
     }
 
     async def look(url: str) -> str:
-        engine = await open_engine(Door(url), SHORT)
+        engine = await open_engine(Door(url), EnginePatience())
         identity = await engine.identify()
         await engine.close()
         return "" if identity is None else identity.name
@@ -387,3 +387,12 @@ def test_recorded_engines_are_told_apart_by_what_only_they_have() -> None:
         with served(script) as server:
             assert asyncio.run(look(server.url)) == name
             assert all(each.method == "GET" for each in server.asked)
+
+
+@pytest.mark.parametrize("word", ["model ", "model\n", "context ", "does not ", "loading"])
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+def test_words_without_end_are_read_at_once(word: str, status: int) -> None:
+    words = word * 200_000
+    refused = refusal_of("llama-server", KEY, status, {"error": {"message": words, "type": words, "code": [words]}}, "9" * 5000)
+    assert isinstance(refused, PacelineError)
+    assert len(refused.message) < 1000

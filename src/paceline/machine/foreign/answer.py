@@ -19,12 +19,16 @@ import orjson
 
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
-from paceline.core.errors import EngineGone, NotServed
+from paceline.core.errors import EngineGone, NotServed, PacelineError
 from paceline.core.generation import PROMPT_PROGRESS, FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.text import Tokenizer
 from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
+from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
+
+MOST_WAITING = 256
+"""Chunks that wait for a reader. Raising it: an engine that writes faster than a client reads fills more memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class ForeignAnswer:
         self._engine, self._model, self._request, self._clock = engine, model, request, clock
         self._before, self._ended, self._timed = before, ended, timed
         self._tasks: list[asyncio.Task[None]] | None = None
-        self._queue: asyncio.Queue[GenerationChunk | BaseException | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[GenerationChunk | BaseException | None] = asyncio.Queue(MOST_WAITING)
         self._open = 0
         self._over = False
 
@@ -104,7 +108,9 @@ class ForeignAnswer:
             await self._before()
         except BaseException as error:
             await self._end(error)
-            raise self._told(error) from error
+            if (told := self._told(error)) is error:
+                raise
+            raise told from error
 
     def _told(self, error: BaseException) -> BaseException:
         """Return an error as clients see it. The engine's address, and how to start it, are for its owner: they are in the log."""
@@ -126,10 +132,12 @@ class ForeignAnswer:
         try:
             async with aclosing(self._chunks(index)) as chunks:
                 async for chunk in chunks:
-                    self._queue.put_nowait(chunk)
-            self._queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
-            self._queue.put_nowait(error)
+                    await self._queue.put(chunk)
+            await self._queue.put(None)
+        except PacelineError as error:
+            await self._queue.put(error)
+        except Exception as error:  # noqa: BLE001 - whatever the engine wrote
+            await self._queue.put(nonsense(str(self._model.identity), error))
 
     async def _chunks(self, index: int) -> AsyncGenerator[GenerationChunk, None]:
         sequence = (_Passed if self._request.chat else _Sequence)(self._model, self._request, index)

@@ -24,6 +24,7 @@ from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.core.via import leads_back, new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
+from paceline.engines.sense import made_sense
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
@@ -151,11 +152,12 @@ class WatchedEngine:
                 return
             before = [one.model for one in self.offered]
             try:
-                if (identity := await self.engine.identify()) is None:
+                if (identity := await made_sense(self.url, self.engine.identify())) is None:
                     raise EngineGone(f"What answers at {self.url} is no {self.identity.name} any more")
-                told = await self.engine.models() if await self.engine.is_ready() else ()
-                self.busy = await self.engine.busy()
-                await self._take(identity, told)
+                is_ready = await made_sense(self.url, self.engine.is_ready())
+                told = await made_sense(self.url, self.engine.models()) if is_ready else ()
+                self.busy = await made_sense(self.url, self.engine.busy())
+                await made_sense(self.url, self._take(identity, told))
                 self.trouble = ""
                 self._failed_looks = 0
                 self._is_up.set()
@@ -256,7 +258,7 @@ class WatchedEngine:
                 break  # a test would make the engine load it, which only a request may
             await asyncio.sleep(backoff.fail(self._clock.monotonic()))
             try:
-                await self._test(offered.model)
+                await made_sense(self.url, self._test(offered.model))
                 break
             except PacelineError as error:
                 logger.info("%s failed a test: %s", offered.model.name, error)

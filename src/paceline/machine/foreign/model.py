@@ -182,10 +182,12 @@ def _files(told: EngineModel, home: Home) -> Files | None:
                 return None
         if path.is_dir():
             return Files(path, _trained_context(path), tokenizer_from_folder(path))
+        if not path.is_file():  # opening a pipe waits for its writer without end
+            raise UnsupportedModel(f"{path} is no file")
         header = read_header(path)
         context = header.fields.get(f"{header.fields.get('general.architecture')}.context_length")
         return Files(path, context if isinstance(context, int) and context > 0 else 0, tokenizer_from_gguf(header, home))
-    except (PacelineError, OSError) as error:
+    except (PacelineError, OSError, ValueError) as error:
         logger.info("%s of an engine has no files that can be read here, so it gets whole chats: %s", told.name, error)
         return None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.fakes.clock import FakeClock
@@ -19,7 +21,7 @@ from paceline.core.ids import RequestId
 from paceline.core.inference import PassedChats
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.core.via import MOST_NODES, new_mark
-from paceline.engines.contract import EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import AnswerPiece, Ask, EngineIdentity, EngineModel, Takes
 from paceline.machine.foreign import engines as foreign
 from paceline.machine.foreign.engines import ForeignEngines, Offering
 from paceline.machine.foreign.model import ASSUMED_CONTEXT
@@ -149,6 +151,73 @@ async def test_looks_alone_never_generate(home: Home, bundled_gguf: Path) -> Non
     await watched.look()
     assert len(engines.offered) == 1
     assert engine.asked == []
+    await engines.close()
+
+
+class OddEngine(ScriptedEngine):
+    """Says things that its adapter does not expect."""
+
+    piece = AnswerPiece(token_ids=(10**9,), n_tokens=1)
+    fails = False
+
+    async def models(self) -> tuple[EngineModel, ...]:
+        return (*self.told, None) if self.fails else self.told  # type: ignore[return-value]
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
+        del ask
+        yield self.piece
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        AnswerPiece(token_ids=(10**9,), n_tokens=1),
+        AnswerPiece(token_ids=(-1,), n_tokens=1),
+        AnswerPiece(token_ids=("x",), n_tokens=1),  # type: ignore[arg-type]
+        AnswerPiece(token_ids=(1 << 80,), n_tokens=1),
+        "no piece",
+    ],
+)
+@in_loop
+async def test_whatever_an_engine_says_ends_in_an_error_of_ours_and_never_ends_the_looks(
+    home: Home, bundled_gguf: Path, piece: Any
+) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    engine = OddEngine(ANSWER, 3, path=bundled_gguf)
+    engine.piece = piece
+    watched = await engines.add(engine, IDENTITY, Offering())
+    with pytest.raises(EngineGone):
+        await text_of(engines, engines.models()[0].name)
+    engine.fails = True
+    await watched.look()
+    assert watched.trouble
+    engine.fails = False
+    await watched.look()
+    assert not watched.trouble
+    await engines.close()
+
+
+@in_loop
+async def test_an_engine_that_writes_faster_than_a_client_reads_waits_for_it(home: Home, bundled_gguf: Path) -> None:
+    engines = ForeignEngines(home, FakeClock())
+    written = 0
+
+    class Fast(ScriptedEngine):
+        async def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
+            nonlocal written
+            while True:
+                written += 1
+                yield AnswerPiece(token_ids=(504,), n_tokens=1)
+
+    await engines.add(Fast(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
+    async with aclosing(engines.generate(engines.models()[0].name, replace(request(), max_tokens=None))) as stream:
+        await anext(stream)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        before = written
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert written == before
     await engines.close()
 
 
