@@ -25,6 +25,7 @@ params = xllamacpp.CommonParams()
 params.model.path, params.port, params.hostnames = model, wanted.pop("port"), ["127.0.0.1"]
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = wanted.pop("threads", 1)
 params.warmup, params.endpoint_metrics, params.ui = False, True, False
+params.mmproj.path = wanted.pop("projector", "")
 for name, value in wanted.items():
     setattr(params, name, value)
 server = xllamacpp.Server(params)
@@ -53,7 +54,7 @@ def llama_server(model: Path, port: int | None = None, **params: object) -> Gene
 
     Args:
         port: that it listens on; None: a free one.
-        params: fields of `xllamacpp.CommonParams`, such as n_ctx and n_parallel, and `threads`.
+        params: fields of `xllamacpp.CommonParams`, such as n_ctx and n_parallel; `threads`; and `projector`, the path of a file for images.
     """
     port = port or free_port()
     with _started([sys.executable, "-c", LLAMA_SERVER, str(model), json.dumps(params | {"port": port})], port) as running:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from paceline.cli.terminal import print_lines
 from paceline.core.clock import Clock
@@ -14,6 +15,7 @@ from paceline.machine.devices import gpus_here
 from paceline.store.catalog import open_weights, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
+from paceline.store.selection import projectors
 
 if TYPE_CHECKING:
     from paceline.engines.choice import Asked
@@ -22,22 +24,32 @@ if TYPE_CHECKING:
     from paceline.machine.foreign.engines import ForeignEngines
 
 
-def engine_for(name: str, asked: Asked | None, home: Home) -> Decision | None:
-    """Decide whether an engine runs a model. None: own kernels do.
+def engine_for(name: str, asked: Asked | None, home: Home, console: Console) -> Decision | None:
+    """Decide whether an engine runs a model. None: own kernels do. Prints what is slower or missing then.
 
     Raises:
         UserError: nothing can run it, or not the engine that was asked for.
     """
     if asked is None and not gpus_here():
         try:
-            open_weights(resolve(name, home).path, DigestCache(home))
-            return None  # own kernels are the fastest on processors
+            path = resolve(name, home).path
+            open_weights(path, DigestCache(home))
+            if not path.is_file() or not projectors(path):
+                return None  # own kernels are the fastest on processors
         except UnsupportedModel:
             pass
     from paceline.machine.engine_start import decide
 
     decision = decide(name, home, asked)
-    return decision if decision.choice.engine is not None else None
+    if decision.choice.engine is not None:
+        return decision
+    _print_note(decision, console)
+    return None
+
+
+def _print_note(decision: Decision, console: Console) -> None:
+    if decision.choice.note:
+        console.print(f"[yellow]note:[/] {escape(decision.choice.note)}", soft_wrap=True)
 
 
 class Children:
@@ -60,8 +72,7 @@ class Children:
         engine, say = decision.choice.engine, partial(print_lines, self._console)
         assert engine is not None
         say(f"{decision.location.name} runs in {engine.name}: {decision.choice.reason}")
-        if decision.choice.note:
-            self._console.print(f"[yellow]note:[/] {decision.choice.note}", soft_wrap=True)
+        _print_note(decision, self._console)
         child = await start_child(decision, self._home, self._clock, context=context, threads=threads)
         self._running.append(child)
         try:

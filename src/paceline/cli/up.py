@@ -201,7 +201,7 @@ def run_up(
     by_engine: dict[str, Decision] = {}
     for name in named:  # before the first of them takes minutes
         ensure(name, console)
-        if decision := engine_for(name, sharing.engine, home):
+        if decision := engine_for(name, sharing.engine, home, console):
             by_engine[name] = decision
     named = tuple(name for name in named if name not in by_engine)
     on_demand = fleet is None and settings is not None if sharing.on_demand is None else sharing.on_demand

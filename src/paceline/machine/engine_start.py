@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from paceline.store.gguf_file import read_parts
 from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import ENCODERS
 from paceline.store.home import Home
+from paceline.store.selection import projectors
 
 DEFAULT_CONTEXT: Final = 16_384
 """Tokens of one request where the person names no context and the model allows more. Raising it: longer conversations; each slot takes more memory,
@@ -104,6 +105,9 @@ def decide(
     needs_engine = asked not in {None, Asked.OWN} or (asked is None and (own_lacks or gpus))
     choice = choose(asked, facts, find() if needs_engine else (), gpus, own_gpu() if gpus else None)
     projector = find_projector(location.path, gguf.hidden) if gguf is not None else None
+    if choice.engine is None and projector is not None:
+        unread = f"Own kernels take no images. To use {projector.name}, which lies next to {location.name}: --engine llama"
+        choice = replace(choice, note=" ".join(filter(None, (choice.note, unread))))
     return Decision(choice, location, gguf, opened if choice.engine is None else None, projector)
 
 
@@ -211,9 +215,7 @@ def find_projector(path: Path, hidden: int) -> Path | None:
     Of several, one with weights of 16 bits is preferred.
     """
     found: list[tuple[int, Path]] = []
-    for file in sorted(path.parent.glob("*.gguf")):
-        if "mmproj" not in file.name.lower() or file == path:
-            continue
+    for file in projectors(path):
         try:
             header = read_header(file)
         except (ModelFileError, UnsupportedModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import ModelNotFound, UnsupportedModel
@@ -136,3 +137,8 @@ def choose_files(where: str, names: Sequence[str], selector: str | None) -> list
     else:
         weights = {"model.safetensors"} if "model.safetensors" in safetensors else safetensors
     return sorted(weights | set(names).intersection(BESIDE))
+
+
+def projectors(path: Path) -> list[Path]:
+    """Return the files next to a GGUF model that have the name of a projector, which turns images into embeddings."""
+    return [file for file in sorted(path.parent.glob("*.gguf")) if "mmproj" in file.name.lower() and file != path]

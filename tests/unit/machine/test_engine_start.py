@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from rich.console import Console
 from tests.fakes.hybrid_model import HIDDEN, write_hybrid
 from tests.fakes.seeded_models import shape, write_folder
+from tests.fakes.seeing_model import write_projector
 
+from paceline.cli.children import engine_for
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, EngineGone, ModelFileError, OutOfMemory, PacelineError, UnsupportedModel
 from paceline.engines.choice import Asked
@@ -57,6 +61,22 @@ def test_a_quantised_file_runs_where_the_gpu_reads_it(tmp_path: Path) -> None:
     alone = decided(BUNDLED, tmp_path, gpu=True, engines=()).choice
     assert alone.engine is None
     assert "pip install" in alone.note
+
+
+@pytest.mark.parametrize("asked", [None, Asked.OWN, Asked.LLAMA])
+def test_a_start_says_that_own_kernels_leave_a_projector_unread(tmp_path: Path, bundled_gguf: Path, asked: Asked | None) -> None:
+    (tmp_path / "model.gguf").symlink_to(bundled_gguf)
+    printed = io.StringIO()
+    console = Console(file=printed)
+    engine_for(str(tmp_path / "model.gguf"), None, Home(tmp_path), console)
+    assert not printed.getvalue()
+    projector = write_projector(tmp_path / "mmproj-model.gguf", 576)
+    decision = decided(tmp_path / "model.gguf", tmp_path, asked)
+    assert decision.projector == projector
+    assert ("mmproj-model.gguf" in decision.choice.note) == (asked is not Asked.LLAMA)
+    if not gpus_here():
+        assert engine_for(str(tmp_path / "model.gguf"), None, Home(tmp_path), console) is None
+        assert "--engine llama" in printed.getvalue()
 
 
 def test_a_family_that_own_kernels_lack_goes_to_the_engine(tmp_path: Path, hybrid: Path) -> None:

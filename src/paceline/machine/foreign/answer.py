@@ -27,7 +27,7 @@ from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.engines.sense import nonsense
 from paceline.machine.foreign.model import ForeignModel
 
-MOST_WAITING = 256
+MOST_WAITING = 32
 """Chunks that wait for a reader. Raising it: an engine that writes faster than a client reads fills more memory."""
 
 
