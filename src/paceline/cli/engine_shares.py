@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from paceline.core.background import run_interruptibly
 from paceline.core.errors import ConfigError, EngineGone
 from paceline.core.text import printable
 from paceline.fleet.engines import marks
-from paceline.machine.foreign.shares import EngineShare, add_share, check_url, read_shares, write_shares
+from paceline.machine.foreign.shares import EngineShare, add_share, change_shares, check_url, read_shares
 from paceline.store.home import Home
 
 
@@ -54,11 +55,13 @@ def run_unshare(url: str) -> None:
     """
     home = Home.from_environment()
     kept, _ = check_url(url, plain_http=True)
-    shares = read_shares(home)
-    left = [one for one in shares if one.url != kept]
-    if len(left) == len(shares):
-        raise ConfigError(f"{kept} is not shared", f"Shared: {', '.join(one.url for one in shares) or 'none'}.")
-    write_shares(home, left)
+
+    def without(shares: Sequence[EngineShare]) -> list[EngineShare]:
+        if all(one.url != kept for one in shares):
+            raise ConfigError(f"{kept} is not shared", f"Shared: {', '.join(one.url for one in shares) or 'none'}.")
+        return [one for one in shares if one.url != kept]
+
+    change_shares(home, without)
     print_lines(Terminal(), f"{kept} is shared no more. The engine itself was not touched.")
 
 

@@ -145,6 +145,8 @@ class Door:
     api_key: str = field(default="", repr=False)
     socket: Path | None = None
     """Unix socket to connect to instead of the URL's host and port."""
+    may_leave: bool = False
+    """The host may have an address outside of the home network. False: a connection to one is refused, also if the name meant another address before."""
 
 
 class ForeignEngine(Protocol):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,8 @@ class Listener:
     port: int
     uid: int
     """User id of the socket's owner."""
+    is_wild: bool = False
+    """It listens on all addresses. One that listens on this address alone comes before it."""
 
     @property
     def url(self) -> str:
@@ -65,9 +67,33 @@ async def find_engines(
         listening: returns the listeners. None: those of the system.
     """
     sockets = await asyncio.to_thread(lambda: list((listening or listeners)()))
-    wanted = {each.port: each for each in sockets if each.port in ports and each.port not in except_ports}
+    wanted = {
+        port: _answering(same) for port in ports if port not in except_ports and (same := [each for each in sockets if each.port == port])
+    }
     found = await asyncio.gather(*(_ask(wanted[port]) for port in sorted(wanted)))
     return tuple(each for each in found if each is not None)
+
+
+def _answering(same: list[Listener]) -> Listener:
+    """Return what may answer at a port that has several listeners. If they are of several users, another user's may be the one that does."""
+    found = min(same, key=lambda each: (each.is_wild, each.host))
+    uid = next((each.uid for each in same if each.uid != os.getuid()), found.uid)
+    return replace(found, uid=uid)
+
+
+def working_folder(port: int) -> Path | None:
+    """Return the working folder of this user's process that listens at a port, in which its relative paths lie. None: no process of this user listens there. Blocks."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == os.getuid() and any(
+                socket.status == psutil.CONN_LISTEN and socket.laddr.port == port for socket in process.net_connections("tcp")
+            ):
+                return Path(process.cwd())
+        except (psutil.Error, OSError):
+            continue
+    return None
 
 
 async def _ask(listener: Listener) -> FoundEngine | None:
@@ -108,7 +134,7 @@ def _linux(table: Path) -> Iterator[Listener]:
             address, _, port = fields[1].partition(":")
             host = _reached(_address(address))
             if host is not None:
-                yield Listener(host, int(port, 16), int(fields[7]))
+                yield Listener(host, int(port, 16), int(fields[7]), ip_address(_address(address)).is_unspecified)
 
 
 def _address(text: str) -> str:

@@ -9,6 +9,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from aiohttp.abc import ResolveResult
 
 from paceline.core.errors import ConfigError, EngineGone, PacelineError
 from paceline.core.via import VIA_HEADER, write_via
+from paceline.engines.addresses import are_at_home
 from paceline.engines.contract import Door
 from paceline.engines.patience import EnginePatience
 from paceline.engines.refusals import refusal_of
@@ -50,6 +53,18 @@ def place_of(door: Door) -> str:
     """Return a door's address for messages, without a password."""
     parts = urlsplit(door.url)
     return str(door.socket) if door.socket is not None else f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+class _LeavesHome(OSError):
+    """A name at home means an address outside of the home network now."""
+
+
+class _HomeResolver(aiohttp.ThreadedResolver):
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
+        found = await super().resolve(host, port, family)
+        if not are_at_home(each["host"] for each in found):
+            raise _LeavesHome(f"{host} is outside of the home network")
+        return found
 
 
 class Http:
@@ -238,7 +253,8 @@ class Http:
         if self.door.socket is not None:
             connector = aiohttp.UnixConnector(str(self.door.socket), limit=0, force_close=True)
         else:
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            resolver = None if self.door.may_leave else _HomeResolver()
+            connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver, use_dns_cache=False)
         return aiohttp.ClientSession(
             connector=connector,
             headers=headers,
@@ -253,6 +269,8 @@ class Http:
             return self.gone(
                 "has a certificate that this machine does not trust", "Check the address, or add its authority to this machine's."
             )
+        if isinstance(error.__cause__, _LeavesHome):
+            return self.gone("has an address outside of your network now", "Share it again, which marks it, or use its address at home.")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError | ConnectionRefusedError):
             return self.gone("can't be reached", "Start it, or take it off the list of engines.")
         if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | aiohttp.ClientOSError | OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from paceline.core.errors import EngineGone
-from paceline.engines.sense import made_sense
+from paceline.engines.sense import made_sense, shown_identity
 
 if TYPE_CHECKING:
     from paceline.engines.adapter import Adapter
@@ -68,7 +68,7 @@ async def identify(door: Door, patience: EnginePatience | None = None) -> tuple[
             if identity is None:
                 await engine.close()
         if identity is not None:
-            return engine, identity
+            return engine, shown_identity(identity)
     from paceline.engines.http import place_of
 
     raise EngineGone(f"No engine that Paceline knows answers at {place_of(door)}", "Check the address: it is the one without /v1.")

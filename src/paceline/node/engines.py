@@ -39,7 +39,7 @@ class SharedEngines:
         self._wanted: dict[str, EngineShare] | None = None
         """By URL; None: the file was not read yet."""
         self._kept: dict[str, tuple[EngineShare, asyncio.Task[None]]] = {}
-        """What is shared, by URL, and what calls the engine until it answers. One that hangs delays no other."""
+        """Shares by URL, each with the task that calls its engine until it answers. One that hangs delays no other."""
         self._silent: dict[str, EngineState] = {}
         """Engines that did not answer yet, for the owner."""
         self._uncalled: set[str] = set()

@@ -382,7 +382,7 @@ def listed_models(inference: Inference, aliases: Collection[str]) -> list[Served
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
     """Return the model that a client means: by this machine's own alias, else by its name, else without `:latest`, else without case.
 
-    A model outside of the home network is reached by its exact name, or with `:latest` if that is no model at home which is away.
+    A model outside of the home network is reached by its exact name, or with `:latest` unless a model at home by that name is away.
     Another machine's model can't take an alias. Of names that differ in case alone, this machine's own comes first, then the first by name: another machine
     that offers one keeps no client from the others.
 

@@ -20,7 +20,7 @@ from paceline.cli.shared_engines import offer_words, read_states, state_lines
 from paceline.core.errors import PlacementError
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.plan import PlanRequest
-from paceline.machine.foreign.shares import EngineShare, write_shares
+from paceline.machine.foreign.shares import EngineShare, change_shares
 from paceline.machine.foreign.state import EngineState, SharedModel
 from paceline.node.ways import explained
 from paceline.store.home import Home
@@ -123,7 +123,7 @@ def test_a_machine_in_no_fleet_plans_with_the_engines_that_it_shares(
 def test_the_doctor_names_shared_engines_that_do_not_answer(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert list(doctor._engines(home, ())) == []
-    write_shares(home, [EngineShare(URL), EngineShare("http://127.0.0.1:19")])
+    change_shares(home, lambda _: [EngineShare(URL), EngineShare("http://127.0.0.1:19")])
     seen = EndpointLoad("http://127.0.0.1:1", 1, "ok", engines=(replace(STATE, models=(replace(MODEL, trouble="it failed"),)),))
     found = [(one.level, one.subject) for one in doctor._engines(home, (seen,))]
     assert found == [(Level.OK, URL), (Level.NOTE, URL), (Level.PROBLEM, "http://127.0.0.1:19")]

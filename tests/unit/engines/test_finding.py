@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import recorded_engines as recorded
 from tests.fakes.scripted_http import Asked, Said, Served, said, served
 
-from paceline.engines.finding import FoundEngine, Listener, _address, _linux, _reached, find_engines, listeners
+from paceline.engines.finding import FoundEngine, Listener, _address, _linux, _reached, find_engines, listeners, working_folder
 
 
 def paceline(asked: Asked) -> Said:
@@ -58,6 +58,24 @@ def test_a_socket_of_this_process_is_listed_with_this_user() -> None:
         found = {each.port: each for each in listeners()}
     assert found[port] == Listener("127.0.0.1", port, os.getuid())
     assert gone not in found
+
+
+def test_of_several_users_listeners_at_a_port_another_users_is_taken_to_answer() -> None:
+    with served(recorded.ollama) as ollama:
+        port = port_of(ollama)
+        mine, theirs, wild = (
+            Listener("127.0.0.1", port, uid, is_wild=is_wild) for uid, is_wild in ((os.getuid(), False), (4711, False), (os.getuid(), True))
+        )
+        for sockets, is_own in (([mine], True), ([wild, mine], True), ([wild, theirs], False), ([theirs, wild], False)):
+            (found,) = asyncio.run(find_engines(ports=[port], listening=lambda sockets=sockets: sockets))
+            assert found.is_of_this_user == is_own
+
+
+def test_the_working_folder_of_a_listener_is_its_process_s() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        assert working_folder(one.getsockname()[1]) == Path.cwd()
+        port = one.getsockname()[1]
+    assert working_folder(port) is None
 
 
 @pytest.mark.parametrize(

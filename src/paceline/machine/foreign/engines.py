@@ -14,6 +14,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from paceline.core.background import end_tasks, in_background
 from paceline.core.backoff import Backoff
@@ -24,7 +26,8 @@ from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.core.via import leads_back, new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
-from paceline.engines.sense import made_sense
+from paceline.engines.finding import working_folder
+from paceline.engines.sense import MOST_MODELS, made_sense, shown_identity, shown_models
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
@@ -122,6 +125,8 @@ class WatchedEngine:
         self._tried: set[EngineModel] = set()
         """Models that need no further attempt: the digest was computed, or can't be."""
         self._is_up = asyncio.Event()
+        self._folder: Path | None = None
+        """The engine's working folder, once a relative path was looked for there."""
         self.trouble = ""
         """Why the last look failed; empty: it did not."""
         self.busy = Busy()
@@ -165,6 +170,7 @@ class WatchedEngine:
                 if not self.trouble:
                     logger.warning("%s at %s: %s", self.identity, self.url, error)
                 self.trouble = str(error)
+                self._folder = None
                 self._is_up.clear()
                 self._failed_looks += 1
                 if self._revive is not None and self._failed_looks == HANGS:
@@ -175,14 +181,17 @@ class WatchedEngine:
             self._changed()
 
     async def _take(self, identity: EngineIdentity, told: Sequence[EngineModel]) -> None:
+        identity = shown_identity(identity)
         wanted = [
             one
-            for one in told
+            for one in await self._located(shown_models(self.url, told))
             if one.takes and (not self.sharing.models or one.name in self.sharing.models) and not leads_back(one.via, self._mark)
         ]
+        if len(wanted) > MOST_MODELS and not self._known:
+            logger.warning("%s at %s has %d models, and the first %d are offered", identity, self.url, len(wanted), MOST_MODELS)
         known, self.identity = self._known, identity
         found: dict[str, Offered] = {}
-        for one in wanted:
+        for one in wanted[:MOST_MODELS]:
             same = known.get(one.name)
             if same is not None and same.model.identity == identity and same.model.is_as(one):
                 same.model = replace(same.model, told=one, context=one.context or same.model.context)
@@ -197,6 +206,19 @@ class WatchedEngine:
         self._known = found
         if self._learning is None or self._learning.done():
             self._learning = in_background(self._learn(), f"digests of models at {self.url}")
+
+    async def _located(self, told: Sequence[EngineModel]) -> list[EngineModel]:
+        """Return models with the paths that the engine means: relative ones lie in its own working folder. Paths that mean nothing here are left out."""
+        is_relative = any(one.path is not None and not one.path.is_absolute() for one in told)
+        if is_relative and self.sharing.is_here and self._folder is None:
+            port = urlsplit(self.engine.door.url).port
+            self._folder = None if port is None else await asyncio.to_thread(working_folder, port)
+        folder = self._folder
+
+        def located(path: Path | None) -> Path | None:
+            return path if path is None or path.is_absolute() else None if folder is None else folder / path
+
+        return [replace(one, path=located(one.path)) for one in told]
 
     async def _learn(self) -> None:
         """Compute digests, so that other machines that have the same weights may continue answers."""

@@ -5,11 +5,13 @@ Law: the file may hold keys, so only its owner can read it. Its content reaches 
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import re
-import socket
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,9 +20,12 @@ from pydantic import TypeAdapter
 from paceline.core.errors import ConfigError
 from paceline.core.files import WRITABLE_HINT, write_file
 from paceline.core.text import printable
+from paceline.engines.addresses import is_at_home, is_loopback
 from paceline.engines.contract import Door
 from paceline.machine.foreign.engines import Offering
 from paceline.store.home import Home
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class EngineShare:
 
     @property
     def door(self) -> Door:
-        return Door(self.url, self.api_key)
+        return Door(self.url, self.api_key, may_leave=self.leaves_network)
 
     @property
     def is_here(self) -> bool:
@@ -54,6 +59,8 @@ class EngineShare:
 
 
 _SHARES: Final = TypeAdapter(tuple[EngineShare, ...])
+MAX_BYTES: Final = 1 << 20
+"""Maximum size of the file. Raising it: a file that is not Paceline's takes longer to refuse."""
 
 
 def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
@@ -86,10 +93,12 @@ def check_url(text: str, *, plain_http: bool) -> tuple[str, bool]:
             f"Prompts and answers would cross the network to {host} unencrypted",
             "Use https, or run a node on that machine and share its engine there; or allow it: --plain-http",
         )
-    path = parts.path.rstrip("/").removesuffix("/v1")
+    path = re.sub(r"/v1$", "", parts.path.rstrip("/"), flags=re.IGNORECASE)
+    if not text.isprintable():
+        raise ConfigError(f"{printable(text)} has letters that no address has", "Such as http://127.0.0.1:8080")
     shown_host = f"[{host}]" if ":" in host else host
     url = f"{parts.scheme}://{shown_host}{'' if port is None else f':{port}'}{path}"
-    return url, not is_loopback(host) and not _is_at_home(host)
+    return url, not is_loopback(host) and not is_at_home(host)
 
 
 def read_shares(home: Home) -> tuple[EngineShare, ...]:
@@ -99,53 +108,50 @@ def read_shares(home: Home) -> tuple[EngineShare, ...]:
         ConfigError: the file can't be read or understood.
     """
     try:
-        return _SHARES.validate_json(home.engines.read_bytes())
+        shares = _SHARES.validate_json(_content(home))
+        for share in shares:
+            urlsplit(share.url)  # an address that can't be read is found here
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors, and quote what they were given
         error = error if isinstance(error, OSError) else ValueError("its content is not what Paceline writes")
         raise ConfigError(f"{home.engines} can't be read: {printable(str(error))}", "Remove it, and share the engines again.") from error
+    return shares
 
 
-def write_shares(home: Home, shares: Sequence[EngineShare]) -> None:
-    """Write what is shared from now on, for its owner's eyes alone.
+def _content(home: Home) -> bytes:
+    """Return the file's content. Raises OSError if it is not a file of at most `MAX_BYTES`."""
+    handle = os.open(home.engines, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is no file")
+        if status.st_mode & 0o077:
+            logger.warning("%s may hold keys, and others can read it: chmod 600 %s", home.engines, home.engines)
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(f"it is longer than {MAX_BYTES >> 20} MiB")
+    return content
+
+
+def change_shares(home: Home, change: Callable[[tuple[EngineShare, ...]], Sequence[EngineShare]]) -> None:
+    """Write what is shared from now on, for its owner's eyes alone. Of several processes, each changes what the one before wrote.
 
     Raises:
-        ConfigError: the file can't be written.
+        ConfigError: the file can't be read, understood or written.
     """
     try:
-        write_file(home.engines, _SHARES.dump_json(tuple(shares), indent=1))
+        home.root.mkdir(parents=True, exist_ok=True)
+        folder = os.open(home.root, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            write_file(home.engines, _SHARES.dump_json(tuple(change(read_shares(home))), indent=1))
+        finally:
+            os.close(folder)
     except OSError as error:
         raise ConfigError(f"{home.engines} can't be written: {error.strerror}", WRITABLE_HINT) from error
 
 
 def add_share(home: Home, share: EngineShare) -> None:
-    """Share an engine from now on. It takes the place of the one at the same URL.
-
-    Raises:
-        ConfigError: the file can't be read, understood or written.
-    """
-    write_shares(home, [*(one for one in read_shares(home) if one.url != share.url), share])
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address means this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_at_home(host: str) -> bool:
-    """Return whether all addresses of a host are private ones. A name that means nothing now may mean anything later, so it is not."""
-    try:
-        found = {ip_address(str(each[4][0]).partition("%")[0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except (OSError, ValueError):
-        return False
-    return bool(found) and all(_is_private(each) for each in found)
-
-
-def _is_private(address: IPv4Address | IPv6Address) -> bool:
-    return address.is_private or address.is_link_local
+    """Share an engine from now on. It takes the place of the one at the same URL. Raises as `change_shares`."""
+    change_shares(home, lambda shares: [*(one for one in shares if one.url != share.url), share])

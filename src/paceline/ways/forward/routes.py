@@ -36,7 +36,9 @@ from paceline.fleet.plan import ALONE, WORTH_A_HOP, Choice, PlanRequest
 from paceline.fleet.ways import Alone
 
 MOST_MODELS = 16
-"""Of one other node. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
+"""Of one other node, with a tokenizer. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
+MOST_CHATTING = 128
+"""Models of one other node that take whole chats alone, so that nothing is fetched for them. Raising it: a node fills the list of models."""
 
 MESSAGES = "messages"
 """See `engines.contract.Takes`."""
@@ -140,7 +142,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     for card in cards:
         whole = [offer for offer in card.models if offer.runs_whole and offer.warm and offer.digest and offer.model_id]
         whole = [offer for offer in whole if offer.engine is None or not leads_back(offer.engine.via, mark)]
-        for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
+        for offer in whole if card.node_id == own else _looked_at(whole):
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))
     offered = {name: _at_home(having) or having for name, having in offered.items()}
@@ -164,6 +166,12 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
         )
         found[name] = AnswerRoute(name, meaning, (*ranked, *rest), offered[name][meaning][0][1].size_bytes)
     return found
+
+
+def _looked_at(offers: Sequence[ModelOffer]) -> list[ModelOffer]:
+    """Return the offers of another node that count."""
+    fetched = [offer for offer in offers if offer.tokenizer or offer.engine is None][:MOST_MODELS]
+    return fetched + [offer for offer in offers if not offer.tokenizer and offer.engine is not None][:MOST_CHATTING]
 
 
 def _at_home(offered: Mapping[Meaning, list[tuple[NodeCard, ModelOffer]]]) -> dict[Meaning, list[tuple[NodeCard, ModelOffer]]]:

@@ -103,6 +103,30 @@ async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: H
     await engines.close()
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+@in_loop
+async def test_a_relative_path_lies_in_the_engines_own_working_folder(
+    home: Home, bundled_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "m.gguf").write_bytes(b"another file of that name, in this process's folder")
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "m.gguf").symlink_to(bundled_gguf)
+    monkeypatch.chdir(tmp_path / "own")
+    asked: list[int] = []
+    monkeypatch.setattr(foreign, "working_folder", lambda port: asked.append(port) or tmp_path / "engines")
+    engines = ForeignEngines(home, FakeClock())
+    watched = await engines.add(
+        ScriptedEngine(ANSWER, 3, path=Path("m.gguf"), url="http://127.0.0.1:4711"), IDENTITY, Offering(is_here=is_here)
+    )
+    await watched.look()
+    (one,) = engines.offered
+    assert (one.model.tokenizer is not None) == is_here
+    assert asked == ([4711] if is_here else [])
+    assert one.model.told.path == (tmp_path / "engines" / "m.gguf" if is_here else None)
+    await engines.close()
+
+
 @in_loop
 async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(home: Home, bundled_gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
