@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
+from tests.fakes.hybrid_model import write_hybrid
 from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.errors import EngineGone, ModelAway, NotServed, UnknownModel, WayNotAllowed
@@ -27,8 +28,13 @@ from paceline.machine.foreign.engines import ForeignEngines, Offering
 from paceline.machine.foreign.model import ASSUMED_CONTEXT
 from paceline.store.home import Home
 
-ANSWER = [504, 314, 253, 2443]
+ANSWER = [504, 314, 253, 443]
 IDENTITY = EngineIdentity("scripted", "1")
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid(tmp_path_factory.mktemp("model") / "m.gguf")
 
 
 @pytest.fixture
@@ -59,17 +65,22 @@ async def until_offered(engines: ForeignEngines) -> None:
             await asyncio.sleep(0)
 
 
+async def until_seen(engines: ForeignEngines) -> None:
+    """Wait until the fleet sees the models: their digests are known."""
+    async with asyncio.timeout(30):
+        while not engines.offers():  # noqa: ASYNC110 - the digest is computed meanwhile
+            await asyncio.sleep(0.01)
+
+
 @in_loop
-async def test_a_model_answers_and_its_rates_are_learned(home: Home, bundled_gguf: Path) -> None:
+async def test_a_model_answers_and_its_rates_are_learned(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    engine = ScriptedEngine(ANSWER, 3, path=gguf)
     await engines.add(engine, IDENTITY, Offering())
     (model,) = engines.models()
     assert (model.name, model.max_context) == (engines.offered[0].model.name, 4096)
     assert await text_of(engines, model.name)
-    async with asyncio.timeout(30):
-        while not engines.offers():  # noqa: ASYNC110 - the digest is computed meanwhile
-            await asyncio.sleep(0.01)
+    await until_seen(engines)
     (offer,) = engines.offers()
     assert offer.engine is not None
     assert (offer.engine.engine, offer.engine.takes, offer.numerics_id, offer.warm) == ("scripted 1", ("ids",), "", True)
@@ -96,9 +107,9 @@ async def test_a_model_whose_files_are_elsewhere_is_known_by_name_and_quantisati
 
 
 @in_loop
-async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: Home, bundled_gguf: Path) -> None:
+async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering(is_here=False))
+    await engines.add(ScriptedEngine(ANSWER, 3, path=gguf), IDENTITY, Offering(is_here=False))
     assert engines.offered[0].model.tokenizer is None
     await engines.close()
 
@@ -106,12 +117,12 @@ async def test_a_path_of_an_engine_on_another_machine_means_nothing_here(home: H
 @pytest.mark.parametrize("is_here", [True, False])
 @in_loop
 async def test_a_relative_path_lies_in_the_engines_own_working_folder(
-    home: Home, bundled_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool
+    home: Home, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "m.gguf").write_bytes(b"another file of that name, in this process's folder")
     (tmp_path / "engines").mkdir()
-    (tmp_path / "engines" / "m.gguf").symlink_to(bundled_gguf)
+    (tmp_path / "engines" / "m.gguf").symlink_to(gguf)
     monkeypatch.chdir(tmp_path / "own")
     asked: list[int] = []
     monkeypatch.setattr(foreign, "working_folder", lambda port: asked.append(port) or tmp_path / "engines")
@@ -128,11 +139,12 @@ async def test_a_relative_path_lies_in_the_engines_own_working_folder(
 
 
 @in_loop
-async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(home: Home, bundled_gguf: Path) -> None:
+async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     changes: list[int] = []
-    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
+    engine = ScriptedEngine(ANSWER, 3, path=gguf, breaks=1)
     await engines.add(engine, IDENTITY, Offering())
+    await until_seen(engines)
     engines.listen(lambda: changes.append(len(engines.offered)))
     name = engines.models()[0].name
     with pytest.raises(EngineGone):
@@ -149,9 +161,9 @@ async def test_a_model_that_failed_is_offered_again_once_it_has_answered_a_test(
 
 
 @in_loop
-async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, bundled_gguf: Path) -> None:
+async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf, breaks=1)
+    engine = ScriptedEngine(ANSWER, 3, path=gguf, breaks=1)
     await engines.add(engine, IDENTITY, Offering())
     engine.told = tuple(replace(one, loaded=False) for one in engine.told)
     with pytest.raises(EngineGone):
@@ -162,9 +174,9 @@ async def test_a_model_that_its_engine_unloaded_is_never_tested(home: Home, bund
 
 
 @in_loop
-async def test_looks_alone_never_generate(home: Home, bundled_gguf: Path) -> None:
+async def test_looks_alone_never_generate(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    engine = ScriptedEngine(ANSWER, 3, path=gguf)
     watched = await engines.add(engine, IDENTITY, Offering())
     for _ in range(5):
         await watched.look()
@@ -203,11 +215,9 @@ class OddEngine(ScriptedEngine):
     ],
 )
 @in_loop
-async def test_whatever_an_engine_says_ends_in_an_error_of_ours_and_never_ends_the_looks(
-    home: Home, bundled_gguf: Path, piece: Any
-) -> None:
+async def test_whatever_an_engine_says_ends_in_an_error_of_ours_and_never_ends_the_looks(home: Home, gguf: Path, piece: Any) -> None:
     engines = ForeignEngines(home, FakeClock())
-    engine = OddEngine(ANSWER, 3, path=bundled_gguf)
+    engine = OddEngine(ANSWER, 3, path=gguf)
     engine.piece = piece
     watched = await engines.add(engine, IDENTITY, Offering())
     with pytest.raises(EngineGone):
@@ -222,7 +232,7 @@ async def test_whatever_an_engine_says_ends_in_an_error_of_ours_and_never_ends_t
 
 
 @in_loop
-async def test_an_engine_that_writes_faster_than_a_client_reads_waits_for_it(home: Home, bundled_gguf: Path) -> None:
+async def test_an_engine_that_writes_faster_than_a_client_reads_waits_for_it(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     written = 0
 
@@ -233,7 +243,7 @@ async def test_an_engine_that_writes_faster_than_a_client_reads_waits_for_it(hom
                 written += 1
                 yield AnswerPiece(token_ids=(504,), n_tokens=1)
 
-    await engines.add(Fast(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
+    await engines.add(Fast(ANSWER, 3, path=gguf), IDENTITY, Offering())
     async with aclosing(engines.generate(engines.models()[0].name, replace(request(), max_tokens=None))) as stream:
         await anext(stream)
         for _ in range(1000):
@@ -246,10 +256,10 @@ async def test_an_engine_that_writes_faster_than_a_client_reads_waits_for_it(hom
 
 
 @in_loop
-async def test_a_name_that_means_another_model_now_is_not_answered_with(home: Home, bundled_gguf: Path) -> None:
+async def test_a_name_that_means_another_model_now_is_not_answered_with(home: Home, gguf: Path) -> None:
     clock = FakeClock()
     engines = ForeignEngines(home, clock)
-    engine = ScriptedEngine(ANSWER, 3, path=bundled_gguf)
+    engine = ScriptedEngine(ANSWER, 3, path=gguf)
     await engines.add(engine, IDENTITY, Offering())
     name = engines.models()[0].name
     engine.told = (replace(engine.told[0], path=None, digest="cd" * 32),)
@@ -288,9 +298,9 @@ async def test_a_model_that_is_reached_through_this_node_is_not_offered(home: Ho
 
 
 @in_loop
-async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: Path) -> None:
+async def test_a_closed_answer_leaves_the_engine_idle(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER * 50, 3, path=bundled_gguf), IDENTITY, Offering())
+    await engines.add(ScriptedEngine(ANSWER * 50, 3, path=gguf), IDENTITY, Offering())
     stream = engines.generate(engines.models()[0].name, request(n=2))
     assert engines.stats().running == 2
     await anext(stream)
@@ -301,24 +311,24 @@ async def test_a_closed_answer_leaves_the_engine_idle(home: Home, bundled_gguf: 
 
 
 @in_loop
-async def test_the_digest_of_weights_that_can_be_read_is_computed_beside_answers(home: Home, bundled_gguf: Path) -> None:
+async def test_the_digest_of_weights_that_can_be_read_is_computed_beside_answers(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
     known = asyncio.Event()
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=gguf), IDENTITY, Offering())
     assert engines.offers() == ()  # the fleet sees it once its answers can move to other holders
     engines.listen(lambda: known.set() if engines.offers() else None)
     async with asyncio.timeout(30):
         await known.wait()
     (offer,) = engines.offers()
-    sha256 = hashlib.sha256(bundled_gguf.read_bytes()).hexdigest()  # noqa: ASYNC240 - nothing else runs
+    sha256 = hashlib.sha256(gguf.read_bytes()).hexdigest()  # noqa: ASYNC240 - nothing else runs
     assert offer.model == ModelRef(sha256, WeightsFormat.STORED, offer.model_id)
     await engines.close()
 
 
 @in_loop
-async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path) -> None:
+async def test_no_engine_answers_an_exact_request(home: Home, gguf: Path) -> None:
     engines = ForeignEngines(home, FakeClock())
-    await engines.add(ScriptedEngine(ANSWER, 3, path=bundled_gguf), IDENTITY, Offering())
+    await engines.add(ScriptedEngine(ANSWER, 3, path=gguf), IDENTITY, Offering())
     with pytest.raises(WayNotAllowed):
         engines.generate(engines.models()[0].name, replace(request(), exact=True))
     await engines.close()
@@ -326,9 +336,9 @@ async def test_no_engine_answers_an_exact_request(home: Home, bundled_gguf: Path
 
 @pytest.mark.parametrize("outside_first", [True, False])
 @in_loop
-async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, bundled_gguf: Path, outside_first: bool) -> None:
+async def test_an_engine_outside_never_answers_for_one_at_home(home: Home, gguf: Path, outside_first: bool) -> None:
     engines = ForeignEngines(home, FakeClock())
-    inside, outside = (ScriptedEngine(ANSWER, 3, path=bundled_gguf, url=f"http://127.0.0.1:{port}") for port in (1, 2))
+    inside, outside = (ScriptedEngine(ANSWER, 3, path=gguf, url=f"http://127.0.0.1:{port}") for port in (1, 2))
     both = [(inside, Offering(name="m")), (outside, Offering(name="m", leaves_network=True))]
     for engine, sharing in reversed(both) if outside_first else both:
         await engines.add(engine, IDENTITY, sharing)
