@@ -263,7 +263,7 @@ def test_ollama_lists_no_model_of_its_cloud_and_loads_by_an_empty_request() -> N
         assert models[recorded.OLLAMA_MODEL].capabilities == {Capability.TOOLS, Capability.SCHEMAS}
         assert (models["all-minilm:latest"].takes, models["all-minilm:latest"].capabilities) == (frozenset(), {Capability.EMBEDDINGS})
         assert not models["all-minilm:latest"].loaded
-        assert await engine.embed("all-minilm:latest", ("a", "b")) == [[0.1, 0.2], [0.1, 0.2]]
+        assert (await engine.embed("all-minilm:latest", ("a", "b"))).vectors == [[0.1, 0.2], [0.1, 0.2]]
         await engine.load(recorded.OLLAMA_MODEL)
         await engine.unload(recorded.OLLAMA_MODEL)
         with pytest.raises(UnknownModel):

@@ -119,19 +119,25 @@ class AnswerRoute:
         return PassedChats(not self.meaning.tokenizer, "images" in able, "tools" in able, "schemas" in able)
 
 
-def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning]) -> dict[str, AnswerRoute]:
+def routes(
+    answerers: MayAnswer,
+    loaded: Mapping[str, Meaning],
+    meanings: Mapping[str, Meaning],
+    does: Callable[[ModelOffer], bool] = lambda offer: offer.runs_whole,
+) -> dict[str, AnswerRoute]:
     """A route for each model that a node which may answer has loaded, by name.
 
     Args:
         loaded: what this node itself runs.
         meanings: what names meant before.
+        does: returns whether a loaded model does the work that is asked for; by default, whether it answers chats.
     """
     own = answerers.own
     # What a machine is there for is said to others: its own clients it answers.
     cards = tuple(_answering(card) if card.node_id == own else card for card in answerers.cards)
     offered: dict[str, dict[Meaning, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
-        whole = [offer for offer in card.models if offer.runs_whole and offer.warm and offer.digest and offer.model_id]
+        whole = [offer for offer in card.models if offer.warm and offer.digest and offer.model_id and does(offer)]
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))

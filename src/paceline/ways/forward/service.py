@@ -13,6 +13,8 @@ from functools import partial
 from typing import Self
 from uuid import uuid4
 
+from google.protobuf.message import Message
+
 from paceline.core.background import end_tasks
 from paceline.core.errors import ContextOverflow, UnknownModel
 from paceline.core.generation import GenerationRequest
@@ -67,7 +69,7 @@ class GenerateServicer(GenerateServiceServicer):
         wanted = replace(wanted, shares_kv=self._shares_kv(context))
         async with (
             aclosing(self._models.generate(request.model_id, wanted)) as stream,
-            _Notices(context, self._models.advances) as notices,
+            Notices(context, wire.GenerateResponse(), self._models.advances) as notices,
         ):
             async for chunks in stream:
                 await notices.write(write_chunks(chunks))
@@ -108,15 +110,16 @@ class GenerateServicer(GenerateServiceServicer):
             )
 
 
-class _Notices:
-    """Says every `NOTICE_S`, beside an answer that is silent, that it is worked on.
+class Notices:
+    """Says every `NOTICE_S`, while an answer is silent, that the node works on it.
 
     Args:
-        advances: whether it is.
+        notice: the message that says so.
+        advances: returns whether it does.
     """
 
-    def __init__(self, context: Context, advances: Callable[[], bool]) -> None:
-        self._context, self._advances = context, advances
+    def __init__(self, context: Context, notice: Message, advances: Callable[[], bool]) -> None:
+        self._context, self._notice, self._advances = context, notice, advances
         self._writing = asyncio.Lock()
         self._written = False
         """Since the last notice was due."""
@@ -129,7 +132,7 @@ class _Notices:
     async def __aexit__(self, *_: object) -> None:
         await end_tasks(self._task)
 
-    async def write(self, message: wire.GenerateResponse) -> None:
+    async def write(self, message: Message) -> None:
         self._written = True
         async with self._writing:
             await self._context.write(message)
@@ -139,7 +142,7 @@ class _Notices:
             await asyncio.sleep(NOTICE_S)
             if not self._written and self._advances():
                 async with self._writing:
-                    await self._context.write(wire.GenerateResponse())
+                    await self._context.write(self._notice)
             self._written = False
 
 
