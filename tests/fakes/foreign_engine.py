@@ -43,6 +43,8 @@ class ScriptedEngine:
         self.asked: list[Ask] = []
         self.worked: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
         """Calls for vectors and ranks: the model, the texts, and the marks of nodes."""
+        self.fails_after: int | None = None
+        """Calls for vectors and ranks that succeed before one breaks off; None: all."""
         self.bias = 0.0
         """Second number of every vector; the first is the text's length."""
         self.told: tuple[EngineModel, ...] = (EngineModel("tiny", frozenset({takes}), path=path, context=4096, slots=4),)
@@ -108,14 +110,20 @@ class ScriptedEngine:
             await asyncio.sleep(0)
         yield AnswerPiece(finish=FinishReason.STOP, cached_tokens=self.cached)
 
-    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
+    def _work(self, model: str, texts: tuple[str, ...], via: tuple[str, ...]) -> None:
         self.worked.append((model, texts, via))
         self._check()
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            if self.fails_after < 0:
+                raise EngineGone("it broke off")
+
+    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
+        self._work(model, texts, via)
         return Vectors([[float(len(text)), self.bias] for text in texts], sum(map(len, texts)))
 
     async def rerank(self, model: str, query: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Scores:
-        self.worked.append((model, (query, *texts), via))
-        self._check()
+        self._work(model, (query, *texts), via)
         return Scores([float(text.count(query)) for text in texts], sum(map(len, texts)))
 
     async def close(self) -> None:

@@ -64,8 +64,12 @@ class LocalEncoders:
         return tuple(found.values())
 
     def expects(self, name: str) -> bool:
+        return any(self._is_known(name, task) for task in Task)
+
+    def _is_known(self, name: str, task: Task) -> bool:
+        """Return whether an engine has a model for a task, also one that is away or is being tested."""
         engines = () if self._engines is None else self._engines.engines
-        return any(one.model.name == name and one.model.tasks for engine in engines for one in engine.known)
+        return any(one.model.name == name and task in one.model.tasks for engine in engines for one in engine.known)
 
     def ref_of(self, name: str, task: Task) -> ModelRef | None:
         """Return the model that would do a task under a name; None: none would."""
@@ -81,7 +85,7 @@ class LocalEncoders:
             RequestLoop: the request would pass through this node a second time, on its way to an engine.
         """
         if self.ref_of(name, request.task) is None:
-            if self.expects(name):
+            if self._is_known(name, request.task):
                 raise ModelAway(f"The engine of {name!r} does not answer now", "Try again in a few seconds.")
             raise UnknownModel(f"No encoder {name[:200]!r} is served here")
         if self._own is not None and name == self._own.encoder.name:
