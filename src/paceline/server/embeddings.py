@@ -145,11 +145,12 @@ def encoder_of(name: str, task: Task, service: ApiService) -> EncoderModel:
             raise UnknownModel(error.message, hint) from error
         does = "writes text"
     else:
-        known, does = found.name, f"does {', '.join(sorted(found.tasks))}"
-    raise InvalidRequest(f"model: {known} {does} and makes no {WORDS[task]}", hint, field="model")
+        known, does = found.name, DOES[next(iter(found.tasks))]
+    raise InvalidRequest(f"model: {known} {does} and {DOES_NOT[task]}", hint, field="model")
 
 
-WORDS: Final = {Task.EMBED: "embeddings", Task.RERANK: "ranks of texts"}
+DOES: Final = {Task.EMBED: "makes embeddings", Task.RERANK: "ranks texts"}
+DOES_NOT: Final = {Task.EMBED: "makes no embeddings", Task.RERANK: "ranks no texts"}
 HOW_TO_HAVE: Final = {
     Task.EMBED: "No machine serves embeddings: start `paceline up` with --embeddings and an encoder, or share an engine that makes them.",
     Task.RERANK: "No machine ranks texts: share an engine that does, such as a llama-server that was started with --reranking.",
