@@ -150,7 +150,7 @@ def encoder_of(name: str, task: Task, service: ApiService) -> EncoderModel:
 
 
 DOES: Final = {Task.EMBED: "makes embeddings", Task.RERANK: "ranks texts"}
-DOES_NOT: Final = {Task.EMBED: "makes no embeddings", Task.RERANK: "ranks no texts"}
+DOES_NOT: Final = {Task.EMBED: "makes no embeddings", Task.RERANK: "makes no ranking of texts"}
 HOW_TO_HAVE: Final = {
     Task.EMBED: "No machine serves embeddings: start `paceline up` with --embeddings and an encoder, or share an engine that makes them.",
     Task.RERANK: "No machine ranks texts: share an engine that does, such as a llama-server that was started with --reranking.",
