@@ -150,7 +150,7 @@ class Scores:
 
     scores: list[float]
     tokens: int = 0
-    """As in `Vectors`."""
+    """Tokens of all texts and queries, as the engine counts them; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

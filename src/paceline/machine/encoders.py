@@ -43,7 +43,7 @@ class LocalEncoders:
 
     @property
     def offers(self) -> tuple[ModelOffer, ...]:
-        """What the node's card says of its own encoder. Engines' models are among `ForeignEngines.offers`."""
+        """Return the offer of its own encoder for the node's card. Engines' models are among `ForeignEngines.offers`."""
         return () if self._offer is None else (self._offer,)
 
     @property

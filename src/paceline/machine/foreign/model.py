@@ -59,7 +59,7 @@ class ForeignModel:
 
     @property
     def tasks(self) -> frozenset[Task]:
-        """What it does besides writing."""
+        """Work that it does besides writing."""
         return frozenset(task for task in Task if Capability(task) in self.told.capabilities)
 
     @property

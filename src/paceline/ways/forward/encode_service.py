@@ -45,7 +45,7 @@ class EncodeServicer(EncodeServiceServicer):
 
     async def Encode(self, request: wire.EncodeRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = read_encode_request(request)
-        # A caller whose view is out of date must not get another model's vectors.
+        # A caller with an old view must not get another model's vectors.
         if self._encoders.ref_of(request.model_id, wanted.task) != ModelRef(request.digest, request.quantization):
             raise UnknownModel(f"The encoder {request.model_id[:200]!r} that is asked for is not served here")
         self._meter.served += 1
