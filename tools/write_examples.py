@@ -2,7 +2,7 @@
 
     python -m tools.write_examples URL
 
-URL is a running `paceline up --embeddings MODEL` with the bundled model. Long lists and texts in answers are cut.
+URL is a running `paceline up --embeddings MODEL` with the bundled model, which shares a reranker of that name. Long lists and texts in answers are cut.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ EXAMPLES = (
     Example("Anthropic's messages", "POST", "/v1/messages", {"model": MODEL, "max_tokens": 16, "messages": QUESTION, "temperature": 0}),
     Example("Count their tokens", "POST", "/v1/messages/count_tokens", {"model": MODEL, "messages": QUESTION}),
     Example("Vectors of texts", "POST", "/v1/embeddings", {"model": "all-minilm-l6-v2", "input": ["a cat", "a dog"]}),
+    Example(
+        "Texts in order of their relevance",
+        "POST",
+        "/v1/rerank",
+        {"model": "tiny-reranker", "query": "the cat", "documents": ["hello world", "the cat sat on the mat."]},
+    ),
     Example("Tokens of a text", "POST", "/tokenize", {"prompt": "Hello, world"}),
     Example("A text of tokens", "POST", "/detokenize", {"tokens": [19556, 28, 905]}),
     Example("The models", "GET", "/v1/models"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_encoder import ScriptedEncoders
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {
     "options": {"num_predict": 1},
 }
 """Enough for each path: what one does not know, it ignores."""
-DOCUMENT = create_app(ScriptedInference(), encoder=ScriptedEncoder()).openapi()
+DOCUMENT = create_app(ScriptedInference(), encoders=ScriptedEncoders()).openapi()
 DEEPEST = 6
 
 
@@ -61,7 +61,7 @@ PATHS = sorted(path for path, methods in DOCUMENT["paths"].items() if "requestBo
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Served[ScriptedInference]]:
-    served = Served(ScriptedInference(max_context=4096), encoder=ScriptedEncoder())
+    served = Served(ScriptedInference(max_context=4096), encoders=ScriptedEncoders())
     yield served
     served.close()
 

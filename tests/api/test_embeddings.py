@@ -18,15 +18,15 @@ from tests.fakes.seeded_encoders import SPEC, write_encoder
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.clock import SystemClock
+from paceline.core.encoding import EncodeRequest
 from paceline.core.errors import ContextOverflow, Overloaded
+from paceline.machine import embedder
 from paceline.machine.build import LoadedEncoder, load_encoder
+from paceline.machine.embedder import Embedder, parts_of_work
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.server import embedder
-from paceline.server.embedder import Embedder, parts_of_work
 from paceline.server.embeddings import EmbeddingRequest
-from paceline.server.metrics import Meter
 from paceline.store.home import Home
 
 TEXTS = ["hello world", "the cat sat on the mat.", "cats"]
@@ -193,10 +193,10 @@ def test_a_short_request_does_not_wait_for_a_long_one(encoder: LoadedEncoder) ->
     held = Held(encoder)
 
     async def both() -> None:
-        embedder = Embedder(held, workers=1, meter=Meter())
-        long = asyncio.create_task(embedder.embed(held, [[5] * 64] * 2048))
+        embedder = Embedder(held, workers=1)
+        long = asyncio.create_task(embedder.embed(EncodeRequest([[5] * 64] * 2048)))
         await asyncio.to_thread(held.begun.acquire)
-        short = asyncio.create_task(embedder.embed(held, ["a"]))
+        short = asyncio.create_task(embedder.embed(EncodeRequest(["a"])))
         held.go_on.set()
         await short
         assert not long.done()
@@ -212,16 +212,16 @@ def test_the_queue_is_bounded(encoder: LoadedEncoder, monkeypatch: pytest.Monkey
     held = Held(encoder)
 
     async def two() -> None:
-        embedder = Embedder(held, workers=1, meter=Meter())
-        first = asyncio.create_task(embedder.embed(held, ["a"]))
+        embedder = Embedder(held, workers=1)
+        first = asyncio.create_task(embedder.embed(EncodeRequest(["a"])))
         await asyncio.to_thread(held.begun.acquire)
         with pytest.raises(Overloaded):
-            await embedder.embed(held, ["a"])
+            await embedder.embed(EncodeRequest(["a"]))
         held.go_on.set()
         await first
         with pytest.raises(ContextOverflow):
-            await embedder.embed(held, [[5] * 65])
-        assert (await embedder.embed(held, ["a"])).tokens == (3,)
+            await embedder.embed(EncodeRequest([[5] * 65]))
+        assert (await embedder.embed(EncodeRequest(["a"]))).tokens == 3
         embedder.close()
 
     asyncio.run(two())
@@ -240,15 +240,15 @@ def test_what_waiting_requests_hold_is_bounded(encoder: LoadedEncoder, monkeypat
     held = Held(encoder)
 
     async def several() -> None:
-        embedder = Embedder(held, workers=1, meter=Meter())
-        first = asyncio.create_task(embedder.embed(held, [[5] * 64] * 2))  # alone a request may be larger
+        embedder = Embedder(held, workers=1)
+        first = asyncio.create_task(embedder.embed(EncodeRequest([[5] * 64] * 2)))  # alone a request may be larger
         await asyncio.to_thread(held.begun.acquire)
         with pytest.raises(Overloaded):
-            await embedder.embed(held, ["a"])
+            await embedder.embed(EncodeRequest(["a"]))
         held.go_on.set()
         await first
-        both = await asyncio.gather(embedder.embed(held, [[5] * 64]), embedder.embed(held, ["a cat"]))
-        assert [made.tokens for made in both] == [(64,), (4,)]
+        both = await asyncio.gather(embedder.embed(EncodeRequest([[5] * 64])), embedder.embed(EncodeRequest(["a cat"])))
+        assert [made.tokens for made in both] == [64, 4]
         embedder.close()
 
     asyncio.run(several())

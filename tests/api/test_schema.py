@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from starlette.routing import Route
-from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_encoder import ScriptedEncoders
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 from tests.sampling import ALL, examples
@@ -24,14 +24,14 @@ from paceline.server.ollama import shape as ollama
 from paceline.server.responses.shape import ResponseReply
 from paceline.server.settings import ServerSettings
 
-document = create_app(ScriptedInference(max_context=512), encoder=ScriptedEncoder()).openapi()
+document = create_app(ScriptedInference(max_context=512), encoders=ScriptedEncoders()).openapi()
 # The phase of coverage makes its requests while tests are collected, in every process of a run: ten seconds each.
 schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": ALL}}}))
 
 
 @pytest.fixture(scope="module")
 def live() -> Generator[Served[ScriptedInference], None, None]:
-    served = Served(ScriptedInference(max_context=512), encoder=ScriptedEncoder())
+    served = Served(ScriptedInference(max_context=512), encoders=ScriptedEncoders())
     try:
         yield served
         answered = served.app.state.service.meter.answers
@@ -91,7 +91,7 @@ def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None
 
 
 def test_each_path_that_is_served_is_described_with_what_it_does() -> None:
-    app = create_app(ScriptedInference(), encoder=ScriptedEncoder())
+    app = create_app(ScriptedInference(), encoders=ScriptedEncoders())
     served = {route.path.replace(":path", "") for route in app.routes if isinstance(route, Route)}
     not_served = {"/api/blobs/{digest}", *(f"/api/{name}" for name in ("copy", "create", "delete", "pull", "push"))}
     assert served - document["paths"].keys() == not_served | {"/", "/openapi.json"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.core.errors import EngineGone, PacelineError
 from paceline.core.generation import FinishReason
 from paceline.core.text import Tokenizer
-from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Scores, Takes, Vectors
 
 
 class ScriptedEngine:
@@ -41,6 +41,12 @@ class ScriptedEngine:
         self.cached = 0
         """Prompt tokens that two reports of progress and the last piece say were not computed again; 0: there are no reports."""
         self.asked: list[Ask] = []
+        self.worked: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
+        """Calls for vectors and ranks: the model, the texts, and the marks of nodes."""
+        self.fails_after: int | None = None
+        """Calls for vectors and ranks that succeed before one breaks off; None: all."""
+        self.bias = 0.0
+        """Second number of every vector; the first is the text's length."""
         self.told: tuple[EngineModel, ...] = (EngineModel("tiny", frozenset({takes}), path=path, context=4096, slots=4),)
         self.trouble: PacelineError | None = None
         """Raised by everything but `close`."""
@@ -104,11 +110,21 @@ class ScriptedEngine:
             await asyncio.sleep(0)
         yield AnswerPiece(finish=FinishReason.STOP, cached_tokens=self.cached)
 
-    async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
-        raise AssertionError("a test never embeds")
+    def _work(self, model: str, texts: tuple[str, ...], via: tuple[str, ...]) -> None:
+        self.worked.append((model, texts, via))
+        self._check()
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            if self.fails_after < 0:
+                raise EngineGone("it broke off")
 
-    async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
-        raise AssertionError("a test never ranks")
+    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
+        self._work(model, texts, via)
+        return Vectors([[float(len(text)), self.bias] for text in texts], sum(map(len, texts)))
+
+    async def rerank(self, model: str, query: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Scores:
+        self._work(model, (query, *texts), via)
+        return Scores([float(text.count(query)) for text in texts], sum(map(len, texts)))
 
     async def close(self) -> None:
         self.closed = True

@@ -50,3 +50,55 @@ def write_encoder(folder: Path, *, pooling: Pooling = Pooling.MEAN, normalise: b
         modes = {"pooling_mode_cls_token": pooling is Pooling.CLS, "pooling_mode_mean_tokens": pooling is Pooling.MEAN}
         (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SPEC.hidden, **modes}))
     return folder
+
+
+def write_encoder_gguf(path: Path, folder: Path, *, pooling: int = 1, quantised: bool = False) -> Path:
+    """Write the encoder of a folder as llama.cpp's converter does.
+
+    Args:
+        pooling: number of llama.cpp's pooling type; 4 adds the head of a reranker, with random weights.
+        quantised: as Q8_0.
+    """
+    import gguf
+    from safetensors.numpy import load_file
+
+    names = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+             "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm"}  # fmt: skip
+    parts = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+             "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
+             "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"}  # fmt: skip
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_block_count(SPEC.n_layers)
+    writer.add_context_length(SPEC.max_tokens)
+    writer.add_embedding_length(SPEC.hidden)
+    writer.add_feed_forward_length(SPEC.ffn)
+    writer.add_head_count(SPEC.n_heads)
+    writer.add_layer_norm_eps(SPEC.norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list([t if t[0] == "[" else t[2:] if t.startswith("##") else "\u2581" + t for t in TOKENS])
+    writer.add_token_type_count(SPEC.n_types)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    for full, values in load_file(folder / "model.safetensors").items():
+        stem, _, suffix = full.rpartition(".")
+        layer, _, part = stem.removeprefix("encoder.layer.").partition(".")
+        name = f"{names[stem] if stem in names else f'blk.{layer}.{parts[part]}'}.{suffix}"
+        if quantised and values.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    if pooling == gguf.PoolingType.RANK:
+        random = np.random.default_rng(4)
+        for name, shape in (("cls", (SPEC.hidden, SPEC.hidden)), ("cls.output", (1, SPEC.hidden))):
+            writer.add_tensor(f"{name}.weight", random.normal(0, 0.3, shape).astype(np.float32))
+            writer.add_tensor(f"{name}.bias", np.zeros(shape[0], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -11,10 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
+from paceline.core.encoding import Encoders
 from paceline.core.inference import Inference
+from paceline.machine.embedder import TextEncoder
+from paceline.machine.encoders import LocalEncoders
 from paceline.machine.models import Models
 from paceline.server.app import create_app
-from paceline.server.embedder import TextEncoder
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings, TlsFiles
 
@@ -34,10 +36,12 @@ class Served(Generic[Kind]):
         tls: TlsFiles | None = None,
         host: str = "127.0.0.1",
         encoder: TextEncoder | None = None,
+        encoders: Encoders | None = None,
     ) -> None:
         self.inference = inference
         self.settings = settings or ServerSettings()
-        self.app = create_app(inference, self.settings, encoder, inference if isinstance(inference, Models) else None)
+        self._encoders = LocalEncoders(encoder)
+        self.app = create_app(inference, self.settings, encoders or self._encoders, inference if isinstance(inference, Models) else None)
         self._tls, self._host = tls, host
         self._up: concurrent.futures.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="test-server")
@@ -101,3 +105,4 @@ class Served(Generic[Kind]):
         if self._thread.is_alive():
             self.begin_stop()
         self.join()
+        self._encoders.close()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_encoder import ScriptedEncoders
 from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.server.app import create_app
@@ -61,7 +61,7 @@ def test_the_chart_is_of_the_table() -> None:
 def test_each_endpoint_has_an_example_with_its_answer() -> None:
     text = (ROOT / "docs/reference/examples.md").read_text()
     shown = set(re.findall(r"^`(\w+) (\S+)`$", text, re.MULTILINE))
-    paths = create_app(ScriptedInference(), encoder=ScriptedEncoder()).openapi()["paths"]
+    paths = create_app(ScriptedInference(), encoders=ScriptedEncoders()).openapi()["paths"]
     asked = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     kept = {path: re.sub(r"\{\w+\}", r"[^/]+", path) for _, path in asked}
     lacking = {

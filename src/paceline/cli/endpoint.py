@@ -71,7 +71,7 @@ class EndpointClient:
         self._client.close()
 
     def models(self, *, at_home: bool = False) -> list[str]:
-        """Return the names of the models served.
+        """Return the names of the models that answer chats.
 
         Args:
             at_home: leave out those to which prompts leave the home network.
@@ -82,7 +82,8 @@ class EndpointClient:
         try:
             response = self._client.get(f"{self._url}/models")
             self._check(response)
-            return [printable(str(model["id"])) for model in response.json()["data"] if not (at_home and model.get("leaves_network"))]
+            chats = [model for model in response.json()["data"] if "chat" in model.get("tasks", ("chat",))]
+            return [printable(str(model["id"])) for model in chats if not (at_home and model.get("leaves_network"))]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

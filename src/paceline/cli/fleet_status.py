@@ -166,6 +166,8 @@ def _offer(offer: ModelOffer) -> str:
     rate = f", {offer.tokens_per_second:g} tokens/s" if offer.tokens_per_second else ""
     if offer.role is Role.PROPOSER:
         return f"drafts with {offer.model_id} ({offer.weights}{rate})"
+    if offer.role is Role.EMBEDDER:
+        return f"{offer.model_id} (embeddings)"
     if offer.shard is None:
         return f"{offer.model_id} ({offer.weights}{rate})"
     layers, used = offer.shard.layers, f"{offer.shard.streams} of {offer.shard.max_streams} streams"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from paceline.cli.terminal import counted
+from paceline.core.encoding import Task
 from paceline.core.errors import PacelineError
 from paceline.core.text import printable
 from paceline.fleet.card import ModelOffer
@@ -14,6 +15,9 @@ from paceline.machine.foreign.state import EngineState
 
 if TYPE_CHECKING:
     from paceline.machine.foreign.shares import EngineShare
+
+
+TASKS: Final = frozenset(map(str, Task))
 
 
 def read_states(said: object) -> tuple[EngineState, ...]:
@@ -43,12 +47,14 @@ def offer_words(offer: ModelOffer) -> str:
     """Describe a model that an engine of another maker runs."""
     engine = offer.engine
     assert engine is not None
+    speed = f"{offer.tokens_per_second:.3g} tokens/s" if offer.tokens_per_second else "not measured yet"
     parts = [
         printable(engine.engine),
         printable(engine.quantisation),
         counted(engine.slots, "slot") if engine.slots else "",
         f"{offer.under_way} busy" if offer.under_way else "",
-        f"{offer.tokens_per_second:.3g} tokens/s" if offer.tokens_per_second else "not measured yet",
+        *(sorted(TASKS.intersection(engine.capabilities))),
+        speed if offer.runs_whole else "",
         *marks(leaves_network=engine.leaves_network, plain_http=engine.plain_http),
     ]
     return f"{printable(offer.model_id)} in an engine of another maker ({', '.join(filter(None, parts))})"

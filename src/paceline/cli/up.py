@@ -173,6 +173,7 @@ def run_up(
     tls = api.tls_files()
     from paceline.core.clock import SystemClock
     from paceline.machine.devices import allow_open_files
+    from paceline.machine.encoders import LocalEncoders
     from paceline.machine.foreign.engines import ForeignEngines
     from paceline.machine.foreign.together import Together
     from paceline.machine.models import Models
@@ -197,6 +198,7 @@ def run_up(
     _note_small_disk(sharing.kv_disk_bytes, home.kv, console)
     # The encoder loads first: the model may take minutes, and its KV takes the memory that is left.
     encoder = None if sharing.embeddings is None else load_embeddings(sharing.embeddings, console)
+    encoder_offer = None if encoder is None or fleet is None else encoder.offer(home)
     named = () if settings is None else (settings.model, *sharing.more)
     by_engine: dict[str, Decision] = {}
     for name in named:  # before the first of them takes minutes
@@ -217,8 +219,10 @@ def run_up(
             ending = Ending(console, sharing.drain_s)
             stop = ending.stop
             engines = ForeignEngines(home, clock)
+            encoders = LocalEncoders(encoder, engines, encoder_offer)
             children = Children(engines, home, clock, console)
             async with AsyncExitStack() as stack:
+                stack.callback(encoders.close)
                 stack.push_async_callback(children.stop)
                 stack.push_async_callback(engines.close)
                 for decision in by_engine.values():
@@ -227,7 +231,7 @@ def run_up(
                 shared = SharedEngines(engines, home, clock, sharing.found)
                 stack.push_async_callback(end_tasks, in_background(shared.run(), "engines that are shared"))
                 if fleet is None:
-                    app = create_app(Together(models, engines), replace(served, mark=engines.mark), encoder, models, engines.states)
+                    app = create_app(Together(models, engines), replace(served, mark=engines.mark), encoders, models, engines.states)
                     if proposers and models.nodes:
                         from paceline.ways.draft.service import drafting_alone
 
@@ -238,7 +242,7 @@ def run_up(
                     from paceline.node.pipelines import plan_loads
                     from paceline.node.serving import serving
 
-                    member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim, engines)
+                    member = serving(models, fleet, home, clock, stop, hosting, proposers, beside, claim, engines, encoders)
                     whole = await stack.enter_async_context(member)
                     print_lines(console, f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}")
                     if asked is not None:
@@ -247,7 +251,7 @@ def run_up(
                         if asked is not None and not await _plan_and_load(whole, replace(base, model=name), asked, stop, console):
                             return
                         _check_apart(encoder, models)
-                    app = create_app(whole.inference, replace(served, mark=engines.mark), encoder, models, engines.states)
+                    app = create_app(whole.inference, replace(served, mark=engines.mark), whole.encoders, models, engines.states)
                     service_of(app).metrics.add(*whole.collectors)
                     await whole.settle(stop)
                 await shared.settle()

@@ -12,11 +12,10 @@ import orjson
 
 from paceline.core.errors import InvalidRequest, NotServed, PacelineError
 from paceline.core.generation import Grammar, GrammarKind
-from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Scores, Takes, Vectors
 from paceline.engines.http import Http
 from paceline.engines.patience import EnginePatience
-from paceline.engines.shapes import Choices, chat_body, entries, sensible
-from paceline.engines.stops import until_stop
+from paceline.engines.shapes import Choices, chat_body, entries, number, sensible
 from paceline.engines.stream import Stream
 
 TEXT_AND_MESSAGES: Final = frozenset({Takes.TEXT, Takes.MESSAGES})
@@ -67,11 +66,10 @@ class Adapter(ABC):
     def generate(self, ask: Ask) -> AsyncGenerator[AnswerPiece, None]:
         if isinstance(ask.prompt, Mapping):
             return self._openai("/v1/chat/completions", self.chat_body, ask)
-        stops = tuple(stop for stop in ask.stop if stop)
-        return until_stop(self.write(ask), stops) if stops else self.write(ask)
+        return self.write(ask)
 
     def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
-        """Write after token ids or a text, without looking for stop texts."""
+        """Write after token ids or a text."""
         return self._openai("/v1/completions", self.text_body, ask)
 
     async def prepare(self, ask: Ask) -> None:  # noqa: B027 - most engines refuse nothing
@@ -143,17 +141,24 @@ class Adapter(ABC):
         elif now != known:
             raise self.http.gone(f"has another model under the name {model}", "Ask again: its list of models is read anew.")
 
-    async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
+    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
         body = {"model": model, "input": list(texts), "encoding_format": "float"}
-        wait_s = self.http.patience.first_token_s
-        max_bytes = (1 << 20) + VECTOR_BYTES * len(texts)
-        found = await self.http.post("/v1/embeddings", body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal)
-        return vectors_of(self.http, in_order(self.http, found, "data", "embedding", len(texts)))
+        found = await self.work("/v1/embeddings", body, len(texts), via)
+        return Vectors(vectors_of(self.http, in_order(self.http, found, "data", "embedding", len(texts))), _prompt_tokens(found))
 
-    async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
-        body = {"model": model, "query": query, "documents": list(texts)}
-        found = await self.http.post("/v1/rerank", body, wait_s=self.http.patience.first_token_s, refusal=self.refusal)
-        return in_order(self.http, found, "results", "relevance_score", len(texts))
+    async def rerank(self, model: str, query: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Scores:
+        found = await self.work("/v1/rerank", {"model": model, "query": query, "documents": list(texts)}, len(texts), via)
+        scores = in_order(self.http, found, "results", "relevance_score", len(texts))
+        return Scores(vectors_of(self.http, [scores])[0], _prompt_tokens(found))
+
+    async def work(self, path: str, body: Mapping[str, Any], count: int, via: tuple[str, ...]) -> dict[str, Any]:
+        """Have the engine work on texts, and return its answer.
+
+        Args:
+            count: number of texts, which bounds the answer.
+        """
+        wait_s, max_bytes = self.http.patience.first_token_s, (1 << 20) + VECTOR_BYTES * count
+        return await self.http.post(path, body, wait_s=wait_s, max_bytes=max_bytes, refusal=self.refusal, via=via)
 
     async def close(self) -> None:
         await self.http.close()
@@ -167,8 +172,13 @@ def vectors_of(http: Http, vectors: list[Any]) -> list[list[float]]:
     """
     for vector in vectors:
         if not isinstance(vector, list) or len(vector) != len(vectors[0]) or any(type(value) not in {float, int} for value in vector):
-            raise http.gone("returned a vector that is not made of numbers", "See its own log for the cause.")
+            raise http.gone("returned something else than numbers", "See its own log for the cause.")
     return vectors
+
+
+def _prompt_tokens(found: Mapping[str, Any]) -> int:
+    usage = found.get("usage")
+    return number(usage, "prompt_tokens", "total_tokens") if isinstance(usage, dict) else 0
 
 
 def in_order(http: Http, found: Mapping[str, Any], listed: str, field: str, count: int) -> list[Any]:

@@ -78,6 +78,11 @@ class EngineModel:
     via: tuple[str, ...] = ()
     """Marks of the nodes that a request for it goes through, if the engine is an endpoint of Paceline; see `core.via`."""
 
+    @property
+    def works(self) -> bool:
+        """It does something besides writing: vectors, or ranks."""
+        return not self.capabilities.isdisjoint({Capability.EMBEDDINGS, Capability.RERANK})
+
 
 @dataclass(frozen=True, slots=True)
 class Busy:
@@ -100,8 +105,6 @@ class Ask:
     max_tokens: int | None = None
     """None: as many as the context leaves."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer. They are not part of it."""
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     grammar: Grammar | None = None
@@ -132,8 +135,24 @@ class AnswerPiece:
     """Progress through the prompt, on pieces that carry nothing else; None: no progress."""
     finish: FinishReason | None = None
     """STOP or LENGTH, on the last piece. `finish` is STOP if the answer ends in tool calls."""
-    stopped_by_text: bool = False
-    """STOP came from one of `Ask.stop`, not from the model's own end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Vectors of texts, in their order."""
+
+    vectors: list[list[float]]
+    tokens: int = 0
+    """Tokens of all texts, as the engine counts them; 0: it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Relevance of texts, in their order."""
+
+    scores: list[float]
+    tokens: int = 0
+    """Tokens of all texts and queries, as the engine counts them; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +233,11 @@ class ForeignEngine(Protocol):
         """
         ...
 
-    async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
+    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
         """Return a vector for each text.
+
+        Args:
+            via: see `Ask.via`.
 
         Raises:
             NotServed: the engine or the model makes none.
@@ -223,7 +245,7 @@ class ForeignEngine(Protocol):
         """
         ...
 
-    async def rerank(self, model: str, query: str, texts: tuple[str, ...]) -> list[float]:
+    async def rerank(self, model: str, query: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Scores:
         """Return the relevance of each text to the query. Raises as `embed`."""
         ...
 

@@ -99,19 +99,27 @@ class Http:
             await session.close()
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, wait_s: float | None = None, max_bytes: int = MAX_JSON_BYTES
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        wait_s: float | None = None,
+        max_bytes: int = MAX_JSON_BYTES,
+        via: tuple[str, ...] = (),
     ) -> HttpReply:
         """Send a request and return the answer, whatever its status.
 
         Args:
             wait_s: maximum seconds for all of it. None: `EnginePatience.answer_s`.
+            via: see `Ask.via`.
 
         Raises:
             EngineGone: no answer in time, or one that is not HTTP, or is longer than `max_bytes`.
         """
         wait_s = self.patience.answer_s if wait_s is None else wait_s
         try:
-            async with asyncio.timeout(wait_s), self._request(method, path, body) as response:
+            async with asyncio.timeout(wait_s), self._request(method, path, body, via) as response:
                 whole = bytearray()
                 async for part in response.content.iter_any():
                     whole += part
@@ -143,9 +151,10 @@ class Http:
         wait_s: float | None = None,
         max_bytes: int = MAX_JSON_BYTES,
         refusal: Refusal | None = None,
+        via: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         """Send an object and return the one that answers it. Raises as `get`."""
-        return self._object(await self.ask("POST", path, body, wait_s=wait_s, max_bytes=max_bytes), path, refusal)
+        return self._object(await self.ask("POST", path, body, wait_s=wait_s, max_bytes=max_bytes, via=via), path, refusal)
 
     def refused(self, status: int, body: Any, retry_after: str = "", refusal: Refusal | None = None) -> PacelineError:
         """Return the error that a refusal stands for. `body` is its JSON, or None."""
@@ -208,7 +217,7 @@ class Http:
             response.close()
 
     async def _sent(self, method: str, path: str, body: Any, via: tuple[str, ...]) -> aiohttp.ClientResponse:
-        return await self._request(method, path, body, {VIA_HEADER: write_via(via)} if via else None)
+        return await self._request(method, path, body, via)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> Any:
         """Return the JSON of a refusal, or None."""
@@ -237,8 +246,9 @@ class Http:
             raise self.refused(404, found, refusal=refusal)
         return found
 
-    def _request(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+    def _request(self, method: str, path: str, body: Any = None, via: tuple[str, ...] = ()) -> Any:
         """Return aiohttp's request: awaitable, and a context manager."""
+        headers = {VIA_HEADER: write_via(via)} if via else None
         if self._session is None:
             self._session = self._open()
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)

@@ -3,7 +3,8 @@
 What it does that its API does not say, as seen with that build:
 - A single model answers to any name.
 - A character of several tokens comes as one event, which names the last token only.
-- Text that may begin a stop text is held back, and lost if the answer ends there. So stop texts are looked for on this side.
+- Text that may begin a stop text is held back, and lost if the answer ends there. So stop texts are not sent.
+- A reranker answers `/v1/embeddings` too, with zeros.
 - A report of progress names token 0, and the end token is named in an event of its own.
 - `/slots` waits for the running computation, `/health`, `/props` and `/v1/models` don't. Asking `/slots` wakes a model that sleeps,
   and counts as use of one that would.
@@ -26,6 +27,8 @@ from paceline.engines.shapes import entries, number, sensible, text_of
 
 LOOK_BACK: Final = 8192
 """Tokens that penalties count where the context is not known. Raising it: more memory for each slot."""
+WORD_PIECES: Final = 3
+"""llama.cpp's number for the vocabulary of a BERT, which writes no text."""
 LOAD_LOOK_S: Final = 0.5
 """Pause between two looks at a model that loads. Raising it: the end of a load is seen later."""
 
@@ -97,7 +100,7 @@ class LlamaServer(Adapter):
         self._contexts[name] = context = number(props["default_generation_settings"], "n_ctx")
         return EngineModel(
             name,
-            frozenset() if Capability.RERANK in more else frozenset(Takes),
+            frozenset() if Capability.RERANK in more or number(meta, "vocab_type") == WORD_PIECES else frozenset(Takes),
             path=Path(path) if path and path != "none" else None,
             quantisation=text_of(props, "model_ftype") or text_of(meta, "ftype"),
             context=context,
@@ -114,6 +117,8 @@ class LlamaServer(Adapter):
                 reply = await self.http.ask("POST", path, {"model": name})
                 if reply.status == 400 and b"ooling type" not in reply.body:  # a server without pooling makes none of OpenAI's
                     found.add(capability)
+            if Capability.RERANK in found:  # its vectors are zeros
+                found.discard(Capability.EMBEDDINGS)
             self._more[name] = frozenset(found)
         return self._more[name]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from paceline.core.generation import FinishReason
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs, schema_of, vectors_of
-from paceline.engines.contract import AnswerPiece, Ask, Capability, EngineIdentity, EngineModel
+from paceline.engines.contract import AnswerPiece, Ask, Capability, EngineIdentity, EngineModel, Vectors
 from paceline.engines.openai import MAX_SEED
 from paceline.engines.shapes import entries, number, sensible, text_of
 
@@ -66,13 +66,12 @@ class Ollama(Adapter):
     async def unload(self, model: str) -> None:
         await self.http.post("/api/generate", {"model": model, "keep_alive": 0, "stream": False})
 
-    async def embed(self, model: str, texts: tuple[str, ...]) -> list[list[float]]:
-        wait_s = self.http.patience.first_token_s
-        found = await self.http.post("/api/embed", {"model": model, "input": list(texts), "truncate": False}, wait_s=wait_s)
+    async def embed(self, model: str, texts: tuple[str, ...], via: tuple[str, ...] = ()) -> Vectors:
+        found = await self.work("/api/embed", {"model": model, "input": list(texts), "truncate": False}, len(texts), via)
         vectors = sensible(self.http, lambda: list(found["embeddings"]))
         if len(vectors) != len(texts):
             raise self.http.gone(f"returned {len(vectors)} vectors for {len(texts)} texts")
-        return vectors_of(self.http, vectors)
+        return Vectors(vectors_of(self.http, vectors), number(found, "prompt_eval_count"))
 
     async def write(self, ask: Ask) -> AsyncGenerator[AnswerPiece]:
         async with self.stream("/api/generate", generate_body(ask), ask.model, lines=True, via=ask.via) as stream:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from paceline.core.errors import EngineGone
 from paceline.core.via import listed_via
 from paceline.engines.adapter import TEXT_AND_MESSAGES, Adapter, needs
-from paceline.engines.contract import Ask, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import Ask, Capability, EngineIdentity, EngineModel, Takes
 from paceline.engines.shapes import entries, number, sensible, text_of
 
 NO_PROMPT: Final = {"prompt": {"no": 0}, "max_tokens": "none"}
@@ -46,8 +46,14 @@ class OpenAi(Adapter):
 
     @staticmethod
     def _model(listed: Mapping[str, Any], takes: frozenset[Takes]) -> EngineModel:
-        context = number(listed, "max_model_len", "context_length", "context_window")
-        return EngineModel(str(listed["id"]), takes, context=context, via=listed_via(listed.get("via")))
+        tasks = listed.get("tasks") or ["chat"]  # Paceline's own field
+        return EngineModel(
+            str(listed["id"]),
+            takes if "chat" in tasks else frozenset(),
+            context=number(listed, "max_model_len", "context_length", "context_window"),
+            capabilities=frozenset(each for each in (Capability.EMBEDDINGS, Capability.RERANK) if each in tasks),
+            via=listed_via(listed.get("via")),
+        )
 
     def is_other(self, asked: str, said: str) -> bool:
         """Return whether the answer names another model of the list. Other names may be aliases, such as one with a date."""
@@ -70,7 +76,7 @@ MAX_SEED: Final = 1 << 63
 
 
 def openai_text(ask: Ask) -> dict[str, Any]:
-    """Return the body of a text completion, with OpenAI's own fields. Stop texts are looked for on this side."""
+    """Return the body of a text completion, with OpenAI's own fields. Stop texts are not sent."""
     sampling = ask.sampling
     body: dict[str, Any] = {
         "model": ask.model,

@@ -4,11 +4,12 @@
 - The end token is among the ids of the last event, without text.
 - Requests without a length get 16 tokens; `null` gives them the rest of the context.
 - `/version`, `/health` and `/metrics` need no key.
+- A server of a pooling model has no `/v1/completions`, and others have no `/v1/embeddings` and no `/v1/rerank`. A page that it has answers GET with 405.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Final
 
 from paceline.core.errors import NotServed
@@ -40,11 +41,26 @@ class Vllm(Adapter):
     async def is_ready(self) -> bool:
         return (await self.http.ask("GET", "/health")).status == 200
 
+    _tasks: tuple[Hashable, frozenset[Capability]] | None = None
+    """Marks of the models that are listed, and their work besides writing. None: not asked yet."""
+
     async def models(self) -> tuple[EngineModel, ...]:
         listed = sensible(self.http, entries, await self.http.get("/v1/models"))
-        found = tuple(sensible(self.http, _model, each) for each in listed)
+        marks = tuple((text_of(each, "id"), self.mark_of(each)) for each in listed)
+        if self._tasks is None or self._tasks[0] != marks:
+            self._tasks = marks, await self._pooling()
+        found = tuple(sensible(self.http, _model, each, self._tasks[1]) for each in listed)
         self._marks = {model.name: self.mark_of(each) for model, each in zip(found, listed, strict=True)}
         return found
+
+    async def _pooling(self) -> frozenset[Capability]:
+        """Return the work of a pooling model; nothing for a model that writes."""
+        pages = (("/v1/embeddings", Capability.EMBEDDINGS), ("/v1/rerank", Capability.RERANK))
+        found = frozenset([capability for path, capability in pages if await self._has(path)])
+        return frozenset() if found and await self._has("/v1/completions") else found
+
+    async def _has(self, path: str) -> bool:
+        return (await self.http.ask("GET", path)).status == 405
 
     async def busy(self) -> Busy:
         figures = gauges((await self.http.ask("GET", "/metrics")).body.decode("utf-8", "replace"))
@@ -77,8 +93,9 @@ class Vllm(Adapter):
         return body
 
 
-def _model(listed: Mapping[str, Any]) -> EngineModel:
-    return EngineModel(str(listed["id"]), frozenset(Takes), context=number(listed, "max_model_len"), capabilities=CAPABILITIES)
+def _model(listed: Mapping[str, Any], tasks: frozenset[Capability]) -> EngineModel:
+    takes = frozenset[Takes]() if tasks else frozenset(Takes)
+    return EngineModel(str(listed["id"]), takes, context=number(listed, "max_model_len"), capabilities=tasks or CAPABILITIES)
 
 
 def gauges(metrics: str) -> dict[str, float]:

@@ -89,7 +89,7 @@ def holders(view: Iterable[NodeCard], request: PlanRequest) -> tuple[PricedEngin
         for card in live_cards(view).values()
         if card.node_id not in request.exclude and (not pinned or card.node_id in pinned)
         for offer in card.models
-        if offer.engine is not None and offer.warm and is_named(offer, request.model)
+        if offer.engine is not None and offer.runs_whole and offer.warm and is_named(offer, request.model)
         if request.weights in {"", offer.weights, offer.engine.quantisation}
     ]
     return tuple(sorted(found, key=_rank))

@@ -27,8 +27,10 @@ from paceline.engine.executor import Executor
 from paceline.engine.grammar import Grammars
 from paceline.engine.kv_source import KvLoans
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.fleet.card import ModelOffer, Role
 from paceline.machine import devices
 from paceline.machine.capability import WarmModel
+from paceline.machine.embedder import encoder_shape
 from paceline.machine.kv_spans import ClosableKv
 from paceline.machine.kv_tier import DiskTier, KvDiskLimits, Wakeup
 from paceline.machine.settings import NodeSettings
@@ -36,6 +38,7 @@ from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import SpeedCache, SpeedKey, learn_speed
 from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.encoder_files import OpenedEncoder, open_encoder
 from paceline.store.home import Home
 
@@ -220,7 +223,7 @@ def introduced(built: BuiltEngine, home: Home, clock: Clock, *, is_shared: bool 
 
 
 class LoadedEncoder:
-    """A `server.embeddings.TextEncoder`."""
+    """A `machine.embedder.TextEncoder`."""
 
     def __init__(self, opened: OpenedEncoder, created: int) -> None:
         """Load. Blocks.
@@ -236,6 +239,7 @@ class LoadedEncoder:
             kernel_cache.complete()
         self.name = opened.name
         self.created = created
+        self._files = opened.files
         self.tokenizer = BoundedTokenizer(opened.tokenizer)
         self.tokenizer.begin()
 
@@ -249,6 +253,17 @@ class LoadedEncoder:
 
     def vectors(self, texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         return self._bert.vectors(texts)
+
+    def offer(self, home: Home) -> ModelOffer:
+        """Return what the node's card says of it. Blocks: reads the weights' files if their digest is not known.
+
+        Raises:
+            ModelFileError: they can't be read.
+        """
+        spec, size = self._bert.spec, sum(file.stat().st_size for file in self._files)
+        digest = digest_of_files(DigestCache(home), self._files)
+        shape = encoder_shape(spec.max_tokens, spec.hidden, spec.n_layers)
+        return ModelOffer(self.name, Role.EMBEDDER, WeightsFormat.STORED, digest=digest, warm=True, size_bytes=size, shape=shape)
 
     @property
     def summary(self) -> str:

@@ -24,6 +24,7 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.presets import FleetSettings
 from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
+from paceline.machine.encoders import LocalEncoders
 from paceline.machine.foreign.engines import ForeignEngines
 from paceline.machine.foreign.model import ForeignModel
 from paceline.machine.foreign.together import Together
@@ -42,6 +43,8 @@ from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService, LoadedProposer
 from paceline.ways.forward.client import TokenizerStore
+from paceline.ways.forward.encode_service import encode_service
+from paceline.ways.forward.encoding import FleetEncoders
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.kv.service import KvSharing
@@ -146,6 +149,7 @@ class FleetServing:
         proposers: Sequence[LoadedProposer] = (),
         beside: Sequence[ModelLocation] = (),
         engines: ForeignEngines | None = None,
+        encoders: LocalEncoders | None = None,
     ) -> None:
         """Put together; nothing runs yet. On the event loop.
 
@@ -155,6 +159,7 @@ class FleetServing:
             proposers: models to draft with, for others and for this node itself; closed with it.
             beside: models that lie elsewhere than in the home, for others to fetch and for layers that run here.
             engines: foreign engines that this node offers; None: it offers none.
+            encoders: this machine's, with those engines; None: it has no encoder of its own.
 
         Raises:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
@@ -163,7 +168,8 @@ class FleetServing:
         self.models = models or Models(build_node, NodeSettings(), home, clock)
         self.engines = engines or ForeignEngines(home, clock)
         self.engines.mark = new_mark(folder.identity().node_id)
-        offers = tuple(one.offer for one in proposers)
+        self._encoders = encoders or LocalEncoders(None, self.engines)
+        offers = (*(one.offer for one in proposers), *self._encoders.offers)
         self._beside = list(beside)
         portrait = self._portrait = Portrait(
             *(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside),
@@ -181,6 +187,7 @@ class FleetServing:
         self.inference = FleetInference(
             self.fleet, self._local, TokenizerStore(home), clock, held=self.kv.shares, legs=self.kv.legs.stream, mark=self.engines.mark
         )
+        self.encoders = FleetEncoders(self.fleet, self._encoders, clock, self.engines.mark)
         self.metrics = fleet_metrics(self.fleet)
         self.shards: ShardServing | None = None
         self.ranks: RankHost | None = None
@@ -215,6 +222,7 @@ class FleetServing:
         """
         services: list[Callable[[PeerGuard], Service]] = [
             lambda guard: generate_service(self._local, partial(self._allows, guard)),
+            lambda guard: encode_service(self._encoders, self.fleet.meter, partial(self._allows, guard)),
             self.drafting.service,
             self.kv.service,
             lambda guard: give_weights(self.home, guard, self.fleet.trust, self._beside),
@@ -327,6 +335,7 @@ class FleetServing:
         for node in self.models.nodes:
             self._attach(node)
         self.inference.look_again()
+        self.encoders.look_again()
         self._showing = in_background(self._show_offers(self._showing), "engine-offer")
 
     async def _show_offers(self, before: asyncio.Task[None] | None) -> None:
@@ -391,13 +400,14 @@ async def serving(
     beside: Sequence[ModelLocation] = (),
     claim: Claim | None = None,
     engines: ForeignEngines | None = None,
+    encoders: LocalEncoders | None = None,
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(models, settings, home, clock, hosting, proposers, beside, engines)
+    whole = FleetServing(models, settings, home, clock, hosting, proposers, beside, engines, encoders)
     await whole.start(claim)
 
     async def leave() -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PATHS: Final = ("/chat/completions", "/completions", "/responses", "/embeddings", "/models")
+PATHS: Final = ("/chat/completions", "/completions", "/responses", "/embeddings", "/rerank", "/models")
 """With everything below them."""
 
 

@@ -17,18 +17,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.core.clock import SystemClock
+from paceline.core.encoding import NO_ENCODERS, EncoderModel, Encoders, Task, meant_encoder
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ModelFacts, ServedModel
 from paceline.core.via import outside
 from paceline.fleet.engines import PROMISE
 from paceline.machine.models import Models
-from paceline.server import embeddings, own_paths, replies, tokenizing
+from paceline.server import embeddings, own_paths, replies, rerank, tokenizing
 from paceline.server.aliases import Aliases
 from paceline.server.anthropic import models as anthropic_models
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.application import Application
-from paceline.server.embedder import TextEncoder
 from paceline.server.embeddings import EmbeddingRequest
 from paceline.server.faults import Fault, Refusal, api_of, fault_of_error, server_fault
 from paceline.server.fields import json_response
@@ -40,6 +40,7 @@ from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.replies import REF, body_of, refusals
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+from paceline.server.rerank import RerankRequest
 from paceline.server.responses import routes as responses
 from paceline.server.responses.requests import ResponsesRequest
 from paceline.server.service import ApiService, request_id_of
@@ -57,22 +58,26 @@ BODIES: tuple[type[BaseModel], ...] = (
     *ollama_requests.BODIES,
 )
 """Bodies that name a model that writes text, for the document."""
-EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
+ENCODING_BODIES: Mapping[type[BaseModel], Task] = {
+    **dict.fromkeys((EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest), Task.EMBED),
+    RerankRequest: Task.RERANK,
+}
+"""Bodies that name an encoder, and the task it must do."""
 
 
-def document(app: Application, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
+def document(app: Application, names: Sequence[str], encoders: Mapping[Task, Sequence[str]], *, with_key: bool) -> dict[str, Any]:
     """Return the OpenAPI document. `model` is an enumeration of the models served now, so that it lists exactly what is accepted."""
     api = app.described()
-    _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *EMBEDDING_BODIES)], ref_template=REF)
+    _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *ENCODING_BODIES)], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     if names:
         for request in BODIES:
             named = {"anyOf": [{"type": "string", "enum": list(names)}, {"type": "null"}], "title": "Model"}
             schemas[request.__name__]["properties"]["model"] = schemas[request.__name__]["properties"]["model"] | named
-    if encoder is not None:
-        for request in EMBEDDING_BODIES:
-            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": [encoder]}
+    for request, task in ENCODING_BODIES.items():
+        if encoders[task]:
+            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(encoders[task])}
     for path in api["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it to every route with a parameter; none answers so
@@ -100,7 +105,7 @@ def service_of(app: Application) -> ApiService:
 def create_app(
     inference: Inference,
     settings: ServerSettings | None = None,
-    encoder: TextEncoder | None = None,
+    encoders: Encoders = NO_ENCODERS,
     models: Models[Any] | None = None,
     engines: own_paths.EngineStates = list,
 ) -> Application:
@@ -108,11 +113,11 @@ def create_app(
 
     Args:
         settings: bounds and the key; the defaults where missing.
-        encoder: makes embeddings; None: the server makes none.
+        encoders: make embeddings and rank texts.
         models: this machine's own, which requests and its owner may have loaded; None: nothing is loaded on demand.
         engines: returns the state of the engines of other makers that this machine shares.
     """
-    service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
+    service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoders, models)
 
     @asynccontextmanager
     async def lifespan(_: Application) -> AsyncGenerator[None, None]:
@@ -133,10 +138,15 @@ def create_app(
     _add_routes(app, service, engines)
 
     @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and a client may ask again and again
-    def documented(*names: str) -> dict[str, Any]:
-        return document(app, names, None if encoder is None else encoder.name, with_key=service.settings.api_key is not None)
+    def documented(names: tuple[str, ...], of_task: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+        return document(app, names, dict(zip(Task, of_task, strict=True)), with_key=service.settings.api_key is not None)
 
-    app.openapi = lambda: documented(*(model.name for model in inference.models()))
+    def openapi() -> dict[str, Any]:
+        found = encoders.encoders()
+        of_task = tuple(tuple(each.name for each in found if task in each.tasks) for task in Task)
+        return documented(tuple(model.name for model in inference.models()), of_task)
+
+    app.openapi = openapi
     return app
 
 
@@ -174,7 +184,7 @@ def _of_router(app: Application, request: Request, error: HTTPException) -> Faul
 
 
 def _add_routes(app: Application, service: ApiService, engines: own_paths.EngineStates) -> None:
-    encoder, settings = service.embedder.encoder, service.settings
+    settings = service.settings
     refused, key = refusals(replies.ErrorReply, settings), refusals(replies.ErrorReply, settings, 401)
     stream = replies.event_stream(
         "A chunk's JSON, or [DONE] after the last one.", "Only with `include_events`: what happened to the machines."
@@ -198,7 +208,7 @@ def _add_routes(app: Application, service: ApiService, engines: own_paths.Engine
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, Intake.completion)
 
-    for api in (responses, ollama, anthropic, embeddings, tokenizing):
+    for api in (responses, ollama, anthropic, embeddings, rerank, tokenizing):
         api.add_routes(app, service)
     if service.models is not None:
         own_paths.add_routes(app, service, service.models, engines)
@@ -217,15 +227,24 @@ def _add_routes(app: Application, service: ApiService, engines: own_paths.Engine
         drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}
         return listed(model.name, model.created, model.max_context, drawn, model.facts.via) | _engine_fields(model.facts)
 
-    def encoder_entry(found: TextEncoder) -> dict[str, object]:
-        return listed(found.name, found.created, found.max_tokens, {})
+    def encoder_entry(found: EncoderModel) -> dict[str, object]:
+        return (
+            listed(found.name, found.created, found.max_tokens, {}, found.facts.via)
+            | _engine_fields(found.facts)
+            | {"tasks": sorted(found.tasks)}
+        )
 
     @app.get("/v1/models", summary="List the models", responses={200: {"model": replies.ModelList}, **key})
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
         data += [listed(model.name, changed(model), model.context, None) for model in await service.loadable()]
-        data = data if encoder is None else [*data, encoder_entry(encoder)]
+        by_name = {entry["id"]: entry for entry in data}
+        for each in service.encoders.encoders():
+            if each.name in by_name:  # it writes, too
+                by_name[each.name]["tasks"] = ["chat", *sorted(each.tasks)]
+            else:
+                data.append(encoder_entry(each))
         return json_response(anthropic_models.models_page(data) if anthropic_models.is_asked(request) else {"object": "list", "data": data})
 
     @app.get(
@@ -240,10 +259,10 @@ def _add_routes(app: Application, service: ApiService, engines: own_paths.Engine
             opened = None if service.models is None else await asyncio.to_thread(service.models.open, model_id)
             if opened is not None:
                 entry = model_entry(opened)
-            elif encoder is None or not service.embedder.is_meant(model_id):
-                raise
-            else:
+            elif (encoder := meant_encoder(model_id, service.encoders.encoders())) is not None:
                 entry = encoder_entry(encoder)
+            else:
+                raise
         return json_response(anthropic_models.model_entry(entry) if anthropic_models.is_asked(request) else entry)
 
     @app.head("/health", include_in_schema=False)

@@ -198,7 +198,7 @@ def _refused(name: str, why: str) -> Refusal:
     return Refusal(Fault(400, f"{name}: {why}", param=name, code="unsupported_parameter", is_as_sent=True))
 
 
-CLOSED_IN: Final = frozenset({"response_format", "tool_choice", "tools", "stream_options", "text"})
+CLOSED_IN: Final = frozenset({"response_format", "tool_choice", "tools", "stream_options", "text", "documents"})
 """Fields of bodies in which closed objects stand."""
 
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from paceline.core.clock import Clock
+from paceline.core.encoding import EncoderModel, Task
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, NotServed, UnknownModel
 from paceline.core.generation import GenerationRequest, KvLeg, SamplingParams
 from paceline.core.ids import RequestId
@@ -65,10 +66,10 @@ class Intake:
         keep_client_headers: bool = False,
         ways: Collection[str] = (),
         exact: bool = False,
-        is_encoder: Callable[[str], bool] | None = None,
+        encoder_named: Callable[[str], EncoderModel | None] = lambda _: None,
         open_model: Callable[[str], ServedModel | None] | None = None,
     ) -> None:
-        self._inference, self._is_encoder, self._open_model = inference, is_encoder, open_model
+        self._inference, self._encoder_named, self._open_model = inference, encoder_named, open_model
         self._clock, self._aliases, self._ways, self._exact = clock, aliases, ways, exact
         self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
@@ -263,11 +264,11 @@ class Intake:
         except (UnknownModel, ModelAway) as error:
             if self._open_model is not None and (opened := self._open_model(name)) is not None:
                 return opened
-            if self._is_encoder is None or not self._is_encoder(name):
+            encoder = self._encoder_named(name)
+            if encoder is None:
                 raise
-            raise InvalidRequest(
-                f"model: {name} makes embeddings and writes no text", "Ask it at /v1/embeddings.", field="model"
-            ) from error
+            does, path = ("makes embeddings", "/v1/embeddings") if Task.EMBED in encoder.tasks else ("ranks texts", "/v1/rerank")
+            raise InvalidRequest(f"model: {name} {does} and writes no text", f"Ask it at {path}.", field="model") from error
 
     def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
         """Refuse texts that can't fit, by their length alone.

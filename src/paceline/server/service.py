@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -13,12 +12,12 @@ from starlette.responses import Response
 
 from paceline.core.background import end_tasks
 from paceline.core.clock import Clock
+from paceline.core.encoding import Encoders, meant_encoder
 from paceline.core.inference import Inference
 from paceline.core.via import VIA_HEADER, read_via, through
 from paceline.machine.models import Models
 from paceline.server.answer import Answer, until_gone
 from paceline.server.call import Call
-from paceline.server.embedder import Embedder, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Refusal
 from paceline.server.guard import BodyReader, headers_of, is_json, is_undeclared, network_of
 from paceline.server.intake import Intake
@@ -36,21 +35,17 @@ INTAKE_THREADS = 4
 """Threads that parse bodies and wait for tokenizers, each of which runs one text at a time. Raising it: more models are tokenized for concurrently, and
 code that holds the interpreter may delay everyone's tokens for longer."""
 
-EMBEDDING_WORKERS = min(2, os.cpu_count() or 1)
-"""Texts that an encoder runs side by side. Raising it: embeddings come sooner where cores are free, and answers of chats come later."""
-
 
 class ApiService:
     """State that the routes share. One per application, on one event loop."""
 
     def __init__(
-        self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None, models: Models[Any] | None
+        self, inference: Inference, settings: ServerSettings, clock: Clock, encoders: Encoders, models: Models[Any] | None
     ) -> None:
-        self.inference, self.models = inference, models
+        self.inference, self.models, self.encoders = inference, models, encoders
         self.settings = settings
         self.clock = clock
         self.meter = Meter()
-        self.embedder = Embedder(encoder, EMBEDDING_WORKERS, self.meter)
         self.metrics = MetricsPage(inference, self.meter)
         bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
         self.responses = Responses(KeptResponses(bounds, clock), clock)
@@ -62,7 +57,7 @@ class ApiService:
             keep_client_headers=settings.keep_client_headers,
             ways=settings.ways,
             exact=settings.exact,
-            is_encoder=self.embedder.is_meant,
+            encoder_named=lambda name: meant_encoder(name, encoders.encoders()),
             open_model=None if models is None else models.open,
         )
         self._bodies = BodyReader(settings)
@@ -84,7 +79,6 @@ class ApiService:
 
     def close(self) -> None:
         """Join the threads."""
-        self.embedder.close()
         self._tokenizing.shutdown(wait=True, cancel_futures=True)
 
     @property
@@ -129,10 +123,19 @@ class ApiService:
         Raises:
             RequestLoop: the request went through this node before, or through too many.
         """
+        call = call.sent_by("" if request.client is None else network_of(request.client.host), self.via_of(request))
+        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
+
+    def via_of(self, request: Request) -> tuple[str, ...]:
+        """Return the marks of the nodes that a request went through.
+
+        Raises:
+            RequestLoop: this node is among them, or they are too many.
+            InvalidRequest: the header is not one that a node wrote.
+        """
         via = read_via(headers_of(request.scope).get(VIA_HEADER.encode(), b"").decode("latin-1"))
         through(via, self.settings.mark)
-        call = call.sent_by("" if request.client is None else network_of(request.client.host), via)
-        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
+        return via
 
     async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:
         """Return the result of some work, which is cancelled if the client leaves or the server stops.

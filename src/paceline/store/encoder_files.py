@@ -56,6 +56,8 @@ class OpenedEncoder:
     name: str
     tensors: EncoderTensors
     tokenizer: ModelTokenizer
+    files: tuple[Path, ...]
+    """Files of the weights."""
 
 
 def open_encoder(ref: str) -> OpenedEncoder:
@@ -86,15 +88,16 @@ def open_encoder_at(path: Path, home: Home) -> OpenedEncoder:
     """Open the encoder in a folder or GGUF file; its name is the last part of the path. Raises as `open_encoder`, except ModelNotFound."""
     if path.is_dir():
         spec = _spec_of_folder(path)
-        found = [at for file in weight_files(path) for at in read_head(file, leave_out=_UNUSED)]
+        files = tuple(weight_files(path))
+        found = [at for file in files for at in read_head(file, leave_out=_UNUSED)]
         tensors = {at.name.removeprefix("bert."): at for at in found}
         has_tokenizer = (path / TOKENIZER).is_file() or not (path / VOCABULARY).is_file()
         tokenizer = tokenizer_from_folder(path, spec.vocab) if has_tokenizer else tokenizer_from_vocabulary(path, spec.vocab)
     else:
-        header = read_header(path)
+        header, files = read_header(path), (path,)
         spec, tensors = _spec_of_gguf(header), dict(_renamed(header))
         tokenizer = tokenizer_from_gguf(header, home, spec.vocab)
-    return OpenedEncoder(path.name, EncoderTensors(spec, _checked(path, spec, tensors)), tokenizer)
+    return OpenedEncoder(path.name, EncoderTensors(spec, _checked(path, spec, tensors)), tokenizer, files)
 
 
 def _checked(path: Path, spec: EncoderSpec, found: Mapping[str, StoredAt]) -> dict[str, StoredAt]:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from tests.fakes.seeded_encoders import SPEC, TOKENS, write_encoder
+from tests.fakes.seeded_encoders import SPEC, write_encoder, write_encoder_gguf
 
 from paceline.backends.bert import Bert, gelu
 from paceline.core.errors import ModelFileError, UnsupportedModel
@@ -117,41 +115,10 @@ def test_a_vocabulary_alone_gives_the_same_tokens(tmp_path: Path) -> None:
     assert [ids.tolist() for ids in ids_of(open_encoder(str(folder)))] == [ids.tolist() for ids in whole]
 
 
-def write_gguf(path: Path, folder: Path, *, pooling: int, kind: gguf.GGMLQuantizationType | None = None) -> None:
-    """The same encoder as llama.cpp's converter writes it."""
-    names = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
-             "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm"}  # fmt: skip
-    parts = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
-             "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
-             "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"}  # fmt: skip
-    writer = gguf.GGUFWriter(path, "bert")
-    writer.add_block_count(SPEC.n_layers)
-    writer.add_context_length(SPEC.max_tokens)
-    writer.add_embedding_length(SPEC.hidden)
-    writer.add_feed_forward_length(SPEC.ffn)
-    writer.add_head_count(SPEC.n_heads)
-    writer.add_layer_norm_eps(SPEC.norm_eps)
-    writer.add_pooling_type(gguf.PoolingType(pooling))
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list([t if t[0] == "[" else t[2:] if t.startswith("##") else "\u2581" + t for t in TOKENS])
-    for full, values in load_file(folder / "model.safetensors").items():
-        stem, _, suffix = full.rpartition(".")
-        layer, _, part = stem.removeprefix("encoder.layer.").partition(".")
-        name = f"{names[stem] if stem in names else f'blk.{layer}.{parts[part]}'}.{suffix}"
-        if kind is not None and values.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.parametrize(("number", "pooling"), [(1, Pooling.MEAN), (2, Pooling.CLS)])
 def test_a_gguf_file_gives_the_same_bytes_as_its_folder(tmp_path: Path, number: int, pooling: Pooling) -> None:
     folder = write_encoder(tmp_path / "small", pooling=pooling)
-    write_gguf(tmp_path / "small.gguf", folder, pooling=number)
+    write_encoder_gguf(tmp_path / "small.gguf", folder, pooling=number)
     one, other = open_encoder(str(folder)), open_encoder(str(tmp_path / "small.gguf"))
     assert [ids.tolist() for ids in ids_of(one)] == [ids.tolist() for ids in ids_of(other)]
     assert Bert(one.tensors).vectors(ids_of(one)).tobytes() == Bert(other.tensors).vectors(ids_of(other)).tobytes()
@@ -170,7 +137,7 @@ print(sum(q8_0.stats.cache_hits.values()), sum(q8_0.stats.cache_misses.values())
 
 
 def test_what_reads_a_quantised_encoder_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "small.gguf", write_encoder(tmp_path / "small"), pooling=1, kind=gguf.GGMLQuantizationType.Q8_0)
+    write_encoder_gguf(tmp_path / "small.gguf", write_encoder(tmp_path / "small"), quantised=True)
 
     def loaded() -> list[int]:
         command = [sys.executable, "-c", LOAD, str(tmp_path / "small.gguf")]

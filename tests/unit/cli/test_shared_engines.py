@@ -46,6 +46,10 @@ def test_an_offer_is_described_with_what_a_person_should_know() -> None:
     for part in ("llama-server b9000", "Q4_K_M", "4 slots", "not measured yet", "leaves your network", "unencrypted"):
         assert part in words
     assert "\x1b" not in words
+    encoder = replace(engine_offer(0.0, capabilities=("rerank", "schemas")), role=Role.EMBEDDER)
+    assert "rerank" in (said := offer_words(encoder))
+    assert "schemas" not in said
+    assert "measured" not in said
     assert "20 tokens/s" in offer_words(MODEL.offer)
     assert "2 busy" in offer_words(MODEL.offer)
 

@@ -251,6 +251,43 @@ def test_vllm_gets_ids_and_gives_log_probabilities_by_id() -> None:
     assert (body["stop_token_ids"], body["cache_salt"], body["logit_bias"]) == ([9], "salt", {"5": -100.0})
 
 
+@pytest.mark.parametrize(
+    ("pages", "takes", "can"),
+    [
+        ({"/v1/completions"}, frozenset(Takes), {Capability.SCHEMAS}),
+        ({"/v1/embeddings", "/v1/rerank"}, frozenset[Takes](), {Capability.EMBEDDINGS, Capability.RERANK}),
+        ({"/v1/rerank"}, frozenset[Takes](), {Capability.RERANK}),
+        ({"/v1/embeddings", "/v1/completions"}, frozenset(Takes), {Capability.SCHEMAS}),  # an older one has all pages
+    ],
+)
+def test_vllm_with_a_pooling_model_is_known_by_its_pages(pages: set[str], takes: frozenset[Takes], can: set[Capability]) -> None:
+    def script(asked: Asked) -> Said:
+        if asked.path in pages or asked.path == "/v1/completions":
+            return said({"detail": "no"}, 405 if asked.path in pages else 404)
+        return recorded.vllm(asked)
+
+    with served(script) as server:
+        (model,) = use(Vllm, server.url, lambda engine: engine.models())
+        assert (model.takes, model.capabilities) == (takes, can)
+        assert not any(asked.body for asked in server.asked)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "writes", "can"),
+    [
+        (None, True, set[Capability]()),
+        (["chat", "embeddings"], True, {Capability.EMBEDDINGS}),
+        (["embeddings"], False, {Capability.EMBEDDINGS}),
+        (["rerank"], False, {Capability.RERANK}),
+    ],
+)
+def test_another_paceline_says_what_its_models_do(tasks: list[str] | None, writes: bool, can: set[Capability]) -> None:
+    listed = {"id": "m", "max_model_len": 64} | ({} if tasks is None else {"tasks": tasks})
+    with served(lambda asked: said({"data": [listed]}) if asked.path == "/v1/models" else said({}, 400)) as server:
+        (model,) = use(OpenAi, server.url, lambda engine: engine.models())
+        assert (bool(model.takes), model.capabilities) == (writes, can)
+
+
 def test_vllm_tells_its_load() -> None:
     with served(recorded.vllm) as server:
         assert use(Vllm, server.url, lambda engine: engine.busy()) == Busy(0, 0, 0.25)
@@ -263,7 +300,7 @@ def test_ollama_lists_no_model_of_its_cloud_and_loads_by_an_empty_request() -> N
         assert models[recorded.OLLAMA_MODEL].capabilities == {Capability.TOOLS, Capability.SCHEMAS}
         assert (models["all-minilm:latest"].takes, models["all-minilm:latest"].capabilities) == (frozenset(), {Capability.EMBEDDINGS})
         assert not models["all-minilm:latest"].loaded
-        assert await engine.embed("all-minilm:latest", ("a", "b")) == [[0.1, 0.2], [0.1, 0.2]]
+        assert (await engine.embed("all-minilm:latest", ("a", "b"))).vectors == [[0.1, 0.2], [0.1, 0.2]]
         await engine.load(recorded.OLLAMA_MODEL)
         await engine.unload(recorded.OLLAMA_MODEL)
         with pytest.raises(UnknownModel):

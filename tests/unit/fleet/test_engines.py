@@ -67,6 +67,7 @@ def test_the_fastest_comes_first_the_unmeasured_later_and_what_leaves_the_networ
 )
 def test_engines_answer_alone_and_promise_no_bytes(request_: PlanRequest, found: list[str]) -> None:
     fleet = (card("a", engine_offer()), card("b", engine_offer(10.0)), card("c", replace(engine_offer(), warm=False)))
+    fleet = (*fleet, card("d", replace(engine_offer(), role=Role.EMBEDDER)))
     assert [each.node_id for each in holders(fleet, request_)] == found
 
 

@@ -14,12 +14,14 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from paceline.core.background import end_tasks, in_background
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
+from paceline.core.encoding import Task
 from paceline.core.errors import EngineGone, ModelAway, PacelineError, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.inference import ChunkStream, Progress, ServedModel
@@ -30,6 +32,7 @@ from paceline.engines.finding import working_folder
 from paceline.engines.sense import MOST_MODELS, made_sense, shown_identity, shown_models
 from paceline.fleet.card import ModelOffer
 from paceline.machine.foreign.answer import ForeignAnswer, Timed
+from paceline.machine.foreign.encoding import encode_texts
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
 from paceline.machine.foreign.state import EngineState, SharedModel
 from paceline.store.home import Home
@@ -185,7 +188,9 @@ class WatchedEngine:
         wanted = [
             one
             for one in await self._located(shown_models(self.url, told))
-            if one.takes and (not self.sharing.models or one.name in self.sharing.models) and not leads_back(one.via, self._mark)
+            if (one.takes or one.works)
+            and (not self.sharing.models or one.name in self.sharing.models)
+            and not leads_back(one.via, self._mark)
         ]
         if len(wanted) > MOST_MODELS and not self._known:
             logger.warning("%s at %s has %d models, and the first %d are offered", identity, self.url, len(wanted), MOST_MODELS)
@@ -198,7 +203,12 @@ class WatchedEngine:
                 found[one.name] = same
             else:
                 model = await asyncio.to_thread(self._take_in, one, len(wanted))
-                learns = self.sharing.is_here and model.tokenizer is not None and not model.ref.has_digest and one not in self._tried
+                learns = (
+                    self.sharing.is_here
+                    and (model.tokenizer is not None or not model.writes)
+                    and not model.ref.has_digest
+                    and one not in self._tried
+                )
                 found[one.name] = Offered(model, learns=learns)
         for name, gone in known.items():
             if found.get(name) is not gone:
@@ -248,23 +258,29 @@ class WatchedEngine:
     def answer(self, offered: Offered, request: GenerationRequest) -> ChunkStream:
         model = offered.model
 
-        async def still_there() -> None:
-            await self.look(fresh_s=FRESH_S)
-            now = self._known.get(model.told.name)
-            if self.trouble:
-                raise EngineGone(self.trouble)
-            if now is None or now.model.ref != model.ref:
-                raise ModelAway(f"{self.identity} has no {model.name} any more", "Try again in a few seconds.")
-
         def ended(error: BaseException | None) -> None:
             offered.live -= len(request.indices)
             if isinstance(error, EngineGone):
-                self._failed(offered, error)
+                self.failed(offered, error)
 
         offered.live += len(request.indices)
-        return ForeignAnswer(self.engine, model, request, self._clock, before=still_there, ended=ended, timed=offered.rates.learn)
+        before = partial(self.check_same, model)
+        return ForeignAnswer(self.engine, model, request, self._clock, before=before, ended=ended, timed=offered.rates.learn)
 
-    def _failed(self, offered: Offered, error: EngineGone) -> None:
+    async def check_same(self, model: ForeignModel) -> None:
+        """Look whether the engine still has a model.
+
+        Raises:
+            EngineGone, ModelAway: it does not.
+        """
+        await self.look(fresh_s=FRESH_S)
+        now = self._known.get(model.told.name)
+        if self.trouble:
+            raise EngineGone(self.trouble)
+        if now is None or now.model.ref != model.ref:
+            raise ModelAway(f"{self.identity} has no {model.name} any more", "Try again in a few seconds.")
+
+    def failed(self, offered: Offered, error: EngineGone) -> None:
         """Offer a model no more until it has answered a test."""
         if offered.test is None and self._known.get(offered.model.told.name) is offered:
             logger.warning("%s is offered no more until it answers a test: %s", offered.model.name, error)
@@ -288,7 +304,10 @@ class WatchedEngine:
         self._changed()
 
     async def _test(self, model: ForeignModel) -> None:
-        """Have a model write one token."""
+        """Have a model write one token, or work on one word."""
+        if not model.writes:
+            await encode_texts(self.engine, model, ("Hi",), None if Task.EMBED in model.tasks else "Hi")
+            return
         prompt: tuple[int, ...] | str | dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}]}
         if model.tokenizer is not None and model.form is not Takes.MESSAGES:
             ids = await asyncio.to_thread(model.tokenizer.encode, "Hi")
@@ -333,6 +352,7 @@ class ForeignEngines:
         self._engines: dict[str, WatchedEngine] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
+        self._encoding: dict[str, tuple[WatchedEngine, Offered]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self.mark = new_mark()
         """This process's mark on requests that leave it, as its owner draws it; see `core.via`."""
@@ -347,12 +367,18 @@ class ForeignEngines:
 
     @property
     def offered(self) -> tuple[Offered, ...]:
-        """Models that requests may be sent to, one for each name."""
+        """Models that answer chats, one for each name."""
         return tuple(one for _, one in self._by_name.values())
+
+    @property
+    def encoding(self) -> Collection[tuple[WatchedEngine, Offered]]:
+        """Models that make vectors or rank texts, one for each name, with their engines."""
+        return self._encoding.values()
 
     def offers(self) -> tuple[ModelOffer, ...]:
         """Return what the node's card says of them."""
-        return tuple(engine.offer(one) for engine, one in self._by_name.values() if not one.learns)
+        encoders = ((engine, one) for engine, one in self._encoding.values() if not one.model.writes)
+        return tuple(engine.offer(one) for engine, one in (*self._by_name.values(), *encoders) if not one.learns)
 
     def states(self) -> list[EngineState]:
         """Return all engines that are shared, those that have never answered last."""
@@ -394,7 +420,7 @@ class ForeignEngines:
         for watched in self._engines.values():
             await watched.close()
         self._engines.clear()
-        self._by_name = {}
+        self._by_name, self._encoding = {}, {}
 
     async def _watch(self, watched: WatchedEngine) -> None:
         while True:
@@ -403,12 +429,16 @@ class ForeignEngines:
 
     def _changed(self) -> None:
         by_name: dict[str, tuple[WatchedEngine, Offered]] = {}
+        encoding: dict[str, tuple[WatchedEngine, Offered]] = {}
         at_home = {one.model.name for engine in self._engines.values() if not engine.sharing.leaves_network for one in engine.known}
         for engine in self._engines.values():
             for one in engine.offered:
                 if not engine.sharing.leaves_network or one.model.name not in at_home:
-                    by_name.setdefault(one.model.name, (engine, one))
-        self._by_name = by_name
+                    if one.model.writes:
+                        by_name.setdefault(one.model.name, (engine, one))
+                    if one.model.tasks:
+                        encoding.setdefault(one.model.name, (engine, one))
+        self._by_name, self._encoding = by_name, encoding
         self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------ for the server
@@ -418,7 +448,7 @@ class ForeignEngines:
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: an engine that is being tested or is away may come back with it."""
-        return any(one.model.name == model for engine in self._engines.values() for one in engine.known)
+        return any(one.model.name == model and one.model.writes for engine in self._engines.values() for one in engine.known)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.core.encoding import Task
 from paceline.core.errors import PacelineError, UnsupportedModel
 from paceline.core.inference import ModelFacts, PassedChats, ServedModel, fingerprint_of
 from paceline.core.model import ModelRef, WeightsFormat, digest_of_name
 from paceline.core.no_tokenizer import NoTokenizer
 from paceline.engines.contract import Capability, EngineIdentity, EngineModel, Takes
 from paceline.fleet.card import EngineOffer, ModelOffer, Role
+from paceline.machine.embedder import encoder_shape
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import locations, open_weights
 from paceline.store.digests import DigestCache, digest_of_files, file_sums
@@ -52,6 +54,13 @@ class ForeignModel:
     tokenizer_sha256: str = ""
     leaves_network: bool = False
     plain_http: bool = False
+    writes: bool = True
+    """False: it is an encoder, and answers no chat."""
+
+    @property
+    def tasks(self) -> frozenset[Task]:
+        """Work that it does besides writing."""
+        return frozenset(task for task in Task if Capability(task) in self.told.capabilities)
 
     @property
     def form(self) -> Takes:
@@ -67,7 +76,7 @@ class ForeignModel:
         told = self.told
         engine = EngineOffer(
             str(self.identity),
-            tuple(sorted({str(self.form), *(str(form) for form in told.takes if form is Takes.MESSAGES)})),
+            tuple(sorted({str(self.form), *(str(form) for form in told.takes if form is Takes.MESSAGES)})) if self.writes else (),
             told.quantisation,
             told.slots,
             tuple(sorted(map(str, told.capabilities))),
@@ -77,13 +86,14 @@ class ForeignModel:
         )
         return ModelOffer(
             self.name,
-            Role.VERIFIER,
+            Role.VERIFIER if self.writes else Role.EMBEDDER,
             str(self.ref.weights),
             tokens_per_second,
             prefill_tokens_per_second,
             self.ref.digest,
             warm=True,
             size_bytes=told.size_bytes,
+            shape=None if self.writes else encoder_shape(self.context),
             tokenizer=self.tokenizer_sha256,
             under_way=under_way,
             engine=engine,
@@ -108,7 +118,8 @@ class Files:
     path: Path
     context: int
     """Context that the model was trained for; 0: unknown."""
-    tokenizer: ModelTokenizer
+    tokenizer: ModelTokenizer | None
+    """None: no text is tokenized for an encoder here."""
 
 
 def take_in(
@@ -145,16 +156,17 @@ def take_in(
         created,
         leaves_network=leaves,
         plain_http=plain_http,
+        writes=bool(told.takes) and (files is None or files.tokenizer is not None),
     )
-    if files is None or not told.takes & {Takes.IDS, Takes.TEXT}:
+    if files is None or files.tokenizer is None or not told.takes & {Takes.IDS, Takes.TEXT}:
         return model
     tokenizer = BoundedTokenizer(files.tokenizer, IDLE_S)
     return replace(model, tokenizer=tokenizer, tokenizer_sha256=tokenizer_digest(pack_tokenizer(files.tokenizer)))
 
 
-def served(model: ForeignModel) -> ServedModel:
-    """Return the model as the server shows it."""
-    facts = ModelFacts(
+def facts_of(model: ForeignModel) -> ModelFacts:
+    """Return the facts that lists show of the model."""
+    return ModelFacts(
         model.ref.digest if model.ref.has_digest else "",
         model.told.size_bytes,
         stored_as=model.told.quantisation,
@@ -162,13 +174,17 @@ def served(model: ForeignModel) -> ServedModel:
         leaves_network=model.leaves_network,
         via=model.told.via,
     )
+
+
+def served(model: ForeignModel) -> ServedModel:
+    """Return the model as the server shows it."""
     chats: PassedChats | None = None
     if Takes.MESSAGES in model.told.takes:
         able = model.told.capabilities
         can = (capability in able for capability in (Capability.IMAGES, Capability.TOOLS, Capability.SCHEMAS))
         chats = PassedChats(model.form is Takes.MESSAGES, *can)
     return ServedModel(
-        model.name, model.created, model.context, model.tokenizer or NoTokenizer(), fingerprint_of(model.ref, ""), facts, chats
+        model.name, model.created, model.context, model.tokenizer or NoTokenizer(), fingerprint_of(model.ref, ""), facts_of(model), chats
     )
 
 
@@ -181,12 +197,16 @@ def _files(told: EngineModel, home: Home) -> Files | None:
             if path is None:
                 return None
         if path.is_dir():
-            return Files(path, _trained_context(path), tokenizer_from_folder(path))
+            return Files(path, _trained_context(path), tokenizer_from_folder(path) if told.takes else None)
         if not path.is_file():  # opening a pipe waits for its writer without end
             raise UnsupportedModel(f"{path} is no file")
         header = read_header(path)
-        context = header.fields.get(f"{header.fields.get('general.architecture')}.context_length")
-        return Files(path, context if isinstance(context, int) and context > 0 else 0, tokenizer_from_gguf(header, home))
+        family = header.fields.get("general.architecture")
+        context = header.fields.get(f"{family}.context_length")
+        # Converters write how a model pools if it was made for vectors.
+        is_encoder = not told.takes or (Capability.EMBEDDINGS in told.capabilities and bool(header.fields.get(f"{family}.pooling_type")))
+        tokenizer = None if is_encoder else tokenizer_from_gguf(header, home)
+        return Files(path, context if isinstance(context, int) and context > 0 else 0, tokenizer)
     except (PacelineError, OSError, ValueError) as error:
         logger.info("%s of an engine has no files that can be read here, so it gets whole chats: %s", told.name, error)
         return None

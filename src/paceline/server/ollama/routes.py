@@ -17,10 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline import __version__
+from paceline.core.encoding import EncoderModel, Task, meant_encoder
+from paceline.core.errors import InvalidRequest
 from paceline.core.inference import ModelFacts, ServedModel
+from paceline.core.no_tokenizer import NoTokenizer
 from paceline.server.application import Application
-from paceline.server.embedder import Input
-from paceline.server.embeddings import EmbeddingRequest, encoder_of, inputs_of, json_numbers, parse_embedding_body
+from paceline.server.embeddings import EmbeddingRequest, Input, json_numbers, parse_texts_body
+from paceline.server.embeddings import embed as embed_texts
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.formats.format import Format
@@ -37,7 +40,6 @@ from paceline.store.catalog import LocalModel, changed
 
 if TYPE_CHECKING:
     from paceline.server.call import Call
-    from paceline.server.embedder import Embedded, TextEncoder
     from paceline.server.intake import Intake
     from paceline.server.service import ApiService
 
@@ -131,17 +133,23 @@ _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "
 def add_routes(app: Application, service: ApiService) -> None:
     refused = refusals(replies.OllamaError, service.settings)
     guarded = refusals(replies.OllamaError, service.settings, 401)
-    encoder = service.embedder.encoder
 
     def models() -> list[ServedModel]:
-        return [*listed_models(service.inference, service.settings.served_names), *([] if encoder is None else [as_model(encoder)])]
+        writers = listed_models(service.inference, service.settings.served_names)
+        names = {model.name for model in writers}
+        return [*writers, *(as_model(each) for each in service.encoders.encoders() if each.name not in names)]
 
     def show_of(checked: Intake, body: bytes) -> dict[str, object]:
         name = intake.name_to_show(checked, body)
-        if encoder is not None and service.embedder.is_meant(name):
-            return show_entry(as_model(encoder), ["embedding"])
-        model = checked.model(name)
-        return show_entry(model, capabilities(checked.formats.of(model).described))
+        encoder = meant_encoder(name, service.encoders.encoders())
+        able = [] if encoder is None else [WORDS[task] for task in sorted(encoder.tasks)]
+        try:
+            model = checked.model(name)
+        except InvalidRequest:
+            if encoder is None:
+                raise
+            return show_entry(as_model(encoder), able)
+        return show_entry(model, [*capabilities(checked.formats.of(model).described), *able])
 
     async def settle(asked: LoadOnly) -> str:
         """Load or unload one of this machine's models, where any client may have it loaded again."""
@@ -259,10 +267,6 @@ class OllamaEmbedding(LazyModel):
 
 
 def _add_embeddings(app: Application, service: ApiService, refused: Documented) -> None:
-    async def embedded(asked: EmbeddingRequest, request: Request, field: str) -> tuple[TextEncoder, Embedded]:
-        encoder = encoder_of(asked, service)
-        return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)
-
     @app.post(
         "/api/embed",
         summary="Embed texts (Ollama's API)",
@@ -271,16 +275,16 @@ def _add_embeddings(app: Application, service: ApiService, refused: Documented) 
     )
     async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         arrived_s = service.clock.monotonic()
-        asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbedRequest), declared=False)
+        asked = await service.read(request, partial(parse_texts_body, service.encoders, OllamaEmbedRequest), declared=False)
         wanted = EmbeddingRequest(model=asked.model, input=asked.input, dimensions=asked.dimensions)
-        encoder, made = await embedded(wanted, request, "input")
+        name, made = await embed_texts(wanted, request, service)
         answer: dict[str, object] = {
-            "model": encoder.name,
+            "model": name,
             "total_duration": int((service.clock.monotonic() - arrived_s) * 1e9),
             "load_duration": 0,
-            "prompt_eval_count": sum(made.tokens),
+            "prompt_eval_count": made.tokens,
         }
-        written = await asyncio.to_thread(lambda: b",".join([json_numbers(vector) for vector in made.vectors]))
+        written = await asyncio.to_thread(lambda: b",".join([json_numbers(vector) for vector in made.values]))
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
         return json_response(body, ignored_fields(asked))
 
@@ -291,13 +295,16 @@ def _add_embeddings(app: Application, service: ApiService, refused: Documented) 
         openapi_extra=body_of(OllamaEmbeddingsRequest),
     )
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbeddingsRequest), declared=False)
-        _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
-        body = b'{"embedding":' + json_numbers(made.vectors[0]) + b"}"
+        asked = await service.read(request, partial(parse_texts_body, service.encoders, OllamaEmbeddingsRequest), declared=False)
+        _, made = await embed_texts(EmbeddingRequest(model=asked.model, input=asked.prompt), request, service, "prompt")
+        body = b'{"embedding":' + json_numbers(made.values[0]) + b"}"
         return json_response(body, ignored_fields(asked))
 
 
-def as_model(encoder: TextEncoder) -> ServedModel:
+WORDS: Final = {Task.EMBED: "embedding", Task.RERANK: "rerank"}
+"""Ollama's words for what a model can do."""
+
+
+def as_model(encoder: EncoderModel) -> ServedModel:
     """Return an encoder as the lists of models show it."""
-    facts = ModelFacts(hidden=encoder.dimensions)
-    return ServedModel(encoder.name, encoder.created, encoder.max_tokens, encoder.tokenizer, "", facts)
+    return ServedModel(encoder.name, encoder.created, encoder.max_tokens, NoTokenizer(), "", encoder.facts)

@@ -13,10 +13,12 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError
 from paceline.core.generation import GenerationChunk, GenerationRequest
@@ -36,7 +38,7 @@ from paceline.ways.forward.codec import read_chunks, write_request
 from paceline.ways.forward.routes import AnswerRoute, Meaning
 from paceline.ways.forward.service import LoadedModel
 
-Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
+M = TypeVar("M", bound=Message)
 
 
 SILENCE_S = 4.0
@@ -79,35 +81,29 @@ class AnswerSilence:
             self._ended()
 
 
-class RemoteStream:
-    """A `ChunkStream` over a channel. Nothing is sent before the first item is asked for."""
+class PeerCall(Generic[M]):
+    """Messages that a peer streams. A silence of more than `SILENCE_S` ends them.
 
-    def __init__(self, dial: Callable[[], grpc.aio.Channel], peer: str, model: LoadedModel, request: GenerationRequest) -> None:
-        """Prepare.
+    Args:
+        begin: begins the call; may raise `FleetError`.
+        peer: its name, for messages.
+    """
 
-        Args:
-            dial: gives a channel to the node that runs it; may raise `FleetError`.
-            peer: its name, for messages.
-        """
-        self._dial, self._peer, self._model, self._request = dial, peer, model, request
-        self._call: Call | None = None
-        self._silence = AnswerSilence(self._hang_up)
+    def __init__(self, begin: Callable[[], grpc.aio.UnaryStreamCall[Any, M]], peer: str) -> None:
+        self._begin, self._peer = begin, peer
+        self._call: grpc.aio.UnaryStreamCall[Any, M] | None = None
+        self._silence = AnswerSilence(self.hang_up)
 
-    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
-        return self
-
-    async def __anext__(self) -> Sequence[GenerationChunk]:
-        """What was gained since the last item; empty where the node says that it works on.
+    async def read(self) -> M | None:
+        """Return the next message; None at the end. The first read begins the call.
 
         Raises:
-            RequestError: that node refuses the request.
+            RequestError: the peer refuses the request.
             NodeUnreachable: it can't be reached, or no longer, or does not advance.
         """
         if self._call is None:
-            model = self._model
-            message = write_request(model.model, model.numerics_id, self._request)
             with unless_closed(self._peer):
-                self._call = GenerateServiceStub(self._dial()).Generate(message)
+                self._call = self._begin()
         self._silence.begin()
         try:
             with unless_closed(self._peer):
@@ -118,15 +114,10 @@ class RemoteStream:
             raise self._why(error) from error
         finally:
             self._silence.end()
-        if not isinstance(message, wire.GenerateResponse):  # grpc's mark of a stream's end
-            raise StopAsyncIteration
-        return read_chunks(message, self._request.request_id)
+        return cast("M", message) if isinstance(message, Message) else None  # grpc's mark of a stream's end
 
-    async def aclose(self) -> None:
-        """End it there too. Idempotent."""
-        self._hang_up()
-
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """End the call there too. Idempotent."""
         if self._call is not None:
             self._call.cancel()
 
@@ -134,6 +125,34 @@ class RemoteStream:
         if self._silence.is_too_long:
             return NodeUnreachable(f"{self._peer} has said nothing for {SILENCE_S:g} s", "Look at `paceline status`.")
         return error
+
+
+class RemoteStream:
+    """A `ChunkStream` over a channel. Nothing is sent before the first item is asked for."""
+
+    def __init__(self, dial: Callable[[], grpc.aio.Channel], peer: str, model: LoadedModel, request: GenerationRequest) -> None:
+        """Prepare.
+
+        Args:
+            dial: gives a channel to the node that runs it; may raise `FleetError`.
+            peer: its name, for messages.
+        """
+        self._request = request
+        self._call = PeerCall(lambda: GenerateServiceStub(dial()).Generate(write_request(model.model, model.numerics_id, request)), peer)
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        """What was gained since the last item; empty where the node says that it works on. Raises as `PeerCall.read`."""
+        message = await self._call.read()
+        if message is None:
+            raise StopAsyncIteration
+        return read_chunks(message, self._request.request_id)
+
+    async def aclose(self) -> None:
+        """End it there too. Idempotent."""
+        self._call.hang_up()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import grpc.aio
 from paceline.core.background import end_tasks
 from paceline.core.backoff import Backoff
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest, ModelAway, PacelineError, WayNotAllowed
+from paceline.core.errors import InvalidRequest, PacelineError, WayNotAllowed
 from paceline.core.following import Holding, promises_bytes
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
@@ -34,6 +34,7 @@ from paceline.fleet.eligibility import MayAnswer, Use
 from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
+from paceline.ways.forward.known import KnownRoutes
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
 from paceline.ways.forward.routes import MESSAGES, AnswerRoute, Meaning, Prompt, RouteStop, Sharing, may_be_loading, open_to, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
@@ -52,8 +53,6 @@ MOST_SHOWN = 64
 CONTEXT_S = 30.0
 """Between two looks at the context of another node's model, which changes where machines lease it KV. Raising it: requests are refused for longer that
 would fit by now."""
-LATELY_S = 300.0
-"""For so long after its last machine went, a model counts as one that comes back. Raising it: clients ask longer for one that does not."""
 SETTLE_S = 3.0
 """How long a start waits for a first look at the fleet. Raising it: a node whose fleet does not answer is ready later."""
 
@@ -85,7 +84,7 @@ class FleetInference:
         self._mark = mark or new_mark(fleet.node_id)
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, fleet.found_wrong, draw)
-        self._routes: dict[str, AnswerRoute] = {}
+        self._known = KnownRoutes(clock)
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
         self._set_aside: set[Key] = set()
@@ -93,10 +92,6 @@ class FleetInference:
         self._fetching: dict[Key, asyncio.Task[None]] = {}
         self._following: dict[Key, asyncio.Task[None]] = {}
         """Looks at what is described."""
-        self._gone: dict[str, float] = {}
-        """Models that were served lately, and until when."""
-        self._at_home: dict[str, float] = {}
-        """Models that were served lately without leaving the home network, and until when."""
         self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
@@ -119,9 +114,7 @@ class FleetInference:
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: its tokenizer may be on its way, or a machine may start anew; and at a start, the first look is still to come."""
-        gone_s = self._gone.get(model)
-        now = self._clock.monotonic()
-        return now < self._unsettled_until or model in self._routes or (gone_s is not None and now - gone_s < LATELY_S)
+        return self._clock.monotonic() < self._unsettled_until or self._known.expects(model)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         self._refresh()
@@ -130,25 +123,12 @@ class FleetInference:
         route = self._routes.get(model)
         if route is not None:
             self._wanted(route)
-            self._check_home(route)
+            self._known.check_home(route)
         if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
             return self._local.inference.generate(model, request)
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         return Forwarded(request, _Nodes(self, model, route, exact=request.exact), self._clock)
-
-    def _check_home(self, route: AnswerRoute) -> None:
-        """Refuse to send outside what was answered at home a moment ago.
-
-        Raises:
-            ModelAway: only engines outside of the home network have the model now, and a node at home had it lately.
-        """
-        at_home_s = self._at_home.get(route.name)
-        if route.leaves and at_home_s is not None and self._clock.monotonic() - at_home_s < LATELY_S:
-            raise ModelAway(
-                f"No machine at home serves {route.name} at this moment, and prompts for it are not sent to an engine outside instead",
-                "Try again in a few seconds, or share the engine's model under a name of its own.",
-            )
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
@@ -182,6 +162,10 @@ class FleetInference:
 
     # ------------------------------------------------------------------------------------------------------------------- inside
 
+    @property
+    def _routes(self) -> Mapping[str, AnswerRoute]:
+        return self._known.routes
+
     def _changed(self) -> None:
         self._stale = True
         # Soon, so that all that one message brought is planned with once.
@@ -193,14 +177,8 @@ class FleetInference:
             return
         self._stale = False
         loaded = {one.model.name: Meaning(one.model, one.tokenizer) for one in self._local.all}
-        meanings = {name: route.meaning for name, route in self._routes.items()}
         answerers: MayAnswer = self._fleet.eligible(Use.ANSWER)
-        before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings, self._mark)
-        now = self._clock.monotonic()
-        self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
-        self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
-        at_home = {name for some in (before, self._routes) for name, route in some.items() if not route.leaves}
-        self._at_home = {name: at for name, at in self._at_home.items() if now - at < LATELY_S} | dict.fromkeys(at_home, now)
+        self._known.read(routes(self._proofs.as_seen(answerers), loaded, self._known.meanings, mark=self._mark))
         local = [] if self._local.inference is None else self._local.inference.models()
         loaded = {name: one for name, one in loaded.items() if name not in {model.name for model in local if self._yields(model)}}
         shown = {(name, route.meaning) for name, route in self._routes.items() if name not in loaded}

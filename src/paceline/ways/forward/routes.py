@@ -127,12 +127,19 @@ class AnswerRoute:
         return PassedChats(not self.meaning.tokenizer, "images" in able, "tools" in able, "schemas" in able)
 
 
-def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mapping[str, Meaning], mark: str = "") -> dict[str, AnswerRoute]:
+def routes(
+    answerers: MayAnswer,
+    loaded: Mapping[str, Meaning],
+    meanings: Mapping[str, Meaning],
+    does: Callable[[ModelOffer], bool] = lambda offer: offer.runs_whole,
+    mark: str = "",
+) -> dict[str, AnswerRoute]:
     """A route for each model that a node which may answer has loaded, by name.
 
     Args:
         loaded: what this node itself runs.
         meanings: what names meant before.
+        does: returns whether a loaded model does the work that is asked for; by default, whether it answers chats.
         mark: this node's, see `core.via`: models that are reached through it get no route.
     """
     own = answerers.own
@@ -140,9 +147,9 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Meaning], meanings: Mappin
     cards = tuple(_answering(card) if card.node_id == own else card for card in answerers.cards)
     offered: dict[str, dict[Meaning, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
-        whole = [offer for offer in card.models if offer.runs_whole and offer.warm and offer.digest and offer.model_id]
-        whole = [offer for offer in whole if offer.engine is None or not leads_back(offer.engine.via, mark)]
-        for offer in whole if card.node_id == own else _looked_at(whole):
+        offers = [offer for offer in card.models if offer.warm and offer.digest and offer.model_id and does(offer)]
+        offers = [offer for offer in offers if offer.engine is None or not leads_back(offer.engine.via, mark)]
+        for offer in offers if card.node_id == own else _looked_at(offers):
             by_meaning = offered.setdefault(offer.model_id, {})
             by_meaning.setdefault(Meaning(offer.model, offer.tokenizer), []).append((card, offer))
     offered = {name: _at_home(having) or having for name, having in offered.items()}

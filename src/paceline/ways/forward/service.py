@@ -13,11 +13,13 @@ from functools import partial
 from typing import Self
 from uuid import uuid4
 
+from google.protobuf.message import Message
+
 from paceline.core.background import end_tasks
 from paceline.core.errors import ContextOverflow, UnknownModel, WayNotAllowed
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId, Trust
-from paceline.core.inference import ChunkStream, Inference, ServedModel
+from paceline.core.inference import ChunkStream, Inference, ModelFacts, ServedModel
 from paceline.core.model import ModelRef
 from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
@@ -60,6 +62,19 @@ Allows = Callable[[Context, Use], bool]
 """Function that returns True if a call's node may have a use of this one."""
 
 
+def check_outside(name: str, facts: ModelFacts, context: Context, allows: Allows) -> None:
+    """Check that a call's node may reach a model, if it runs outside of the home network.
+
+    Raises:
+        WayNotAllowed: it may not.
+    """
+    if facts.leaves_network and not allows(context, Use.REACH_OUTSIDE):
+        raise WayNotAllowed(
+            f"{name} runs outside of this home network, and this machine does not let yours reach it",
+            "On the machine that shares it: [trust] min_outside_trust.",
+        )
+
+
 class GenerateServicer(GenerateServiceServicer):
     def __init__(self, models: LocalModels, allows: Allows = lambda *_: False) -> None:
         self._models, self._allows = models, allows
@@ -67,18 +82,14 @@ class GenerateServicer(GenerateServiceServicer):
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._check(request)
-        served = self._models.served(request.model_id)
-        if served is not None and served.facts.leaves_network and not self._allows(context, Use.REACH_OUTSIDE):
-            raise WayNotAllowed(
-                f"{request.model_id[:200]} runs outside of this home network, and this machine does not let yours reach it",
-                "On the machine that shares it: [trust] min_outside_trust.",
-            )
+        if (served := self._models.served(request.model_id)) is not None:
+            check_outside(served.name, served.facts, context, self._allows)
         # Ids are the caller's; two callers may have chosen one.
         wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
         wanted = replace(wanted, shares_kv=self._allows(context, Use.SHARE_KV))
         async with (
             aclosing(self._models.generate(request.model_id, wanted)) as stream,
-            _Notices(context, self._models.advances) as notices,
+            Notices(context, wire.GenerateResponse(), self._models.advances) as notices,
         ):
             async for chunks in stream:
                 await notices.write(write_chunks(chunks))
@@ -119,15 +130,16 @@ class GenerateServicer(GenerateServiceServicer):
             )
 
 
-class _Notices:
-    """Says every `NOTICE_S`, beside an answer that is silent, that it is worked on.
+class Notices:
+    """Says every `NOTICE_S`, while an answer is silent, that the node works on it.
 
     Args:
-        advances: whether it is.
+        notice: the message that says so.
+        advances: returns whether it does.
     """
 
-    def __init__(self, context: Context, advances: Callable[[], bool]) -> None:
-        self._context, self._advances = context, advances
+    def __init__(self, context: Context, notice: Message, advances: Callable[[], bool]) -> None:
+        self._context, self._notice, self._advances = context, notice, advances
         self._writing = asyncio.Lock()
         self._written = False
         """Since the last notice was due."""
@@ -140,7 +152,7 @@ class _Notices:
     async def __aexit__(self, *_: object) -> None:
         await end_tasks(self._task)
 
-    async def write(self, message: wire.GenerateResponse) -> None:
+    async def write(self, message: Message) -> None:
         self._written = True
         async with self._writing:
             await self._context.write(message)
@@ -150,7 +162,7 @@ class _Notices:
             await asyncio.sleep(NOTICE_S)
             if not self._written and self._advances():
                 async with self._writing:
-                    await self._context.write(wire.GenerateResponse())
+                    await self._context.write(self._notice)
             self._written = False
 
 

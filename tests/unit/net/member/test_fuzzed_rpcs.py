@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 from tests.fakes.fleets import TestFleet, sealed_card
+from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.unit.net.member.nodes import in_loop, make_node
 
@@ -18,14 +19,16 @@ from paceline.core.clock import SystemClock
 from paceline.core.model import ModelRef
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.messages import PassedCard
+from paceline.machine.encoders import LocalEncoders
 from paceline.machine.weights import give_weights
 from paceline.net.channels import Purpose
 from paceline.net.exchange_codec import write_passed
 from paceline.net.member.node import FleetNode
 from paceline.net.protocol import PROTOCOL_VERSION
-from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.net.wire import control_pb2, encode_pb2, fleet_pb2, generate_pb2, kv_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService
+from paceline.ways.forward.encode_service import encode_service
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.kv.service import KvSharing
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
@@ -52,6 +55,7 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
             model_id="echo", digest="d", prompt_ids=[65, 66], max_tokens=4, n=1, sampling=generate_pb2.Sampling(seed=1)
         ),
         "GenerateService/DescribeModel": generate_pb2.DescribeModelRequest(model_id="echo"),
+        "EncodeService/Encode": encode_pb2.EncodeRequest(model_id="counts", texts=["a", "b"], field="input", via=["0" * 16]),
         "ShardService/OpenStage": shard_pb2.OpenStageRequest(
             session_id=bytes(16),
             model_id="m",
@@ -121,6 +125,7 @@ def serving(node: FleetNode, home: Home) -> list[object]:
     shards = ShardServing(node, Unseen(), Hosting(threads=1), home, SystemClock())
     return [
         lambda _: generate_service(models),
+        lambda _: encode_service(LocalEncoders(ScriptedEncoder()), node.meter),
         DraftService(node, ()).service,
         KvSharing(node, SystemClock()).service,
         lambda guard: give_weights(home, guard, node.trust),

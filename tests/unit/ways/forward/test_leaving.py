@@ -17,6 +17,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import Eligible, Use
 from paceline.ways.forward import inference as forward
 from paceline.ways.forward.inference import FleetInference
+from paceline.ways.forward.known import LATELY_S
 from paceline.ways.forward.routes import Meaning
 from paceline.ways.forward.service import LocalModels
 
@@ -82,7 +83,7 @@ async def test_what_was_answered_at_home_a_moment_ago_is_not_sent_outside(outsid
     fleet.see(card(C, outside))
     with pytest.raises(ModelAway):
         fleet.inference.generate("m", REQUEST)
-    fleet.clock.advance(forward.LATELY_S)
+    fleet.clock.advance(LATELY_S)
     fleet.inference.generate("m", REQUEST)
     assert fleet.holders(fleet.started()) == ["c"]
 

@@ -1,4 +1,4 @@
-"""Texts to vectors, for whichever API asks.
+"""Texts to vectors with this machine's own encoder, for its API and for other nodes.
 
 Law: the event loop computes nothing. Texts are tokenized and run in threads, a few at a time, so that short requests come through between the parts
 of long ones. After a client leaves, at most the part under way is computed for it. Nothing is cut: a text that is too long is refused by its place.
@@ -7,20 +7,18 @@ of long ones. After a client leaves, at most the part under way is computed for 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import PlainValidator, WithJsonSchema
 
+from paceline.core.encoding import Encoded, EncodeRequest
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.text import Tokenizer
-from paceline.server.metrics import Meter
-from paceline.server.requests import check_texts, texts_schema
+from paceline.fleet.card import ModelShape
 
 Ids = npt.NDArray[np.int32]
 Vectors = npt.NDArray[np.float32]
@@ -38,6 +36,8 @@ PART_TOKENS: Final = 1024
 """Run together before other requests have a turn; a longer text is a part of its own. Raising it: others wait longer, and so does a stop."""
 PART_TEXTS: Final = 64
 """Tokenized before other requests have a turn."""
+WORKERS: Final = min(2, os.cpu_count() or 1)
+"""Texts that an encoder runs side by side. Raising it: embeddings come sooner where cores are free, and answers of chats come later."""
 
 
 class TextEncoder(Protocol):
@@ -67,85 +67,66 @@ class TextEncoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """Vectors of a request's texts, in its order."""
-
-    vectors: Vectors
-    tokens: tuple[int, ...]
-    """Token count of each text, including the tokens that the model puts around it."""
-
-
 class Embedder:
     """Embeddings service over one encoder. Lives on one event loop.
 
     Args:
-        encoder: None: none is served.
         workers: threads that run texts, each one text at a time.
     """
 
-    def __init__(self, encoder: TextEncoder | None, workers: int, meter: Meter) -> None:
+    def __init__(self, encoder: TextEncoder, workers: int = WORKERS) -> None:
         self.encoder: Final = encoder
-        self._workers, self._meter = workers, meter
+        self._workers = workers
         self._running = ThreadPoolExecutor(workers, thread_name_prefix="paceline-embed")
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-embed-intake")
         self._requests = self._held = 0
-
-    def is_meant(self, name: str) -> bool:
-        """Return whether a client that asks for this model means the encoder."""
-        return self.encoder is not None and self.encoder.name.lower() == name.removesuffix(":latest").lower()
 
     def close(self) -> None:
         """End the threads, after what they are at."""
         for pool in (self._running, self._tokenizing):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    async def embed(self, encoder: TextEncoder, inputs: Sequence[str | Sequence[int]], field: str = "input") -> Embedded:
+    async def embed(self, request: EncodeRequest) -> Encoded:
         """Return vectors of texts, or of token ids, which are taken as they are.
-
-        Args:
-            inputs: at least one.
-            field: name of the field in errors.
 
         Raises:
             InvalidRequest, ContextOverflow: a text is empty, too long, or has a token outside the vocabulary.
             Overloaded: too many requests run or wait.
         """
-        size = sum(4 * len(given) if isinstance(given, str) else ID_BYTES * len(given) for given in inputs)
+        size = sum(4 * len(given) if isinstance(given, str) else ID_BYTES * len(given) for given in request.inputs)
         if self._requests >= MOST_REQUESTS or (self._requests and self._held + size > MOST_HELD_BYTES):
             raise Overloaded("Too many texts are being embedded: other requests run or wait", "Try again later.", retry_after_s=1)
         self._requests += 1
         self._held += size
         try:
-            texts = await self._tokenized(encoder, inputs, field)
-            return Embedded(await self._run(encoder, texts), tuple(len(ids) for ids in texts))
+            texts = await self._tokenized(request)
+            return Encoded(await self._run(texts), sum(len(ids) for ids in texts))
         finally:
             self._requests -= 1
             self._held -= size
 
-    async def _tokenized(self, encoder: TextEncoder, inputs: Sequence[str | Sequence[int]], field: str) -> list[Ids]:
+    async def _tokenized(self, request: EncodeRequest) -> list[Ids]:
         loop = asyncio.get_running_loop()
-        names = [field] if len(inputs) == 1 else [f"{field}[{place}]" for place in range(len(inputs))]
+        inputs, names = request.inputs, request.names
 
         def part(first: int) -> list[Ids]:
             several = slice(first, first + PART_TEXTS)
-            return [tokenize_input(encoder, given, name) for given, name in zip(inputs[several], names[several], strict=True)]
+            return [tokenize_input(self.encoder, given, name) for given, name in zip(inputs[several], names[several], strict=True)]
 
         texts: list[Ids] = []
         for first in range(0, len(inputs), PART_TEXTS):
             texts += await loop.run_in_executor(self._tokenizing, part, first)
         return texts
 
-    async def _run(self, encoder: TextEncoder, texts: Sequence[Ids]) -> Vectors:
+    async def _run(self, texts: Sequence[Ids]) -> Vectors:
         """Run texts in parts. Each worker has at most one part running or queued, so requests take turns."""
         loop = asyncio.get_running_loop()
-        vectors = np.empty((len(texts), encoder.dimensions), np.float32)
+        vectors = np.empty((len(texts), self.encoder.dimensions), np.float32)
         left = parts_of_work(texts)
 
         async def work() -> None:
             for part in left:
-                vectors[part] = await loop.run_in_executor(self._running, encoder.vectors, texts[part])
-                self._meter.embedded_tokens += sum(len(ids) for ids in texts[part])
+                vectors[part] = await loop.run_in_executor(self._running, self.encoder.vectors, texts[part])
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._workers):
@@ -193,10 +174,10 @@ def parts_of_work(texts: Sequence[Ids]) -> Iterator[slice]:
     yield slice(first, len(texts))
 
 
-MOST_INPUTS: Final = 2048
-"""Maximum number of inputs of one request, as OpenAI has it."""
-Input = Annotated[
-    str | list[str] | list[int] | list[list[int]],
-    PlainValidator(partial(check_texts, most=MOST_INPUTS)),
-    WithJsonSchema(texts_schema(MOST_INPUTS, shortest=1)),
-]
+def encoder_shape(max_tokens: int, dimensions: int = 0, n_layers: int = 0) -> ModelShape:
+    """Return what a card says of an encoder's sizes. It is in no plan.
+
+    Args:
+        dimensions, n_layers: 0: not known.
+    """
+    return ModelShape(n_layers, dimensions, 0, 0, 0, max_tokens)
