@@ -25,8 +25,11 @@ from paceline.core.stats import EngineStats
 from paceline.core.via import new_mark, outside, through
 from paceline.engines.contract import Ask, Busy, EngineIdentity, EngineModel, ForeignEngine, Takes
 from paceline.fleet.card import ModelOffer
-from paceline.machine.foreign.answer import ForeignAnswer, Timed
+from paceline.fleet.engines import loading
+from paceline.machine.foreign.answer import ForeignAnswer
 from paceline.machine.foreign.model import ForeignModel, learn_digest, served, take_in
+from paceline.machine.foreign.rates import Rates, Timed
+from paceline.machine.foreign.silence import Silence
 from paceline.machine.foreign.state import EngineState, SharedModel
 from paceline.store.home import Home
 
@@ -38,12 +41,10 @@ FRESH_S = 2.0
 """Seconds for which a look counts as new. Raising it: an engine that changed its model gets prompts of the one before for longer; lowering it: more looks."""
 TEST_S, MOST_TEST_S = 1.0, 60.0
 """Seconds from a failed request to a test of its model: the first pause, doubled with each failed test, and the longest. Raising them: a model comes back later."""
+LEAST_LOAD_S = 0.1
+"""Seconds that a measured load counts at least: 0 means that none was measured."""
 HANGS = 3
 """Failed looks in a row until an engine that this node started is started again. Raising it: an engine that hangs stays away for longer."""
-NEWER = 0.3
-"""Weight of the newest answer in a measured rate. Raising it: rates follow sooner, and flap more."""
-LEAST_READ, LEAST_WRITTEN = 64, 8
-"""Tokens from which a prompt's or an answer's time counts as a rate."""
 
 
 Revive = Callable[[str], Awaitable[None]]
@@ -64,30 +65,13 @@ class Offering:
     leaves_network: bool = False
 
 
-@dataclass(slots=True)
-class Rates:
-    """Rates of the answers that passed."""
-
-    tokens_per_s: float = 0.0
-    prompt_per_s: float = 0.0
-
-    def learn(self, timed: Timed) -> None:
-        if timed.read_tokens >= LEAST_READ and timed.first_s > 0:
-            self.prompt_per_s = _newer(self.prompt_per_s, timed.read_tokens / timed.first_s)
-        if timed.tokens >= LEAST_WRITTEN and timed.rest_s > 0:
-            self.tokens_per_s = _newer(self.tokens_per_s, (timed.tokens - 1) / timed.rest_s)
-
-
-def _newer(known: float, seen: float) -> float:
-    return seen if not known else (1 - NEWER) * known + NEWER * seen
-
-
 @dataclass(eq=False, slots=True)
 class Offered:
     """A model of an engine, and what was seen of it."""
 
     model: ForeignModel
     rates: Rates = field(default_factory=Rates)
+    silence: Silence = field(default_factory=Silence)
     live: int = 0
     """Sequences of this node that run there."""
     test: asyncio.Task[None] | None = None
@@ -123,6 +107,12 @@ class WatchedEngine:
         self.trouble = ""
         """Why the last look failed; empty: it did not."""
         self.busy = Busy()
+        self._others = 0
+        """Requests of other programs at the last look, as far as the engine says."""
+        self._sent = 0
+        """Sequences of this node that the engine was asked for and that have not ended."""
+        self._load_s: dict[str, float] = {}
+        """Seconds of the last load that a request caused, by the engine's own name of the model."""
 
     @property
     def url(self) -> str:
@@ -154,6 +144,7 @@ class WatchedEngine:
                     raise EngineGone(f"What answers at {self.url} is no {self.identity.name} any more")
                 told = await self.engine.models() if await self.engine.is_ready() else ()
                 self.busy = await self.engine.busy()
+                self._others = max(0, self._at_work - self._sent)
                 await self._take(identity, told)
                 self.trouble = ""
                 self._failed_looks = 0
@@ -216,24 +207,50 @@ class WatchedEngine:
             leaves=sharing.leaves_network,
         )
 
-    def answer(self, offered: Offered, request: GenerationRequest) -> ChunkStream:
-        model = offered.model
+    @property
+    def _at_work(self) -> int:
+        """Requests that run and wait there, as far as the engine says."""
+        return (self.busy.running or 0) + (self.busy.waiting or 0)
 
-        async def still_there() -> None:
-            await self.look(fresh_s=FRESH_S)
+    def answer(self, offered: Offered, request: GenerationRequest) -> ChunkStream:
+        model, ahead, sent = offered.model, offered.live, 0
+
+        async def still_there() -> float | None:
+            # A load is measured, and announced, only if there is one.
+            await self.look(fresh_s=FRESH_S if offered.model.told.loaded else None)
             now = self._known.get(model.told.name)
             if self.trouble:
                 raise EngineGone(self.trouble)
             if now is None or now.model.ref != model.ref:
                 raise ModelAway(f"{self.identity} has no {model.name} any more", "Try again in a few seconds.")
+            nonlocal ahead, sent
+            ahead, sent = ahead + self._others, len(request.indices)
+            self._sent += sent
+            return None if now.model.told.loaded else loading(self.offer(now)).seconds
+
+        def allowed(size: int) -> float | None:
+            return None if self._others else offered.rates.silence_s(size)
+
+        def timed(one: Timed) -> None:
+            if not one.loaded:
+                self._load_s[model.told.name] = max(LEAST_LOAD_S, one.first_s - offered.rates.prompt_s(one.read_tokens))
+            offered.rates.learn(one, ahead + one.place + 1)
 
         def ended(error: BaseException | None) -> None:
             offered.live -= len(request.indices)
+            self._sent -= sent
             if isinstance(error, EngineGone):
                 self._failed(offered, error)
 
         offered.live += len(request.indices)
-        return ForeignAnswer(self.engine, model, request, self._clock, before=still_there, ended=ended, timed=offered.rates.learn)
+        return ForeignAnswer(
+            *(self.engine, model, request, self._clock),
+            before=still_there,
+            silence=offered.silence,
+            allowed=allowed,
+            ended=ended,
+            timed=timed,
+        )
 
     def _failed(self, offered: Offered, error: EngineGone) -> None:
         """Offer a model no more until it has answered a test."""
@@ -272,8 +289,7 @@ class WatchedEngine:
 
     def offer(self, one: Offered) -> ModelOffer:
         """Return what the node's card says of a model."""
-        under_way = max(one.live, (self.busy.running or 0) + (self.busy.waiting or 0))
-        return one.model.offer(one.rates.tokens_per_s, one.rates.prompt_per_s, under_way)
+        return one.model.offer(one.rates, max(one.live, self._at_work), self._load_s.get(one.model.told.name, 0.0))
 
     @property
     def state(self) -> EngineState:
