@@ -253,7 +253,7 @@ class ModelLoading:
 
 
 AnswerProgress = PromptReading | ModelLoading
-"""What a stream tells a client while it has no text yet."""
+"""Progress that a stream reports before its first text."""
 
 
 def progress_of(notice: Notice) -> AnswerProgress | None:

@@ -38,7 +38,7 @@ UNKNOWN_LOAD_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What it takes until a model can answer."""
+    """The load that a request waits for."""
 
     seconds: float = 0.0
     """0: it is loaded."""

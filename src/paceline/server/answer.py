@@ -55,7 +55,7 @@ class Events:
         self._sent: Counter[bytes] = Counter()
         self._heard: Counter[tuple[RequestId, bytes]] = Counter()
         self._reading: dict[RequestId, AnswerProgress] = {}
-        """Progress of the call's prompts that take long to read, or whose model is loaded first."""
+        """Progress of the call's prompts that take long to read, or wait until an engine has loaded the model."""
 
     @property
     def reading(self) -> AnswerProgress | None:

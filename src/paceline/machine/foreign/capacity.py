@@ -29,7 +29,9 @@ half, with 20 % of noise on either side.
 FEWEST: Final = 3
 """Answers that are compared with, and slow ones that it takes to find a capacity. Raising it: outliers count less, and changes show later."""
 LEAST_TOKENS: Final = 16
-"""A prompt that the engine had in memory counts as so many tokens: its time is no measure of a token's. Raising it: longer prompts explain more."""
+"""Tokens that a prompt counts at least. The engine may have had it in memory, and its time then says nothing about a token's. Raising it: such prompts explain
+longer times of others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Capacity:
 
     @property
     def uncrowded(self) -> Sequence[FirstToken]:
-        """Those of the last answers that waited for no other, as far as is known."""
+        """The last answers without those that waited for others, as far as is known."""
         last = list(self._memory)[-WINDOW:]
         return [one for one, is_slow in last if not is_slow and (not self._most or one.in_flight <= self._most)][-NEWEST:]
 

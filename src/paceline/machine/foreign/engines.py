@@ -175,6 +175,8 @@ class WatchedEngine:
                 model = await asyncio.to_thread(self._take_in, one, len(wanted))
                 learns = self.sharing.is_here and model.tokenizer is not None and not model.ref.has_digest and one not in self._tried
                 found[one.name] = Offered(model, learns=learns)
+                if same is not None and same.model.told.loaded != one.loaded:  # some engines say more about a model that is loaded
+                    found[one.name].rates, found[one.name].silence = same.rates, same.silence
         for name, gone in known.items():
             if found.get(name) is not gone:
                 await end_tasks(gone.test)

@@ -1,4 +1,4 @@
-"""What answers that passed say of a model at an engine: its rates, its first token, its capacity, and how long it may be silent."""
+"""Figures of a model at an engine, from answers that passed: its rates, its first token, its capacity, and how long it may be silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES: Final = 4.0
 up to four times slower by the token; see `LONGER`.
 """
 LONGER: Final = 4
-"""A prompt may be so many times longer than the longest that was measured, or its time counts as not known. Raising it: an honest prompt may be ended."""
+"""Factor by which a prompt may be longer than the longest that was measured. The time of longer ones counts as not known. Raising it: honest prompts may be ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Laws:
 - A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
   longer, a prefix that it holds shorter: one that was sent there, or that it told to hold. A node that was lost comes last until it was heard of again. A choice changes no byte.
 - An engine with as many requests as it runs at once counts as a queue, and a model that its engine has not loaded takes its load longer.
-- A request whose prompt and answer exceed an engine's context is not sent to it.
+- A request is not sent to an engine if its prompt and answer exceed the engine's context.
 - An engine outside of the home network is on a route only if no node at home has a model of that name, under whatever meaning.
 """
 
@@ -209,10 +209,10 @@ def open_to(
 
 
 def with_room(stops: Sequence[RouteStop], request: GenerationRequest, own: Callable[[RouteStop], int]) -> list[RouteStop]:
-    """Return the stops whose context holds a request's prompt and answer.
+    """Return the stops with room for a request's prompt and answer.
 
     Args:
-        own: returns the context of a stop that is no engine of another maker; 0: not known.
+        own: returns the context of own kernels at a stop; 0: not known.
 
     Raises:
         ContextOverflow: no stop's does, and the answer has not begun.

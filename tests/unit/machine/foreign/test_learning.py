@@ -1,4 +1,4 @@
-"""What a node learns from the answers of an engine: loads, and how long the engine may be silent."""
+"""What a node learns from the answers of an engine: its speed, loads, and how long the engine may be silent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from tests.fakes.clock import FakeClock
 from tests.fakes.foreign_engine import ScriptedEngine
+from tests.fakes.scripted_http import Asked, Hang, Said, events, said, served
 from tests.unit.net.member.nodes import in_loop
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import EngineGone
 from paceline.core.generation import GenerationChunk, GenerationRequest, ModelLoading, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import default_model
-from paceline.engines.contract import AnswerPiece, Ask, Busy, EngineIdentity, EngineModel, Takes
+from paceline.engines.contract import AnswerPiece, Ask, Busy, Door, EngineIdentity, EngineModel, Takes
+from paceline.engines.openai import OpenAi
 from paceline.fleet.engines import loading
 from paceline.machine.foreign import answer, rates, silence
 from paceline.machine.foreign.engines import ForeignEngines, Offering
@@ -102,6 +105,24 @@ async def test_a_load_costs_an_estimate_until_one_was_measured(tmp_path: Path) -
 
 
 @in_loop
+async def test_figures_outlive_a_load_that_tells_more_of_the_model(tmp_path: Path) -> None:
+    clock = FakeClock()
+    engine = SwappingEngine(clock)
+    engines = await shared(tmp_path, engine, clock)
+    await answered(engines)
+    engine.told = (replace(MODEL, loaded=False, quantisation="", size_bytes=0),)
+    await engines.engines[0].look()
+    (offer,) = engines.offers()
+    assert (offer.tokens_per_second, offer.engine and offer.engine.load_s) == (pytest.approx(19), 0.0)
+    engine.told = (replace(MODEL, quantisation="Q8_0"),)
+    await engines.engines[0].look()
+    engine.told = (replace(MODEL, quantisation="Q4_1"),)  # another model
+    await engines.engines[0].look()
+    assert engines.offers()[0].tokens_per_second == 0
+    await engines.close()
+
+
+@in_loop
 async def test_a_client_hears_of_a_load_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "LOADING_S", 0.0)
     clock = FakeClock()
@@ -173,6 +194,41 @@ async def test_a_model_that_has_to_be_loaded_may_be_silent(tmp_path: Path, monke
     assert not answering.done()
     answering.cancel()
     await engines.close()
+
+
+@in_loop
+async def test_rates_of_a_real_server_follow_its_speed_within_twenty_requests(tmp_path: Path) -> None:
+    speed = 1.0
+
+    def script(asked: Asked) -> Said:
+        if asked.path == "/v1/models":
+            return said({"object": "list", "data": [{"id": "tiny"}]})
+        if asked.path != "/v1/chat/completions":
+            return said({}, 404)
+        word = {"model": "tiny", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+        last = {"model": "tiny", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        usage = {"model": "tiny", "choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": 8}}
+        written = [part for _ in range(8) for part in (*events(word, done=False), Hang(0.01 / speed))]
+        return Said((Hang(0.04 / speed), *written, *events(last, usage)), kind="text/event-stream")
+
+    async def client(answers: int) -> None:
+        for _ in range(answers):
+            await answered(engines)
+
+    def figures() -> tuple[float, float]:
+        (offer,) = engines.offers()
+        return offer.tokens_per_second, offer.prefill_tokens_per_second
+
+    with served(script) as server:
+        engines = ForeignEngines(Home(tmp_path), SystemClock())
+        await engines.add(OpenAi(Door(server.url)), EngineIdentity("openai"), Offering())
+        await asyncio.gather(*(client(3) for _ in range(4)))
+        before = figures()
+        speed = 0.5
+        await asyncio.gather(*(client(5) for _ in range(4)))
+        for was, now in zip(before, figures(), strict=True):
+            assert 1.4 < was / now < 2.8
+        await engines.close()
 
 
 async def pieces(*pauses_s: float | None) -> AsyncGenerator[AnswerPiece, None]:
