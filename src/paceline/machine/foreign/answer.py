@@ -26,7 +26,7 @@ from paceline.engine.sequence import TextStream, overlap
 from paceline.engines.contract import AnswerPiece, Ask, ForeignEngine, Takes
 from paceline.machine.foreign.model import ForeignModel
 from paceline.machine.foreign.rates import Timed
-from paceline.machine.foreign.silence import Silence
+from paceline.machine.foreign.silence import Silence, always
 
 LOADING_S = 2.0
 """Seconds between two notices that a model is loaded. Raising it: clients see older figures."""
@@ -40,6 +40,7 @@ class ForeignAnswer:
             the request causes; None: the model is loaded.
         silence: ends sequences at which the engine hangs.
         allowed: returns the seconds of silence that a prompt is allowed, from its size as in `Timed.size`. None: as long as `EnginePatience` says.
+        is_loaded: asks the engine whether it has the model loaded.
         ended: called once, when the stream is over: with the error that ended it, or None.
         timed: called with what each whole sequence took.
     """
@@ -54,12 +55,13 @@ class ForeignAnswer:
         before: Callable[[], Awaitable[float | None]],
         silence: Silence | None = None,
         allowed: Callable[[int], float | None] = lambda _: None,
+        is_loaded: Callable[[], Awaitable[bool]] = always,
         ended: Callable[[BaseException | None], None] = lambda _: None,
         timed: Callable[[Timed], None] = lambda _: None,
     ) -> None:
         self._engine, self._model, self._request, self._clock = engine, model, request, clock
         self._before, self._ended, self._timed = before, ended, timed
-        self._silence, self._allowed = silence or Silence(), allowed
+        self._silence, self._allowed, self._is_loaded = silence or Silence(), allowed, is_loaded
         self._load_s: float | None = None
         """Expected seconds of the load that this answer waits for; None: none."""
         self._has_begun = False
@@ -142,7 +144,7 @@ class ForeignAnswer:
         prompt, cached, is_first = len(request.prompt_ids) + len(request.so_far.get(index, ())), 0, True
         size = prompt or len(request.chat)
         allowed_s = self._allowed(size) if self._load_s is None else None
-        async with aclosing(self._silence.watched(self._engine.generate(ask), allowed_s)) as pieces:
+        async with aclosing(self._silence.watched(self._engine.generate(ask), allowed_s, self._is_loaded)) as pieces:
             async for piece in pieces:
                 self._has_begun = True
                 cached = piece.cached_tokens or cached  # several pieces may tell it

@@ -71,7 +71,6 @@ class Offered:
 
     model: ForeignModel
     rates: Rates = field(default_factory=Rates)
-    silence: Silence = field(default_factory=Silence)
     live: int = 0
     """Sequences of this node that run there."""
     test: asyncio.Task[None] | None = None
@@ -111,6 +110,7 @@ class WatchedEngine:
         """Requests of other programs at the last look, as far as the engine says."""
         self._sent = 0
         """Sequences of this node that the engine was asked for and that have not ended."""
+        self._silence = Silence()
         self._load_s: dict[str, float] = {}
         """Seconds of the last load that a request caused, by the engine's own name of the model."""
 
@@ -176,7 +176,7 @@ class WatchedEngine:
                 learns = self.sharing.is_here and model.tokenizer is not None and not model.ref.has_digest and one not in self._tried
                 found[one.name] = Offered(model, learns=learns)
                 if same is not None and same.model.told.loaded != one.loaded:  # some engines say more about a model that is loaded
-                    found[one.name].rates, found[one.name].silence = same.rates, same.silence
+                    found[one.name].rates = same.rates
         for name, gone in known.items():
             if found.get(name) is not gone:
                 await end_tasks(gone.test)
@@ -233,6 +233,11 @@ class WatchedEngine:
         def allowed(size: int) -> float | None:
             return None if self._others else offered.rates.silence_s(size)
 
+        async def is_loaded() -> bool:
+            await self.look(fresh_s=0.0)
+            now = self._known.get(model.told.name)
+            return bool(self.trouble) or now is None or now.model.told.loaded
+
         def timed(one: Timed) -> None:
             if not one.loaded:
                 self._load_s[model.told.name] = max(LEAST_LOAD_S, one.first_s - offered.rates.prompt_s(one.read_tokens))
@@ -248,8 +253,9 @@ class WatchedEngine:
         return ForeignAnswer(
             *(self.engine, model, request, self._clock),
             before=still_there,
-            silence=offered.silence,
+            silence=self._silence,
             allowed=allowed,
+            is_loaded=is_loaded,
             ended=ended,
             timed=timed,
         )

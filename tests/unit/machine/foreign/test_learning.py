@@ -178,18 +178,23 @@ async def test_an_engine_that_hangs_is_found_where_its_prompts_are_known(
     await engines.close()
 
 
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen before", "unloaded a moment ago"])
 @in_loop
-async def test_a_model_that_has_to_be_loaded_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_has_to_be_loaded_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool) -> None:
     monkeypatch.setattr(rates, "FLOOR_S", 0.0)
     monkeypatch.setattr(rates, "TIMES", 0.002)
     clock = FakeClock()
     engine = SwappingEngine(clock)
     engines = await shared(tmp_path, engine, clock)
     await answered(engines)
-    engine.told = (replace(MODEL, loaded=False),)
     engine.hangs = True
-    await engines.engines[0].look()
+    if is_seen:
+        engine.told = (replace(MODEL, loaded=False),)
+        await engines.engines[0].look()
     answering = asyncio.create_task(answered(engines))
+    await asyncio.sleep(0)
+    engine.told = (replace(MODEL, loaded=False),)
+    clock.advance(3.0)
     await asyncio.wait((answering,), timeout=0.1)
     assert not answering.done()
     answering.cancel()
