@@ -39,6 +39,8 @@ LOOK_S = 5.0
 """Seconds between two looks at an engine. Raising it: a model that an engine gains or loses is noticed later."""
 FRESH_S = 2.0
 """Seconds for which a look counts as new. Raising it: an engine that changed its model gets prompts of the one before for longer; lowering it: more looks."""
+LOAD_FRESH_S = 0.5
+"""The same for a model that was not loaded. Raising it: a load that ended is announced and measured again; lowering it: more looks while a model is loaded."""
 TEST_S, MOST_TEST_S = 1.0, 60.0
 """Seconds from a failed request to a test of its model: the first pause, doubled with each failed test, and the longest. Raising them: a model comes back later."""
 LEAST_LOAD_S = 0.1
@@ -216,10 +218,10 @@ class WatchedEngine:
 
     def answer(self, offered: Offered, request: GenerationRequest) -> ChunkStream:
         model, ahead, sent = offered.model, offered.live, 0
+        is_first = not offered.live
 
         async def still_there() -> float | None:
-            # A load is measured, and announced, only if there is one.
-            await self.look(fresh_s=FRESH_S if offered.model.told.loaded else None)
+            await self.look(fresh_s=FRESH_S if offered.model.told.loaded else LOAD_FRESH_S)
             now = self._known.get(model.told.name)
             if self.trouble:
                 raise EngineGone(self.trouble)
@@ -239,7 +241,7 @@ class WatchedEngine:
             return bool(self.trouble) or now is None or now.model.told.loaded
 
         def timed(one: Timed) -> None:
-            if not one.loaded:
+            if not one.loaded and is_first and not one.place:  # a later request waits for the rest of a load
                 self._load_s[model.told.name] = max(LEAST_LOAD_S, one.first_s - offered.rates.prompt_s(one.read_tokens))
             offered.rates.learn(one, ahead + one.place + 1)
 
